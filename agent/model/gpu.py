@@ -1,0 +1,38 @@
+"""What a physical GPU is, as the rest of the agent sees it: plain frozen values, no library types."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The NVIDIA driver of the node."""
+
+    version: str  # "580.95.05"
+    nvml_version: str  # "13.580.95.05"
+    cuda_version: tuple[int, int]  # the newest CUDA that the driver serves, (13, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Identity and fixed traits of one GPU. The UUID is the key; index and minor number may change."""
+
+    uuid: str  # "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
+    index: int  # NVML's enumeration index
+    minor: int  # N of /dev/nvidiaN
+    pci_bus_id: str  # "0000:1b:00.0", lower case as in sysfs
+    product: str  # "NVIDIA H200"
+    memory_bytes: int
+    compute_capability: tuple[int, int]  # (9, 0)
+    mig_enabled: bool = False
+    numa_node: int | None = None  # None: the machine names none
+
+    def renumbered(self, index: int, minor: int) -> Self:
+        """The same GPU under another index and minor number, as after a hot-plug."""
+        return replace(self, index=index, minor=minor)
+
+
+def normalise_bus_id(text: str) -> str:
+    """NVML's `00000000:1B:00.0` as sysfs writes it, `0000:1b:00.0` (the domain has at least four digits)."""
+    domain, _, rest = text.strip().lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"

@@ -1,0 +1,120 @@
+"""The seam between the agent and NVML: what the agent asks, in its own types.
+
+Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated machine's
+(`agent.simulator`). All methods block and are called from worker threads only; all raise
+`agent.nvml.errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
+except in `describe`, which is how UUIDs are learnt.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Protocol
+
+from agent.model.gpu import Driver, Gpu
+
+
+class EventKind(Enum):
+    """Kinds of NVML events that the agent listens to."""
+
+    XID = "xid"
+    ECC_SINGLE = "ecc_single"  # corrected
+    ECC_DOUBLE = "ecc_double"  # uncorrected
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlEvent:
+    """One event; `data` is the Xid number for XID, 0 else."""
+
+    uuid: str
+    kind: EventKind
+    data: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a health probe of one GPU read; None: the GPU has no such counter."""
+
+    memory_used_bytes: int
+    ecc_uncorrected: int | None  # volatile, since the driver was loaded
+    remap_pending: bool | None  # row remapping waits for a reset
+    remap_failed: bool | None
+    retirement_pending: bool | None  # page retirement (before Ampere) waits for a reboot
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading of the moving figures of a GPU; None: not offered by this GPU."""
+
+    gpu_utilization_ratio: float | None
+    memory_utilization_ratio: float | None
+    memory_used_bytes: int
+    memory_total_bytes: int
+    power_watts: float | None
+    temperature_celsius: float | None
+
+
+class PcieLevel(IntEnum):
+    """Closest common ancestor of two GPUs (`nvmlGpuTopologyLevel_t`); smaller is closer."""
+
+    INTERNAL = 0  # two GPUs on one board
+    SINGLE_SWITCH = 10  # PIX
+    MULTIPLE_SWITCHES = 20  # PXB
+    HOST_BRIDGE = 30  # PHB
+    NUMA_NODE = 40  # NODE
+    SYSTEM = 50  # SYS
+
+
+class LinkPeer(Enum):
+    """What sits at the far end of an NVLink (`nvmlIntNvLinkDeviceType_t`)."""
+
+    GPU = "gpu"
+    SWITCH = "switch"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class NvLink:
+    """One active NVLink of a GPU. `remote_bus_id` is in sysfs form."""
+
+    peer: LinkPeer
+    remote_bus_id: str
+
+
+class NvmlPort(Protocol):
+    """NVML as the agent needs it. See the module's text for the rules."""
+
+    def open(self) -> Driver:
+        """Load the library and initialise it. Raises NvmlLibraryMissing, NvmlDriverMismatch."""
+
+    def close(self) -> None:
+        """Free the event set and shut the library down, so that the kernel module can be unloaded."""
+
+    def count(self) -> int:
+        """How many GPUs the driver enumerates, lost ones included."""
+
+    def describe(self, index: int) -> Gpu:
+        """Identity of the GPU at an enumeration index. Raises NvmlGpuLost and others for a sick GPU."""
+
+    def probe(self, uuid: str) -> Probe:
+        """Read the health counters of a GPU through a fresh handle."""
+
+    def sample(self, uuid: str) -> Sample:
+        """Read the moving figures; parts that the GPU does not offer come as None."""
+
+    def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
+        """Closest common PCIe ancestor of two GPUs."""
+
+    def links(self, uuid: str) -> tuple[NvLink, ...]:
+        """Active NVLinks of a GPU, in link order; empty where it has none."""
+
+    def watch(self, uuid: str) -> frozenset[EventKind]:
+        """Register a GPU in the event set (made on first use); answers the kinds it supports.
+
+        Raises NvmlNotSupported where the GPU supports none. Registering twice is the caller's fault.
+        """
+
+    def unwatch_all(self) -> None:
+        """Drop the event set, so that GPUs can be registered anew. Never while `wait` is under way."""
+
+    def wait(self, timeout_ms: int) -> NvmlEvent | None:
+        """Block until an event comes or the time is over (None)."""

@@ -1,0 +1,281 @@
+"""One typed, strict configuration: flags win over environment, environment over file, file over defaults.
+
+Unknown keys are errors. Every fault is reported, each with its source, its key and what is allowed.
+"""
+
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+ENVIRONMENT_PREFIX = "GPU_NODE_AGENT_"
+# Variables of that prefix which are not configuration keys: where the file is, and the downward API.
+RESERVED_ENVIRONMENT = frozenset({"CONFIG", "NODE_NAME", "POD_NAME", "POD_NAMESPACE"})
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+AbsolutePath = Annotated[str, Meta(pattern="^/")]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True):
+    """A block of the configuration."""
+
+
+class Logging(Section, frozen=True):
+    """How the agent writes its log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+
+
+class Http(Section, frozen=True):
+    """Where /metrics, /healthz and /readyz are served. Port 0 takes any free port."""
+
+    address: str = "0.0.0.0"  # noqa: S104  the kubelet probes the pod's address
+    port: Port = 9446
+
+
+class Kubelet(Section, frozen=True):
+    """Folders of the kubelet, as the agent sees them."""
+
+    root: AbsolutePath = "/var/lib/kubelet"
+    # A constant of the kubelet whatever its --root-dir says; null: <root>/device-plugins.
+    device_plugins: AbsolutePath | None = None
+    registration: Literal["auto", "registry", "socket"] = "auto"
+    # How long plugins_registry may go unread before kubelet.sock is used instead.
+    registry_wait_seconds: Seconds = 10.0
+
+
+class DriverFiles(Section, frozen=True):
+    """Where the NVIDIA driver's files are, as the agent sees them."""
+
+    root: AbsolutePath = "/"
+    library: AbsolutePath | None = None  # libnvidia-ml.so.1 by full path; null: searched under root
+    # Prefix of the device nodes on the HOST (they are named to the container runtime); null: "/".
+    dev_root: AbsolutePath | None = None
+
+
+class Host(Section, frozen=True):
+    """Folders of the node that the agent owns or reads."""
+
+    sysfs: AbsolutePath = "/sys"
+    state: AbsolutePath = "/var/lib/gpu-node-agent"
+    run: AbsolutePath = "/run/gpu-node-agent"
+    cdi: AbsolutePath = "/var/run/cdi"
+
+
+class Injection(Section, frozen=True):
+    """How a container gets its GPUs."""
+
+    strategy: Literal["auto", "envvar", "cdi"] = "auto"
+    # Also name the device nodes to the kubelet, for runtimes that are not NVIDIA's.
+    device_nodes: bool = False
+
+
+class Sampling(Section, frozen=True):
+    """How often the moving figures of the GPUs are read."""
+
+    interval_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
+
+
+class Settings(Section, frozen=True):
+    """The whole configuration of the node agent."""
+
+    version: Literal[1] = 1
+    default_mode: Literal["none", "pgpu", "vgpu", "mps"] = "none"
+    logging: Logging = Logging()
+    http: Http = Http()
+    kubelet: Kubelet = Kubelet()
+    driver: DriverFiles = DriverFiles()
+    host: Host = Host()
+    injection: Injection = Injection()
+    sampling: Sampling = Sampling()
+
+    @property
+    def device_plugins_folder(self) -> Path:
+        """Folder of kubelet.sock."""
+        return Path(self.kubelet.device_plugins or f"{self.kubelet.root}/device-plugins")
+
+
+class ConfigurationError(Exception):
+    """The configuration is not usable; `faults` has one sentence for each fault."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("; ".join(faults))
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> Settings:
+    """Settings from a YAML file, `GPU_NODE_AGENT_*` variables and `key.path=value` flags.
+
+    Blocks on the file; call it from a thread once the loop runs. Raises ConfigurationError.
+    """
+    faults: list[str] = []
+    merged: dict[str, Any] = {}
+    if file is not None:
+        merged = _checked(_read(file), Settings, str(file), "", faults)
+    for key, value in (environment if environment is not None else os.environ).items():
+        name = key.removeprefix(ENVIRONMENT_PREFIX)
+        if name != key and name not in RESERVED_ENVIRONMENT:
+            _override(merged, _path_of_variable(name), value, f"environment variable {key}", faults)
+    for flag in flags:
+        path, separator, value = flag.partition("=")
+        if not separator:
+            faults.append(f"flag --set {flag}: write it as key.path=value")
+            continue
+        _override(merged, path.split("."), value, f"flag --set {flag}", faults)
+    if not faults:
+        settings = msgspec.convert(merged, Settings)
+        faults.extend(_impossible(settings))
+        if not faults:
+            return settings
+    raise ConfigurationError(faults)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the configuration file, as published in `config/schema.json`."""
+    return msgspec.json.schema(Settings)
+
+
+def _read(file: Path) -> object:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError([f"{file}: cannot be read: {error.strerror}"]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or "it is not UTF-8 text"
+        raise ConfigurationError([f"{file}{line}: not valid YAML: {problem}"]) from error
+    return {} if document is None else document
+
+
+def _checked(value: object, kind: type[Section], source: str, path: str, faults: list[str]) -> dict[str, Any]:
+    """The keys of a block that are right, each fault appended; key by key so that none hides another."""
+    if not isinstance(value, dict):
+        faults.append(f"{source}: {path or 'the document'} must be a block of keys, not {_shown(value)}")
+        return {}
+    fields = _fields(kind)
+    good: dict[str, Any] = {}
+    for key, item in value.items():
+        here = f"{path}.{key}" if path else str(key)
+        field = fields.get(key) if isinstance(key, str) else None
+        if field is None:
+            faults.append(f"{source}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
+        elif _is_section(field):
+            good[key] = _checked(item, field, source, here, faults)
+        elif fault := _fault(item, field):
+            faults.append(f"{source}: {here} {fault}")
+        else:
+            good[key] = item
+    return good
+
+
+def _fault(value: object, kind: object) -> str | None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return f"must be {describe_type(kind)}, not {_shown(value)}"
+    return None
+
+
+def _override(merged: dict[str, Any], path: Sequence[str], text: str, source: str, faults: list[str]) -> None:
+    """Put one value, written as YAML, at a key path."""
+    kind: Any = Settings
+    for step in path:
+        fields = _fields(kind) if _is_section(kind) else {}
+        if step not in fields:
+            allowed = ", ".join(sorted(fields)) or "none"
+            faults.append(f"{source}: unknown key {'.'.join(path)}; allowed here: {allowed}")
+            return
+        kind = fields[step]
+    if _is_section(kind):
+        keys = ", ".join(sorted(_fields(kind)))
+        faults.append(f"{source}: {'.'.join(path)} is a block; name one of its keys: {keys}")
+        return
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, (int, float, bool)) and not _fault(text, kind):
+        value = text  # a string key whose value looks like a number
+    if fault := _fault(value, kind):
+        faults.append(f"{source}: {'.'.join(path)} {fault}")
+        return
+    block = merged
+    for step in path[:-1]:
+        block = block.setdefault(step, {})
+    block[path[-1]] = value
+
+
+def _path_of_variable(name: str) -> list[str]:
+    """`KUBELET_REGISTRY_WAIT_SECONDS` -> [`kubelet`, `registryWaitSeconds`]; unknown names come whole."""
+    for path in _leaves(Settings):
+        if "_".join(_snake(step) for step in path).upper() == name:
+            return path
+    return [name]
+
+
+def _leaves(kind: type[Section]) -> list[list[str]]:
+    found: list[list[str]] = []
+    for key, field in _fields(kind).items():
+        found.extend([[key, *rest] for rest in _leaves(field)] if _is_section(field) else [[key]])
+    return found
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+
+
+def _fields(kind: type[Section]) -> dict[str, Any]:
+    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+
+
+def _is_section(kind: object) -> typing.TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
+    """A type in words, for messages: `one of json, console`, `a number from 0 to 65535`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else describe_type(part) for part in arguments)
+    if origin is Annotated:
+        return describe_type(arguments[0]) + "".join(_bounds(m) for m in arguments[1:] if isinstance(m, Meta))
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(kind, str(kind))
+
+
+def _bounds(meta: Meta) -> str:
+    if meta.pattern == "^/":
+        return " that starts with / (an absolute path)"
+    low = meta.ge if meta.ge is not None else meta.gt
+    above = "above" if meta.gt is not None else "from"
+    return f" {above} {low} to {meta.le}" if low is not None else ""
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else repr(value)[:60]
+
+
+def _impossible(settings: Settings) -> list[str]:
+    """Combinations that no single key shows to be wrong."""
+    faults = []
+    if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
+        faults.append(
+            "injection.deviceNodes: true cannot go with injection.strategy: cdi, whose devices bring "
+            "their nodes along; set one of them differently"
+        )
+    return faults
