@@ -1,0 +1,65 @@
+"""Pods as the embedded kubelet and the scenario suite know them: small frozen values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """`status.phase` of a pod."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the pod runs no more, and so holds nothing."""
+        return self in (Phase.SUCCEEDED, Phase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSpec:
+    """One container; `limits` counts whole units of extended resources."""
+
+    name: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    # An init container with restartPolicy Always: a sidecar, which runs on beside the app containers.
+    restartable: bool = False
+    # An app container that ends by itself with exit code 0; else it runs until the pod is deleted.
+    exits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpec:
+    """A pod. Plain init containers end by themselves with exit code 0."""
+
+    name: str
+    containers: tuple[ContainerSpec, ...]
+    namespace: str = "default"
+    init_containers: tuple[ContainerSpec, ...] = ()
+    # Preset: the pod goes straight to that node's kubelet and no scheduler checks whether it fits.
+    node_name: str | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    restart_policy: str = "Never"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return (self.namespace, self.name)
+
+    def request(self, resource: str) -> int:
+        """What the scheduler counts: app containers and sidecars together, or the largest step of init."""
+        sidecars, peak = 0, 0
+        for container in self.init_containers:
+            amount = container.limits.get(resource, 0)
+            peak = max(peak, sidecars + amount)
+            sidecars += amount if container.restartable else 0
+        return max(peak, sidecars + sum(each.limits.get(resource, 0) for each in self.containers))
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """Names of all resources that any container asks for, in order of appearance."""
+        return tuple(dict.fromkeys(r for c in (*self.init_containers, *self.containers) for r in c.limits))

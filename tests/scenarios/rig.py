@@ -1,0 +1,106 @@
+"""What a scenario may ask of a node: the seam between the scenario suite and the two kubelets.
+
+The functions of `tests/scenarios/*.py` are written against `Rig` alone. One implementation drives the
+embedded kubelet (`tests/component/embedded_rig.py`), one the real cluster (`tests/cluster/real_rig.py`), so
+that the embedded kubelet cannot drift away from what a real one does.
+
+What every rig provides before a scenario starts: one node with the simulated machine `dgx-h200` and
+nothing running on it; the agent NOT started; no pod; a CDI folder with a spec of the kind
+`nvidia.com/gpu` as NVIDIA's toolkit writes it (one device per GPU UUID with the node /dev/nvidia<minor>, the
+common nodes /dev/nvidiactl and /dev/nvidia-uvm, and `NVIDIA_VISIBLE_DEVICES=void` for all).
+
+What every rig does with a pod: plain init containers and `exits` containers end by themselves with 0, all
+others run until deletion. Each container reports its environment and device nodes when it starts (a
+real one prints both into its log), so that they can be asked for after it has ended, too.
+
+Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that tells
+what was seen last.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from agent.simulator.kubelet.pods import Phase, PodSpec
+
+if TYPE_CHECKING:
+    from agent.simulator.machine import SimulatedMachine
+
+GPU = "nvidia.com/gpu"
+
+
+class Rig(Protocol):
+    """One node with its kubelet, its simulated GPUs and the agent under test."""
+
+    # The machine under the agent, for faults and for what is true about its GPUs.
+    machine: "SimulatedMachine"
+
+    # The agent: the real program, a process of its own.
+    async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
+        """Start the agent; return once its process runs (not once it is ready).
+
+        `settings` are configuration keys by path (`{"injection.strategy": "envvar"}`) over the rig's own:
+        default mode pgpu, and the folders of this node.
+        """
+
+    async def kill_agent(self) -> None:
+        """SIGKILL; return once the process is gone."""
+
+    async def stop_agent(self, deadline: float = 10.0) -> int:
+        """SIGTERM; the exit code. TimeoutError if it does not end."""
+
+    def agent_running(self) -> bool:
+        """Whether the agent's process is alive."""
+
+    # The node.
+    async def allocatable(self, resource: str = GPU) -> int | None:
+        """`status.allocatable` of the node, as the API tells it; None: the node has no such key."""
+
+    async def capacity(self, resource: str = GPU) -> int | None:
+        """`status.capacity` of the node; None: the node has no such key."""
+
+    async def wait_allocatable(self, count: int, resource: str = GPU, deadline: float = 30.0) -> None:
+        """Wait until allocatable is exactly `count`."""
+
+    def watching_allocatable(self, resource: str = GPU) -> AbstractAsyncContextManager[Sequence[int | None]]:
+        """Inside: a growing list of the values that allocatable took, the present one first.
+
+        Every value that the node's status held must show, however short (a watch, not a poll).
+        """
+
+    async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
+        """Stop the kubelet, wait, start it; return once it serves PodResources again. Pods run on."""
+
+    def gpu_uuids(self) -> tuple[str, ...]:
+        """UUIDs of the machine's GPUs by index."""
+
+    def device_node(self, uuid: str) -> str:
+        """The node of a GPU as a container names it: `/dev/nvidia3`."""
+
+    # Pods.
+    async def create_pod(self, pod: PodSpec) -> None:
+        """Hand the pod to the API (bound already where `node_name` is set); any node name means this node."""
+
+    async def delete_pod(self, pod: PodSpec, deadline: float = 30.0) -> None:
+        """Delete without grace and wait until the pod is gone, its containers included."""
+
+    async def phase(self, pod: PodSpec) -> Phase:
+        """`status.phase` now."""
+
+    async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
+        """Wait until the pod is in that phase; AssertionError at once if it ends in another final phase."""
+
+    async def reason(self, pod: PodSpec) -> str:
+        """`status.reason`; of an unscheduled pod that of its PodScheduled condition; else empty."""
+
+    async def message(self, pod: PodSpec) -> str:
+        """The text that goes with `reason`."""
+
+    async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
+        """Device IDs of a container by the kubelet's PodResources `Get`; empty for plain init containers."""
+
+    async def container_environment(self, pod: PodSpec, container: str) -> Mapping[str, str]:
+        """The environment that the container's first process was started with."""
+
+    async def container_device_nodes(self, pod: PodSpec, container: str) -> frozenset[str]:
+        """Paths of NVIDIA's device nodes inside the container (`/dev/nvidia0`, `/dev/nvidiactl`, ...)."""
