@@ -1,0 +1,49 @@
+"""The inventory actor: the one task that changes the inventory and publishes it."""
+
+import structlog
+
+from agent.inventory.reducer import Message, reduce
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kit.mailbox import Mailbox
+
+log = structlog.get_logger()
+
+MAILBOX_SIZE = 256
+
+
+class Inventory:
+    """What other rooms hold of the inventory: the newest snapshot to read, a mailbox to write to."""
+
+    def __init__(self) -> None:
+        self.snapshot: Cell[Snapshot] = Cell(Snapshot())
+        self.mailbox: Mailbox[Message] = Mailbox(MAILBOX_SIZE)
+
+    async def run(self) -> None:
+        """Serve the mailbox for ever. Fatal when it ends: without it the agent would serve stale truth."""
+        async for message in self.mailbox:
+            before = self.snapshot.value
+            after = reduce(before, message)
+            if after is before:
+                continue
+            self.snapshot.publish(after)
+            tell(before, after)
+
+
+def tell(before: Snapshot, after: Snapshot) -> None:
+    """Log what changed between two snapshots: transitions, never states."""
+    if after.problem != before.problem:
+        if after.problem:
+            log.error("nvml_unavailable", problem=after.problem)
+        elif after.driver:
+            log.info("nvml_ready", driver=after.driver.version, gpus=len(after.gpus))
+    for state in after.gpus:
+        known = before.by_uuid.get(state.uuid)
+        if known is None:
+            log.info("gpu_found", gpu=state.uuid, index=state.gpu.index, product=state.gpu.product)
+        elif known.healthy and not state.healthy:
+            log.error("gpu_unhealthy", gpu=state.uuid, index=state.gpu.index, cause=state.cause)
+        elif state.healthy and not known.healthy:
+            log.info("gpu_recovered", gpu=state.uuid, index=state.gpu.index)
+    for gone in set(after.unreadable) - set(before.unreadable):
+        log.error("gpu_unreadable", index=gone.index, cause=gone.cause)

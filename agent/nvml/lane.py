@@ -1,0 +1,118 @@
+"""NVML off the event loop: a lane is one worker thread, one call at a time, each with a deadline.
+
+The agent has two: one waits for events, one does everything else, so that neither can hold up the
+other. A call that never returns keeps its thread for good: the lane gives that thread up and goes on
+with a fresh one. Python cannot end such a thread; they are daemon threads, so they do not keep the
+process from ending either.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
+
+import anyio
+import structlog
+
+from agent.nvml.errors import NvmlCode, NvmlHung
+
+log = structlog.get_logger()
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+# More hanging threads than this: the driver as a whole is sick, and more threads would not help.
+MOST_STUCK = 8
+
+
+class Lane:
+    """Runs blocking calls one after the other in a thread of its own."""
+
+    def __init__(self, name: str, deadline: float = 2.0) -> None:
+        self.name = name
+        self._deadline = deadline
+        self._turn = anyio.Lock()
+        self._worker: _Worker | None = None
+        self._given_up: list[_Worker] = []
+
+    @property
+    def stuck(self) -> int:
+        """How many threads hang in a call that was given up."""
+        self._given_up = [worker for worker in self._given_up if worker.is_alive()]
+        return len(self._given_up)
+
+    async def run(self, call: Callable[[*Ts], R], *args: *Ts, deadline: float | None = None) -> R:
+        """Run a blocking call and return its result; raises what it raises.
+
+        `deadline` is in seconds and counts from when the call begins; past it NvmlHung is raised.
+        Cancellation is held back until the call is over, so that whoever closes NVML next finds no
+        call under way.
+        """
+        seconds = self._deadline if deadline is None else deadline
+        async with self._turn:
+            if self.stuck >= MOST_STUCK:
+                raise NvmlHung(
+                    NvmlCode.TIMEOUT,
+                    self.name,
+                    f"{self.stuck} NVML calls hang in lane {self.name}; the driver needs attention "
+                    "(see the kernel log), then restart the agent",
+                )
+            worker = self._worker = self._worker or _Worker(self.name)
+            outcome: list[R] = []
+            job = _Job(lambda: outcome.append(call(*args)))
+            worker.jobs.put(job)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(seconds):
+                await job.done.wait()
+            if not job.done.is_set():
+                self._give_up(worker)
+                what = getattr(call, "__name__", str(call))
+                log.error("nvml_call_hangs", call=what, lane=self.name, deadline_seconds=seconds)
+                raise NvmlHung(NvmlCode.TIMEOUT, what, f"NVML {what} did not answer within {seconds:g} s")
+        # A cancellation that was held back is delivered here, after the call.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if job.error is not None:
+            raise job.error
+        return outcome[0]
+
+    def close(self) -> None:
+        """Let the thread end after the call under way."""
+        if self._worker is not None:
+            self._worker.jobs.put(None)
+            self._worker = None
+
+    def _give_up(self, worker: "_Worker") -> None:
+        worker.jobs.put(None)  # should it ever come back, it ends
+        self._given_up.append(worker)
+        self._worker = None
+
+
+class _Job:
+    """One call on its way through the thread and back."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+        self.done = anyio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:  # noqa: BLE001  carried to the caller whatever it is
+            self.error = error
+        try:
+            self.loop.call_soon_threadsafe(self.done.set)
+        except RuntimeError:
+            return  # the loop is gone: nobody waits any more
+
+
+class _Worker(threading.Thread):
+    def __init__(self, name: str) -> None:
+        super().__init__(name=f"nvml-{name}", daemon=True)
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job.run()
