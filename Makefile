@@ -1,0 +1,68 @@
+# One verb per job. `make help` lists them. Nothing needs to be installed by hand first: .venv is made from
+# the hash-pinned locks and made again when they change.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHONPATH := $(CURDIR)
+PYTHON_IN_VENV := .venv/bin/python
+
+.PHONY: help demo test test-cluster test-gpu bench lint format proto docs lock image chart clean venv venv-runtime
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: ## make or update .venv with the tool chain
+	@.ci/venv dev
+
+venv-runtime:
+	@.ci/venv runtime
+
+demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
+	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
+
+test: venv lint ## lint, types, import contracts, unit and component tests
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m pytest tests/unit tests/component --junitxml=build/test.xml
+
+test-cluster: venv ## the scenarios on a real kubelet and containerd (builds them once, minutes)
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m tests.cluster.build
+	$(PYTHON_IN_VENV) -m pytest tests/cluster --junitxml=build/cluster.xml
+
+test-gpu: venv ## the NVML binding on a real GPU; fails where there is none
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
+
+bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m tests.bench $(if $(ONLY),--only $(ONLY))
+
+lint: venv ## ruff, format, types, import contracts
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+
+format: venv ## put the code into the house's format
+	ruff check --fix .
+	ruff format .
+
+proto: venv ## generate agent/_proto from proto/*.proto
+	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
+
+docs: venv ## write the generated files: docs/metrics.md, config/schema.json
+	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
+		> config/schema.json.new && mv config/schema.json.new config/schema.json
+
+lock: venv ## resolve pyproject.toml anew into the two locks
+	.ci/lock
+
+image chart: ## not there yet
+	@echo "make $@ comes with the Helm chart, which is not part of this version." >&2; exit 2
+
+clean: ## remove what was built, .venv included
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find agent tests proto -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""For every test: blocking calls of agent code on the event loop raise; logs can be asserted on."""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import pytest
+import structlog
+from blockbuster import blockbuster_ctx
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_blocking_calls() -> Iterator[None]:
+    """Raises `blockbuster.BlockingError` where code under `agent/` sleeps, or reads a file, on the loop."""
+    with blockbuster_ctx(scanned_modules=["agent"]):
+        yield
+
+
+@pytest.fixture
+def logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """Every event logged while the test runs, as dictionaries with `event` and `log_level`."""
+    with structlog.testing.capture_logs() as events:
+        yield events
