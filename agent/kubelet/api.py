@@ -1,0 +1,82 @@
+"""What a resource offers to the kubelet, in the agent's own frozen types: wire messages stay behind it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from agent.kit.cell import Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file or folder of the host shown in the container."""
+
+    container_path: str
+    host_path: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device node of the host shown in the container; `permissions` out of r, w and m."""
+
+    container_path: str
+    host_path: str
+    permissions: str = "rw"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a container gets for its device IDs of one resource."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    device_nodes: tuple[DeviceNode, ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    cdi_devices: tuple[str, ...] = ()  # qualified names, vendor/class=device
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRequest:
+    """The kubelet asks which `size` of the `available` IDs a container should get; advice, not law."""
+
+    available: tuple[str, ...]
+    must_include: tuple[str, ...]
+    size: int
+
+
+class Reason(Enum):
+    """Why a request is refused; the value is the gRPC status that tells it."""
+
+    INVALID = "INVALID_ARGUMENT"  # asking again will not help
+    EXHAUSTED = "RESOURCE_EXHAUSTED"  # no GPU has room
+    UNAVAILABLE = "UNAVAILABLE"  # a part of the agent or the node is not ready
+    LATE = "DEADLINE_EXCEEDED"
+
+
+class Refused(Exception):
+    """A request that is not granted. The text reaches the pod's status: it names object, cause and remedy."""
+
+    def __init__(self, message: str, reason: Reason = Reason.INVALID) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class ResourcePlugin(Protocol):
+    """One resource as it is advertised and handed out."""
+
+    resource: str  # "nvidia.com/gpu"
+    offers_preference: bool
+    needs_pre_start: bool
+    # The newest ListAndWatchResponse, encoded. Every publication goes to the kubelet as it is.
+    lists: Cell[bytes]
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        """Choose IDs; raises Refused. Blocks every pod of the node while it runs."""
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        """Hand IDs to a container; raises Refused. Blocks every pod of the node while it runs."""
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """Last act before a container starts; raises Refused. The kubelet gives it 30 s and tries again."""

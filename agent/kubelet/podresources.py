@@ -1,0 +1,147 @@
+"""PodResources v1: the kubelet's own record of which container holds which device IDs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from grpclib.client import Channel, UnaryUnaryMethod
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+
+from agent._proto import v1
+from agent.kit.backoff import Backoff
+from agent.kubelet import wire
+
+# The socket takes 100 calls a second, burst 10, from everybody on the node together.
+LIST_SECONDS = 2.0
+
+
+class PodResourcesUnavailable(Exception):
+    """The kubelet did not answer; the text says what was tried and what was said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one container holds of one resource. A container that holds nothing of any has no entry."""
+
+    namespace: str
+    pod: str
+    container: str
+    resource: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PodList:
+    """ListPodResourcesResponse, read by hand. Kubelets before 1.34 list finished pods too."""
+
+    holdings: tuple[Holding, ...]
+    # Every container that the kubelet lists, holding or not: (namespace, pod, container).
+    containers: tuple[tuple[str, str, str], ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> "PodList":
+        """Read the message; raises wire.MalformedMessage."""
+        holdings: list[Holding] = []
+        containers: list[tuple[str, str, str]] = []
+        for start, end in wire.submessages(data, 0, len(data), 1):
+            _read_pod(data, start, end, holdings, containers)
+        return cls(tuple(holdings), tuple(containers))
+
+
+class PodResources:
+    """Client of the kubelet's PodResources socket; a fresh connection for each call."""
+
+    def __init__(self, kubelet_root: Path) -> None:
+        self.path = kubelet_root / "pod-resources" / "kubelet.sock"
+
+    async def list(self, deadline: float = LIST_SECONDS) -> PodList:
+        """All containers and what they hold. Raises PodResourcesUnavailable after `deadline` seconds at most.
+
+        The kubelet's rate limit is waited out within the deadline.
+        """
+        backoff = Backoff(first=0.012, longest=0.2)
+        said = "no answer"
+        with anyio.move_on_after(deadline):
+            while True:
+                try:
+                    return await self._list(deadline)
+                except GRPCError as error:
+                    said = f"{error.message} ({error.status.name})"
+                    if error.status is not Status.RESOURCE_EXHAUSTED:
+                        break
+                except (OSError, StreamTerminatedError, wire.MalformedMessage) as error:
+                    said = str(error) or type(error).__name__
+                    break
+                await anyio.sleep(backoff.next())
+        raise PodResourcesUnavailable(f"PodResources List on {self.path}: {said}; is the kubelet running?")
+
+    async def _list(self, deadline: float) -> PodList:
+        channel = Channel(path=str(self.path), codec=wire.Codec())
+        try:
+            method: UnaryUnaryMethod[v1.ListPodResourcesRequest, PodList] = UnaryUnaryMethod(
+                channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, PodList
+            )
+            return await method(v1.ListPodResourcesRequest(), timeout=deadline)
+        finally:
+            channel.close()
+
+
+def _read_pod(
+    data: bytes,
+    start: int,
+    end: int,
+    holdings: list[Holding],
+    containers: list[tuple[str, str, str]],
+) -> None:
+    name = namespace = ""
+    bodies: list[tuple[int, int]] = []
+    for number, kind, low, high in wire.fields(data, start, end):
+        if kind != 2:
+            continue
+        if number == 1:
+            name = wire.text(data, low, high)
+        elif number == 2:
+            namespace = wire.text(data, low, high)
+        elif number == 3:
+            bodies.append((low, high))
+    for low, high in bodies:
+        container, held = _read_container(data, low, high)
+        containers.append((namespace, name, container))
+        holdings.extend(
+            Holding(namespace, name, container, resource, tuple(ids)) for resource, ids in held.items()
+        )
+
+
+def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, list[str]]]:
+    name = ""
+    held: dict[str, list[str]] = {}
+    for number, kind, low, high in wire.fields(data, start, end):
+        if kind != 2:
+            continue
+        if number == 1:
+            name = wire.text(data, low, high)
+        elif number == 2:
+            resource, ids = _read_devices(data, low, high)
+            if ids:
+                held.setdefault(resource, []).extend(ids)
+    return name, held
+
+
+def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[str]]:
+    resource = ""
+    ids: list[str] = []
+    for number, kind, low, high in wire.fields(data, start, end):
+        if kind == 2 and number == 1:
+            resource = wire.text(data, low, high)
+        elif kind == 2 and number == 2:
+            ids.append(wire.text(data, low, high))
+    return resource, ids
+
+
+def by_id(holdings: tuple[Holding, ...]) -> Iterator[tuple[str, Holding]]:
+    """Each held device ID with its holder."""
+    for holding in holdings:
+        for device in holding.ids:
+            yield device, holding

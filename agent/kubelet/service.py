@@ -1,0 +1,230 @@
+"""The RPCs that the kubelet calls on a resource's socket: DevicePlugin v1beta1 and the plugin watcher's."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+import structlog
+from grpclib.const import Cardinality, Handler, Status
+from grpclib.exceptions import GRPCError
+from grpclib.server import Stream
+
+from agent._proto import pluginregistration, v1beta1
+from agent.kit.cell import Cell
+from agent.kubelet import wire
+from agent.kubelet.api import Reason, Refused, ResourcePlugin
+from agent.kubelet.server import Handlers
+
+log = structlog.get_logger()
+
+M = TypeVar("M")
+
+API_VERSION = "v1beta1"
+# The kubelet sets no deadline on calls that hold up every pod of the node, so the agent does.
+CALL_SECONDS = 2.0
+PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
+SEND_SECONDS = 30.0
+
+
+@dataclass
+class ServiceStats:
+    """What happened on one resource's socket; read by metrics."""
+
+    lists_sent: int = 0
+    bytes_sent: int = 0
+    last_list_bytes: int = 0
+    streams_opened: int = 0
+    registrations: int = 0
+    registration_failures: int = 0
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)  # (RPC, "ok" or gRPC status) -> count
+    seconds: dict[str, float] = field(default_factory=dict)  # RPC -> sum of durations
+
+    def count(self, call: str, outcome: str, seconds: float) -> None:
+        """One finished RPC."""
+        self.calls[call, outcome] = self.calls.get((call, outcome), 0) + 1
+        self.seconds[call] = self.seconds.get(call, 0.0) + seconds
+
+
+class DevicePluginService:
+    """Serves one resource. Holds no state of devices: that is the plugin's."""
+
+    def __init__(self, plugin: ResourcePlugin) -> None:
+        self.plugin = plugin
+        self.stats = ServiceStats()
+        # Changes of what the kubelet did: the endpoint's task waits on these.
+        self.infos_given: Cell[int] = Cell(0)
+        self.streams: Cell[int] = Cell(0)
+        self.last_status_error: str | None = None
+        self._waiting: set[anyio.CancelScope] = set()
+        self._draining = False
+
+    def handlers(self) -> Handlers:
+        """All RPCs of this resource's socket."""
+        plugin, registration = "/v1beta1.DevicePlugin/", "/pluginregistration.Registration/"
+        unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
+        api, watcher = v1beta1, pluginregistration
+        return Handlers(
+            {
+                plugin + "GetDevicePluginOptions": Handler(
+                    self._options, unary, api.Empty, api.DevicePluginOptions
+                ),
+                plugin + "ListAndWatch": Handler(
+                    self._list_and_watch, streaming, api.Empty, api.ListAndWatchResponse
+                ),
+                plugin + "GetPreferredAllocation": Handler(
+                    self._preferred, unary, wire.PreferenceRequests, api.PreferredAllocationResponse
+                ),
+                plugin + "Allocate": Handler(
+                    self._allocate, unary, wire.AllocationRequests, api.AllocateResponse
+                ),
+                plugin + "PreStartContainer": Handler(
+                    self._pre_start, unary, api.PreStartContainerRequest, api.PreStartContainerResponse
+                ),
+                registration + "GetInfo": Handler(self._info, unary, watcher.InfoRequest, watcher.PluginInfo),
+                registration + "NotifyRegistrationStatus": Handler(
+                    self._notified, unary, watcher.RegistrationStatus, watcher.RegistrationStatusResponse
+                ),
+            }
+        )
+
+    def drain(self) -> None:
+        """Let every ListAndWatch return, so that the kubelet reads a clean end; new ones end at once."""
+        self._draining = True
+        for scope in tuple(self._waiting):
+            scope.cancel()
+
+    def resume(self) -> None:
+        """Serve again after `drain`."""
+        self._draining = False
+
+    async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
+        await stream.recv_message()
+        await stream.send_message(
+            v1beta1.DevicePluginOptions(
+                pre_start_required=self.plugin.needs_pre_start,
+                get_preferred_allocation_available=self.plugin.offers_preference,
+            )
+        )
+
+    async def _list_and_watch(self, stream: Stream[v1beta1.Empty, bytes]) -> None:
+        await stream.recv_message()
+        lists = self.plugin.lists
+        self.stats.streams_opened += 1
+        self.streams.publish(self.streams.value + 1)
+        log.info("kubelet_listening", resource=self.plugin.resource, bytes=len(lists.value))
+        try:
+            while not self._draining:
+                sent = lists.version
+                message = lists.value
+                with anyio.fail_after(SEND_SECONDS):
+                    await stream.send_message(message)
+                self.stats.lists_sent += 1
+                self.stats.bytes_sent += len(message)
+                self.stats.last_list_bytes = len(message)
+                # Only this wait is given up by `drain`: a message is never cut in half.
+                with anyio.CancelScope() as waiting:
+                    self._waiting.add(waiting)
+                    try:
+                        await lists.wait_change(sent)
+                    finally:
+                        self._waiting.discard(waiting)
+        finally:
+            self.streams.publish(self.streams.value - 1)
+            log.info("kubelet_stopped_listening", resource=self.plugin.resource, draining=self._draining)
+
+    async def _preferred(
+        self, stream: Stream[wire.PreferenceRequests, v1beta1.PreferredAllocationResponse]
+    ) -> None:
+        requests = await _received(stream)
+
+        async def answer() -> v1beta1.PreferredAllocationResponse:
+            chosen = [await self.plugin.prefer(request) for request in requests.containers]
+            return v1beta1.PreferredAllocationResponse(
+                container_responses=[
+                    v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in chosen
+                ]
+            )
+
+        await stream.send_message(await self._bounded("GetPreferredAllocation", CALL_SECONDS, answer))
+
+    async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
+        requests = await _received(stream)
+
+        async def answer() -> v1beta1.AllocateResponse:
+            granted = [await self.plugin.allocate(ids) for ids in requests.containers]
+            return v1beta1.AllocateResponse(
+                container_responses=[wire.encode_allocation(allocation) for allocation in granted]
+            )
+
+        await stream.send_message(await self._bounded("Allocate", CALL_SECONDS, answer))
+
+    async def _pre_start(
+        self, stream: Stream[v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse]
+    ) -> None:
+        request = await _received(stream)
+
+        async def answer() -> v1beta1.PreStartContainerResponse:
+            await self.plugin.pre_start(request.devices_ids)
+            return v1beta1.PreStartContainerResponse()
+
+        await stream.send_message(await self._bounded("PreStartContainer", PRE_START_SECONDS, answer))
+
+    async def _info(
+        self, stream: Stream[pluginregistration.InfoRequest, pluginregistration.PluginInfo]
+    ) -> None:
+        await stream.recv_message()
+        await stream.send_message(
+            pluginregistration.PluginInfo(
+                type="DevicePlugin", name=self.plugin.resource, endpoint="", supported_versions=[API_VERSION]
+            )
+        )
+        self.infos_given.publish(self.infos_given.value + 1)
+
+    async def _notified(
+        self,
+        stream: Stream[pluginregistration.RegistrationStatus, pluginregistration.RegistrationStatusResponse],
+    ) -> None:
+        status = await _received(stream)
+        await stream.send_message(pluginregistration.RegistrationStatusResponse())
+        if status.plugin_registered:
+            self.last_status_error = None
+            self.stats.registrations += 1
+            log.info("registered", resource=self.plugin.resource, way="plugins_registry")
+        else:
+            self.last_status_error = status.error or "no reason given"
+            self.stats.registration_failures += 1
+            log.error("registration_refused", resource=self.plugin.resource, reason=self.last_status_error)
+
+    async def _bounded(self, call: str, seconds: float, answer: Callable[[], Awaitable[M]]) -> M:
+        """Run one RPC under a deadline; every refusal is logged, counted and told in words."""
+        started = time.perf_counter()
+        outcome = "INTERNAL"
+        try:
+            with anyio.fail_after(seconds):
+                result = await answer()
+            outcome = "ok"
+        except Refused as refusal:
+            outcome = refusal.reason.value
+            log.warning("request_refused", resource=self.plugin.resource, call=call, reason=str(refusal))
+            raise GRPCError(Status[outcome], str(refusal)) from refusal
+        except TimeoutError as error:
+            outcome = Reason.LATE.value
+            text = f"{call} of {self.plugin.resource} took longer than {seconds:g} s; see the agent's log"
+            log.error("request_late", resource=self.plugin.resource, call=call, deadline_seconds=seconds)
+            raise GRPCError(Status.DEADLINE_EXCEEDED, text) from error
+        else:
+            return result
+        finally:
+            self.stats.count(call, outcome, time.perf_counter() - started)
+
+
+async def _received(stream: Stream[M, Any]) -> M:
+    try:
+        message = await stream.recv_message()
+    except (ValueError, TypeError, IndexError) as error:  # whatever a decoder says of broken bytes
+        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {error}") from error
+    if message is None:
+        raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
+    return message

@@ -1,0 +1,182 @@
+"""The codec between grpclib and this room.
+
+Messages come and go through betterproto2, except the three that can hold thousands of device IDs:
+those are read by hand, 15 to 100 times as fast (docs/decisions.md), and tested to agree with
+betterproto2. Lists of devices arrive here already encoded and pass through.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from grpclib.encoding.base import CodecBase
+
+from agent._proto import v1beta1
+from agent.kubelet.api import Allocation, PreferenceRequest
+
+
+class MalformedMessage(ValueError):
+    """Bytes that are not the protocol buffer message that was expected."""
+
+
+class Readable(Protocol):
+    """A message type that grpclib is given: anything with `parse`."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> object:
+        """Decode one message."""
+
+
+class Codec(CodecBase):
+    """Encodes betterproto2 messages, passes bytes through; decodes by the message type's `parse`."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: object, message_type: object) -> bytes:  # noqa: ARG002  grpclib's signature
+        """Bytes as they are, messages encoded."""
+        return message if isinstance(message, bytes) else bytes(message)  # type: ignore[call-overload]
+
+    def decode(self, data: bytes, message_type: type[Readable]) -> object:
+        """One message of `message_type`."""
+        return message_type.parse(data)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRequests:
+    """PreferredAllocationRequest, read by hand."""
+
+    containers: tuple[PreferenceRequest, ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> "PreferenceRequests":
+        """Read the message; raises MalformedMessage."""
+        return cls(tuple(_preference(data, a, b) for a, b in submessages(data, 0, len(data), 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRequests:
+    """AllocateRequest, read by hand: the device IDs of each container."""
+
+    containers: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> "AllocationRequests":
+        """Read the message; raises MalformedMessage."""
+        return cls(
+            tuple(
+                tuple(text(data, a, b) for a, b in submessages(data, start, end, 1))
+                for start, end in submessages(data, 0, len(data), 1)
+            )
+        )
+
+
+def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
+    available: list[str] = []
+    must_include: list[str] = []
+    size = 0
+    for number, wire, low, high in fields(data, start, end):
+        if number == 1 and wire == 2:
+            available.append(text(data, low, high))
+        elif number == 2 and wire == 2:
+            must_include.append(text(data, low, high))
+        elif number == 3 and wire == 0:
+            size = _int32(low)
+    return PreferenceRequest(tuple(available), tuple(must_include), size)
+
+
+def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
+    for number, wire, low, high in fields(data, start, end):
+        if number == wanted and wire == 2:
+            yield low, high
+
+
+def fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of a message that stands in data[start:end]: number, wire type, and two figures.
+
+    For wire type 2 (text, bytes, messages) the figures are the bounds of the value; for 0 the value
+    and 0; for 1 and 5 the bounds again. Raises MalformedMessage. Source: the protocol buffer
+    encoding guide.
+    """
+    at = start
+    while at < end:
+        key = data[at]
+        at += 1
+        if key > 127:
+            key, at = _varint_rest(data, at, end, key)
+        number, wire = key >> 3, key & 7
+        if wire == 2:
+            if at >= end:
+                raise MalformedMessage("the message is cut off")
+            length = data[at]
+            at += 1
+            if length > 127:
+                length, at = _varint_rest(data, at, end, length)
+            if at + length > end:
+                raise MalformedMessage("a field reaches beyond its message")
+            yield number, 2, at, at + length
+            at += length
+        elif wire == 0:
+            value, at = _varint(data, at, end)
+            yield number, 0, value, 0
+        elif wire in (1, 5):
+            width = 8 if wire == 1 else 4
+            if at + width > end:
+                raise MalformedMessage("a field reaches beyond its message")
+            yield number, wire, at, at + width
+            at += width
+        else:
+            raise MalformedMessage(f"wire type {wire} is not in use")
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    if at >= end:
+        raise MalformedMessage("the message is cut off")
+    first = data[at]
+    return (first, at + 1) if first < 128 else _varint_rest(data, at + 1, end, first)
+
+
+def _varint_rest(data: bytes, at: int, end: int, first: int) -> tuple[int, int]:
+    value, shift = first & 127, 7
+    while at < end:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+        shift += 7
+        if shift > 63:
+            break
+    raise MalformedMessage("a number is cut off or longer than ten bytes")
+
+
+def _int32(value: int) -> int:
+    low = value & 0xFFFFFFFF
+    return low - (1 << 32) if low & 0x80000000 else low
+
+
+def text(data: bytes, start: int, end: int) -> str:
+    try:
+        return str(data[start:end], "utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedMessage("a text is not UTF-8") from error
+
+
+def encode_allocation(allocation: Allocation) -> v1beta1.ContainerAllocateResponse:
+    """What a container gets, as the message that the kubelet reads."""
+    return v1beta1.ContainerAllocateResponse(
+        envs=dict(allocation.environment),
+        mounts=[
+            v1beta1.Mount(
+                container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only
+            )
+            for mount in allocation.mounts
+        ],
+        devices=[
+            v1beta1.DeviceSpec(
+                container_path=node.container_path, host_path=node.host_path, permissions=node.permissions
+            )
+            for node in allocation.device_nodes
+        ],
+        annotations=dict(allocation.annotations),
+        cdi_devices=[v1beta1.CdiDevice(name=name) for name in allocation.cdi_devices],
+    )

@@ -1,0 +1,120 @@
+"""How a container gets its GPUs: an environment variable for NVIDIA's runtime, or CDI devices."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import yaml
+
+from agent.kubelet.api import Allocation, DeviceNode
+from agent.model.gpu import Gpu
+from agent.settings import Settings
+
+log = structlog.get_logger()
+
+TOOLKIT_KIND = "nvidia.com/gpu"  # the CDI kind of NVIDIA's container toolkit
+VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+# Nodes that every CUDA program opens, and those that exist only on some nodes.
+COMMON_NODES = ("nvidiactl", "nvidia-uvm")
+OPTIONAL_NODES = ("nvidia-uvm-tools", "nvidia-modeset")
+# Versions from which CDI devices named by a plugin reach the container: kubelet 1.29 (KEP-4009, on by
+# default from beta), containerd 2.0 (1.7 needs a switch), CRI-O 1.23.
+KUBELET_WITH_CDI = (1, 29)
+RUNTIMES_WITH_CDI = {"containerd": (2, 0), "cri-o": (1, 23)}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSoftware:
+    """Versions as the Node object tells them (`status.nodeInfo`)."""
+
+    kubelet: str  # "v1.36.3"
+    runtime: str  # "containerd://2.4.2"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The way in use and why."""
+
+    cdi: bool
+    reason: str
+
+
+def choose(settings: Settings, software: NodeSoftware | None, toolkit_devices: frozenset[str]) -> Choice:
+    """Which way the configuration and the node allow; `auto` takes CDI only where all sides do it."""
+    strategy = settings.injection.strategy
+    if strategy != "auto":
+        return Choice(strategy == "cdi", f"injection.strategy is {strategy}")
+    if not toolkit_devices:
+        return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found")
+    if software is None:
+        return Choice(False, "the versions of kubelet and container runtime are not known")
+    if _version(software.kubelet) < KUBELET_WITH_CDI:
+        return Choice(False, f"kubelet {software.kubelet} ignores CDI devices")
+    name, _, version = software.runtime.partition("://")
+    if _version(version) < RUNTIMES_WITH_CDI.get(name, (999, 0)):
+        return Choice(False, f"{software.runtime} is not known to inject CDI devices")
+    return Choice(True, "kubelet, container runtime and the toolkit's specification support CDI")
+
+
+def toolkit_devices(folders: Sequence[Path]) -> frozenset[str]:
+    """Names of the toolkit's CDI devices in all specification folders. Blocks; bad files are skipped."""
+    found: set[str] = set()
+    for folder in folders:
+        if not folder.is_dir():
+            continue
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".json", ".yaml", ".yml"):
+                found |= _devices_of(file)
+    return frozenset(found)
+
+
+def _devices_of(file: Path) -> set[str]:
+    try:
+        with file.open(encoding="utf-8") as text:
+            spec = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  both are safe loaders
+        if spec["kind"] != TOOLKIT_KIND:
+            return set()
+        return {str(device["name"]) for device in spec["devices"]}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        log.warning("cdi_specification_unreadable", file=str(file), problem=str(error))
+        return set()
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, _, rest = text.removeprefix("v").partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+class Injector:
+    """Builds what a container needs to see a set of whole GPUs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.choice = choose(settings, None, frozenset())
+
+    def look(self, software: NodeSoftware | None) -> None:
+        """Find out which way the node supports. Blocks on files: call it from a thread."""
+        folders = (Path(self._settings.host.cdi), Path("/etc/cdi"))
+        choice = choose(self._settings, software, toolkit_devices(folders))
+        if choice != self.choice:
+            log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
+        self.choice = choice
+
+    def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
+        """Environment, device nodes or CDI names for `gpus`, in the order given."""
+        if self.choice.cdi:
+            return Allocation(cdi_devices=tuple(f"{TOOLKIT_KIND}={gpu.uuid}" for gpu in gpus))
+        return Allocation(
+            environment={VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in gpus)},
+            device_nodes=self._nodes(gpus) if self._settings.injection.device_nodes else (),
+        )
+
+    def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
+        root = (self._settings.driver.dev_root or "").rstrip("/")
+        names = [f"nvidia{gpu.minor}" for gpu in gpus] + list(COMMON_NODES)
+        # A stat of a device node never blocks: devtmpfs is memory.
+        names += [name for name in OPTIONAL_NODES if os.path.exists(f"{root}/dev/{name}")]  # noqa: PTH110
+        return tuple(DeviceNode(f"/dev/{name}", f"{root}/dev/{name}") for name in names)
