@@ -14,6 +14,8 @@ from ctypes import Array, Structure, c_char, c_int32, c_uint32, c_uint64
 from enum import IntEnum
 from typing import ClassVar, Final
 
+from agent.simulator.calls import CALLS
+
 MAGIC: Final = 0x31_4D_49_53_41_4E_47  # "GNASIM1" in memory, little endian
 MAX_GPUS: Final = 16
 MAX_LINKS: Final = 18
@@ -323,4 +325,4 @@ def layout() -> str:
     return "\n".join(lines)
 
 
-VERSION: Final = zlib.crc32(layout().encode())
+VERSION: Final = zlib.crc32("\n".join((layout(), *CALLS)).encode())
