@@ -1,0 +1,156 @@
+"""The command line: arguments and exit codes only.
+
+0 done, 1 something failed, 2 bad arguments or configuration.
+"""
+
+import argparse
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import structlog
+
+from agent import __version__, settings
+from agent.kit import logs
+from agent.kit.supervise import describe
+from agent.nvml.port import NvmlPort
+
+STOP_SECONDS = 4.5  # a stop that takes longer is ended the hard way; the promise is 5 s
+
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except settings.ConfigurationError as error:
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu-node-agent", description="GPU sharing for one Kubernetes node."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="serve this node until told to stop")
+    _configuration_arguments(run)
+    # For tests and the demo: a simulated machine's state file in place of NVML.
+    run.add_argument("--simulated-machine", type=Path, help=argparse.SUPPRESS)
+    run.set_defaults(command=_run)
+
+    check = commands.add_parser("check", help="say what is wrong with a configuration, without starting")
+    _configuration_arguments(check)
+    check.set_defaults(command=_check)
+
+    simulate = commands.add_parser(
+        "simulate", help="run the agent on a simulated machine and show what happens"
+    )
+    simulate.add_argument("--profile", default="dgx-h200", help="the machine (default: %(default)s)")
+    simulate.set_defaults(command=_simulate)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(command=_version)
+    return parser
+
+
+def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="configuration file (YAML)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one key, wins over file and environment",
+    )
+
+
+def _load(options: argparse.Namespace) -> settings.Settings:
+    file = options.config
+    if file is None and (named := os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")):
+        file = Path(named)
+    return settings.load(file, os.environ, options.set)
+
+
+def _check(options: argparse.Namespace) -> int:
+    _load(options)
+    print("the configuration is good")
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(__version__)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from agent.simulator import demo  # noqa: PLC0415  the node agent itself never loads the simulator
+
+    return demo.main(options.profile)
+
+
+def _run(options: argparse.Namespace) -> int:
+    loaded = _load(options)
+    logs.configure(loaded.logging.level, loaded.logging.format)
+    nvml = _nvml(loaded, options.simulated_machine)
+    try:
+        anyio.run(_serve, loaded, nvml)
+    except BaseExceptionGroup as group:
+        log.critical("agent_failed", problem=describe(group))
+        return 1
+    except Exception as error:  # noqa: BLE001  the last line of defence: a log line instead of a traceback
+        log.critical("agent_failed", problem=str(error))
+        return 1
+    return 0
+
+
+def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
+    if simulated is not None:
+        from agent.simulator.machine import SimulatedMachine  # noqa: PLC0415  as above
+        from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415
+
+        return SimulatedNvml(SimulatedMachine.attach(simulated))
+    from agent.nvml.binding import Binding  # noqa: PLC0415  pynvml is not needed under the simulator
+
+    library = loaded.driver.library
+    return Binding(
+        library=Path(library) if library else None,
+        driver_roots=(Path(loaded.driver.root),),
+        sysfs=Path(loaded.host.sysfs),
+    )
+
+
+async def _serve(loaded: settings.Settings, nvml: NvmlPort) -> None:
+    from agent import app  # noqa: PLC0415  `check` and `version` answer without loading the agent
+
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with app.running(loaded, nvml):
+            # What lives now lives for ever: full collections need not look at it again.
+            gc.collect()
+            gc.freeze()
+            async for number in signals:
+                log.info("signal_received", signal=signal.Signals(number).name)
+                break
+            _end_the_hard_way_after(STOP_SECONDS)
+
+
+def _end_the_hard_way_after(seconds: float) -> None:
+    def end() -> None:
+        log.error("stop_stalled", seconds=seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
