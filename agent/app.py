@@ -17,6 +17,8 @@ from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
+from agent.model.modes import Mode
+from agent.modes.switcher import ModeSwitcher
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
 from agent.plugins.inject import Injector
@@ -95,7 +97,10 @@ async def _start(agent: Agent, nvml: NvmlPort, group: anyio.abc.TaskGroup) -> No
     await anyio.to_thread.run_sync(injector.look, None)
     with anyio.move_on_after(FIRST_SCAN_SECONDS):
         await agent.inventory.snapshot.wait_change(0)
-    plugin = PgpuPlugin(agent.inventory.snapshot, injector, enabled=settings.default_mode == "pgpu")
+    wanted = Mode.OFF if settings.default_mode == "none" else Mode(settings.default_mode)
+    switcher = ModeSwitcher(agent.inventory.snapshot, wanted)
+    group.start_soon(supervisor.restarting, "mode switcher", switcher.run)
+    plugin = PgpuPlugin(agent.inventory.snapshot, switcher.assignment, injector)
     group.start_soon(supervisor.restarting, f"plugin {plugin.resource}", plugin.run)
     endpoint = Endpoint(
         plugin,

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import anyio
+
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, PreferenceRequest, Refused
 from agent.model.ids import BadDeviceId, Unit, parse
+from agent.model.modes import Assignment, Mode
 from agent.plugins import encode
 from agent.plugins.inject import Injector
 
@@ -19,16 +22,21 @@ class PgpuPlugin:
     offers_preference = True
     needs_pre_start = False
 
-    def __init__(self, inventory: Cell[Snapshot], injector: Injector, enabled: bool) -> None:
+    def __init__(self, inventory: Cell[Snapshot], modes: Cell[Assignment], injector: Injector) -> None:
         self._inventory = inventory
+        self._modes = modes
         self._injector = injector
-        self._enabled = enabled
-        self.lists: Cell[bytes] = Cell(self._encoded(inventory.value))
+        self.lists: Cell[bytes] = Cell(self._encoded())
 
     async def run(self) -> None:
         """Keep the list true: one publication for each change that the kubelet would notice."""
-        async for snapshot in self._inventory.values():
-            encoded = self._encoded(snapshot)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow, self._inventory)
+            group.start_soon(self._follow, self._modes)
+
+    async def _follow(self, source: Cell[Snapshot] | Cell[Assignment]) -> None:
+        async for _ in source.values():
+            encoded = self._encoded()
             if encoded != self.lists.value:
                 self.lists.publish(encoded)
 
@@ -59,8 +67,10 @@ class PgpuPlugin:
             raise Refused(
                 f"device ID {device_id} names no GPU of this node; the kubelet's list is out of date"
             )
-        if not self._sells(state):
-            raise Refused(f"GPU {state.uuid} (index {state.gpu.index}) is not sold as {RESOURCE} now")
+        mode = self._modes.value.of(state.uuid)
+        if mode.mode is not Mode.PGPU or not mode.selling:
+            why = mode.reason or f"it is in mode {mode.mode.value}"
+            raise Refused(f"GPU {state.uuid} (index {state.gpu.index}) is not sold as {RESOURCE}: {why}")
         if not state.healthy:
             raise Refused(
                 f"GPU {state.uuid} (index {state.gpu.index}) is unhealthy: {state.cause}; "
@@ -68,12 +78,9 @@ class PgpuPlugin:
             )
         return state
 
-    def _sells(self, state: GpuState) -> bool:
-        return self._enabled and not state.gpu.mig_enabled
-
-    def _encoded(self, snapshot: Snapshot) -> bytes:
+    def _encoded(self) -> bytes:
         return b"".join(
             encode.device(state.uuid, state.healthy, state.gpu.numa_node)
-            for state in snapshot.gpus
-            if self._sells(state)
+            for state in self._inventory.value.gpus
+            if self._modes.value.sold_as(state.uuid, Mode.PGPU)
         )

@@ -1,0 +1,48 @@
+"""The ways in which a GPU can be sold, and which GPU is sold in which."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class Mode(Enum):
+    """How a GPU is sold; a GPU belongs to one mode at a time."""
+
+    OFF = "off"  # by nobody
+    PGPU = "pgpu"
+    VGPU = "vgpu"
+    MPS = "mps"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMode:
+    """The mode in force on one GPU.
+
+    `selling` is False while the GPU drains or is being set up: nothing more of it is sold. IDs that
+    are held stay listed, as Unhealthy, until their holder has ended; free ones leave the list.
+    """
+
+    mode: Mode = Mode.OFF
+    selling: bool = True
+    reason: str = ""  # why it is not sold, in words; empty when it is
+    replicas: int = 1  # pGPU only: time slices
+
+
+OFF = GpuMode(reason="no mode is set for this GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which GPU, by UUID, is sold in which mode. GPUs that are not named are off."""
+
+    gpus: Mapping[str, GpuMode] = field(default_factory=lambda: MappingProxyType({}))
+
+    def of(self, uuid: str) -> GpuMode:
+        """The mode of one GPU."""
+        return self.gpus.get(uuid, OFF)
+
+    def sold_as(self, uuid: str, mode: Mode) -> bool:
+        """Whether units of a GPU may be sold in `mode` now."""
+        found = self.of(uuid)
+        return found.mode is mode and found.selling
