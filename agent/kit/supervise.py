@@ -19,6 +19,7 @@ class TaskState:
     """How a supervised task is doing; read by probes and metrics."""
 
     name: str
+    fatal: bool = False  # the process cannot go on without it
     running: bool = False
     restarts: int = 0
     last_error: str | None = None
@@ -63,7 +64,7 @@ class Supervisor:
 
     async def fatal(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
         """Run `task`; if it fails or returns, the process cannot go on."""
-        state = self.states.setdefault(name, TaskState(name))
+        state = self.states.setdefault(name, TaskState(name, fatal=True))
         state.running = True
         try:
             await task()

@@ -1,0 +1,122 @@
+"""The agent's one HTTP server: whoever owns a route adds it, nobody else knows of aiohttp.
+
+It uses aiohttp's low-level server with a table of exact paths: a router, an application and static files
+would cost 1.3 MiB of resident memory for a handful of GET routes.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+from aiohttp.web_request import BaseRequest
+from aiohttp.web_response import Response
+from aiohttp.web_server import Server
+from anyio.abc import TaskStatus
+
+from agent.kit.supervise import FatalError
+
+log = structlog.get_logger()
+
+HANDLER_SECONDS = 5.0
+# aiohttp waits up to twice this for requests under way, so stopping stays under a second.
+STOP_SECONDS = 0.4
+# Longer than the usual scrape interval, so that a scraper keeps its connection.
+KEEP_ALIVE_SECONDS = 75.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A GET request; names of headers are found in any case."""
+
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a route answers."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "text/plain; charset=utf-8"})
+
+    @classmethod
+    def text(cls, text: str, status: int = 200) -> "Reply":
+        """Plain text, ended by a line feed."""
+        return cls(f"{text}\n".encode(), status)
+
+
+Handler = Callable[[Request], Awaitable[Reply]]
+
+
+class CannotListen(FatalError):
+    """The address or port of the HTTP server cannot be had; the message names the remedy."""
+
+
+class HttpServer:
+    """Serves GET and HEAD on one address. Port 0 takes any free port; `port` tells which, once bound."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address = address
+        self.port = port
+        self._routes: dict[str, Handler] = {}
+
+    def add_route(self, path: str, handler: Handler) -> None:
+        """Answer `path` with `handler`, which runs under a deadline of `HANDLER_SECONDS`."""
+        if path in self._routes:
+            raise ValueError(f"HTTP route {path} is already taken")
+        self._routes[path] = handler
+
+    async def serve(self, *, task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; starts with the port that was bound. Raises CannotListen."""
+        http = Server(
+            self._answer, handler_cancellation=True, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS
+        )
+        listener = await self._listen(http)
+        try:
+            self.port = listener.sockets[0].getsockname()[1]
+            log.info("http_listening", address=self.address, port=self.port)
+            task_status.started(self.port)
+            await anyio.sleep_forever()
+        finally:
+            listener.close()
+            with anyio.CancelScope(shield=True):
+                http.pre_shutdown()  # idle connections: nobody need wait for them
+                await http.shutdown(STOP_SECONDS)
+
+    async def _listen(self, http: Server) -> asyncio.Server:
+        try:
+            return await asyncio.get_running_loop().create_server(http, self.address, self.port)
+        except socket.gaierror as error:
+            remedy = f"{self.address!r} is no address: {error.strerror}; correct http.address"
+        except OSError as error:
+            # asyncio puts the address into the text as well, and that once more into strerror.
+            cause = os.strerror(error.errno) if error.errno else str(error)
+            remedy = f"{cause}; stop what holds it, or change http.address or http.port"
+        raise CannotListen(f"HTTP cannot listen on {self.address} port {self.port}: {remedy}")
+
+    async def _answer(self, request: BaseRequest) -> Response:
+        reply = await self._reply(request)
+        return Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
+
+    async def _reply(self, request: BaseRequest) -> Reply:
+        handler = self._routes.get(request.path)
+        if handler is None:
+            return Reply.text(f"no such path; there are {' '.join(sorted(self._routes))}", 404)
+        if request.method not in ("GET", "HEAD"):
+            plain = {"Content-Type": "text/plain; charset=utf-8", "Allow": "GET, HEAD"}
+            return Reply(b"only GET and HEAD are served\n", 405, plain)
+        try:
+            with anyio.fail_after(HANDLER_SECONDS):
+                return await handler(Request(request.path, request.query, request.headers))
+        except TimeoutError:
+            log.error("http_handler_late", path=request.path, deadline_seconds=HANDLER_SECONDS)
+            return Reply.text(f"no answer within {HANDLER_SECONDS:g} s", 503)
+        except Exception:
+            log.exception("http_handler_failed", path=request.path)
+            return Reply.text("the agent failed to answer; its log tells why", 500)
