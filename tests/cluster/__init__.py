@@ -1,0 +1,1 @@
+"""A real one-node Kubernetes, built from pinned sources and started by pytest fixtures."""

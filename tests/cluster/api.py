@@ -1,0 +1,109 @@
+"""A small client of the API server: one HTTPS request per call, no cache, cheap enough to poll with.
+
+kubectl costs about 0.1 s of a core per call; a test that waits for a pod would spend its time in kubectl.
+"""
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+Manifest = Mapping[str, Any]
+Object = dict[str, Any]
+
+FIELD_MANAGER = "test-rig"
+
+
+class ApiError(Exception):
+    """The API server refused; `status` is the HTTP status."""
+
+    def __init__(self, status: int, request: str, message: str) -> None:
+        super().__init__(f"{request}: {status}: {message}")
+        self.status = status
+
+
+class ApiClient:
+    """Client with the certificate pair `admin` of `certificates`; usable from several threads at once."""
+
+    def __init__(self, port: int, certificates: Path, user: str = "admin") -> None:
+        self._port = port
+        self._tls = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+        self._tls.load_cert_chain(certificates / f"{user}.crt", certificates / f"{user}.key")
+        self._resources: dict[str, dict[str, tuple[str, bool]]] = {}
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        content_type: str = "application/json",
+        timeout: float = 10,
+    ) -> Any:
+        """Send one request; return the decoded JSON (or the text, where the answer is no JSON)."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self._port, timeout=timeout, context=self._tls)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": content_type})
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise ApiError(response.status, f"{method} {path}", _message(data))
+        if response.headers.get_content_type() == "application/json":
+            return json.loads(data)
+        return data.decode()
+
+    def path(self, api_version: str, kind: str, namespace: str | None, name: str | None = None) -> str:
+        """Path of a collection, or of one object; the plural of `kind` is asked of the API server once."""
+        base = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+        if kind not in self._resources.get(api_version, {}):
+            found = self.request("GET", base)["resources"]
+            self._resources[api_version] = {
+                item["kind"]: (item["name"], item["namespaced"]) for item in found if "/" not in item["name"]
+            }
+        plural, namespaced = self._resources[api_version][kind]
+        scope = f"/namespaces/{namespace}" if namespaced and namespace else ""
+        return f"{base}{scope}/{plural}" + (f"/{name}" if name else "")
+
+    def apply(self, manifest: Manifest, *, namespace: str = "default") -> Object:
+        """Create or update an object by server-side apply; return what the API server stored."""
+        meta = manifest["metadata"]
+        target = self.path(
+            manifest["apiVersion"], manifest["kind"], meta.get("namespace", namespace), meta["name"]
+        )
+        query = urlencode({"fieldManager": FIELD_MANAGER, "force": "true"})
+        return self._object("PATCH", f"{target}?{query}", dict(manifest), "application/apply-patch+yaml")
+
+    def merge_patch(self, path: str, patch: Mapping[str, Any]) -> Object:
+        """Apply a JSON merge patch to the object at `path`."""
+        return self._object("PATCH", path, dict(patch), "application/merge-patch+json")
+
+    def get(self, path: str, **query: str) -> Object:
+        """GET an object or a collection."""
+        return self._object("GET", f"{path}?{urlencode(query)}" if query else path)
+
+    def delete(self, path: str, *, grace_seconds: int | None = None) -> Object:
+        """DELETE an object; raises ApiError 404 when there is none."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        return self._object("DELETE", path, options)
+
+    def _object(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
+    ) -> Object:
+        answer = self.request(method, path, body, content_type=content_type)
+        assert isinstance(answer, dict)
+        return answer
+
+
+def _message(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")[:500]

@@ -1,0 +1,26 @@
+"""`python -m tests.cluster.build`: build what the test cluster lacks, with progress lines."""
+
+import sys
+import time
+
+from tests.cluster.build import BuildError, build_parts
+
+
+def main() -> int:
+    """Return 0 when every part is there, 1 (with the reason on standard error) when one cannot be had."""
+    started = time.monotonic()
+
+    def report(line: str) -> None:
+        sys.stdout.write(f"{time.monotonic() - started:7.1f} s  {line}\n")
+        sys.stdout.flush()
+
+    try:
+        build_parts(report)
+    except BuildError as error:
+        sys.stderr.write(f"test cluster: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

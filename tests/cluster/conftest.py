@@ -1,0 +1,61 @@
+"""One cluster for the whole session, its programs built on the first use."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.build import BuildError, Parts, build_parts
+from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.waiting import RigError
+
+LIMIT = 180
+"""Seconds for the body of one test; every wait inside has a shorter deadline of its own."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The first fixture may have to compile Kubernetes: only the bodies are timed.
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(LIMIT, func_only=True))
+
+
+@pytest.fixture(scope="session")
+def parts(pytestconfig: pytest.Config) -> Parts:
+    """The cluster's programs and images; what the cache lacks is built now."""
+    if os.geteuid() != 0:
+        reason = "the cluster tests need root (namespaces, mounts, cgroups)"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def report(line: str) -> None:
+        # Minutes of silence look like a hang, so progress goes past pytest's capture.
+        assert capture is not None
+        with capture.global_and_fixture_disabled():
+            sys.stderr.write(f"\n{line}")
+
+    try:
+        return build_parts(report)
+    except BuildError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def cluster(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A running cluster, shared by all tests: each removes what it made."""
+    running = Cluster(parts)
+    try:
+        running.up()
+    except RigError as error:
+        pytest.fail(f"the cluster does not start: {error}", pytrace=False)
+    try:
+        yield running
+    finally:
+        if request.session.testsfailed:
+            running.save_logs(REPOSITORY / "build" / "cluster-logs")
+        running.down()

@@ -1,0 +1,288 @@
+"""A whole cluster on this machine: one node, everything real, nothing left behind.
+
+    with Cluster(build_parts()) as cluster:
+        cluster.apply(pod)
+        cluster.wait_pod("demo", "Running")
+
+All calls block; a test on an event loop wraps them in a thread.
+"""
+
+import os
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.cluster import control_plane, host, node
+from tests.cluster.api import ApiClient, ApiError
+from tests.cluster.build import Parts
+from tests.cluster.layout import Layout
+from tests.cluster.namespace import Namespace, Program
+from tests.cluster.objects import Objects
+from tests.cluster.options import Options
+from tests.cluster.pki import Authority
+from tests.cluster.processes import identify, resident_mib
+from tests.cluster.waiting import NotYet, RigError, eventually
+
+NODE = "node1"
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Cluster(Objects):
+    """One Kubernetes cluster with one node; `up()` and `down()` once each, or use it as a context manager."""
+
+    def __init__(self, parts: Parts, options: Options | None = None) -> None:
+        self.parts = parts
+        self.options = options or Options()
+        self.node = NODE
+        self.timings: dict[str, float] = {}
+        """Seconds from the start until each stage was reached."""
+        owner = identify(os.getpid())
+        assert owner is not None
+        self._record = host.Record(secrets.token_hex(2), host.boot_id(), owner)
+        self.layout = Layout(self._record.folder)
+        self.namespace = Namespace(parts.program("pause"))
+        self._programs: dict[str, Program] = {}
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._api: ApiClient | None = None
+
+    def __enter__(self) -> Self:
+        self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    # Life of the cluster
+
+    def up(self) -> None:
+        """Start everything; returns when a pod can be scheduled. Nothing is left when it fails."""
+        if os.geteuid() != 0:
+            raise RigError("the test cluster needs namespaces, mounts and cgroups: run it as root")
+        started = time.monotonic()
+
+        def reached(stage: str) -> None:
+            self.timings[stage] = time.monotonic() - started
+
+        host.claim(self._record)
+        try:
+            self._start(reached)
+        except BaseException:
+            self.save_logs(REPOSITORY / "build" / "cluster-logs")
+            self.down()
+            raise
+
+    def _start(self, reached: Callable[[str], None]) -> None:
+        self._start_reaper()
+        self.layout.make(self.node)
+        self.namespace.start()
+        self._record = host.Record(
+            self._record.name, self._record.boot, self._record.owner, (self.namespace.init,)
+        )
+        self._record.write()
+        for source, target in self.layout.binds().items():
+            self.namespace.bind(source, target)
+        api, etcd_client, etcd_peer, kubelet = _free_ports(4)
+        ports = control_plane.Ports(api, etcd_client, etcd_peer)
+        self._prepare(ports, kubelet)
+        reached("prepared")
+        for name in ("etcd", "containerd", "api"):
+            self.start(name)
+        self._import_images()
+        reached("images imported")
+        self._api = ApiClient(ports.api, self.layout.certificates)
+        eventually(self._api_ready, timeout=60, what="API server ready")
+        reached("API server ready")
+        for name in ("kcm", "sched", "kubelet"):
+            self.start(name)
+        self.wait_node_ready(timeout=60)
+        reached("node ready")
+        eventually(self._schedulable, timeout=60, what="first pod can be scheduled")
+        reached("schedulable")
+
+    def _prepare(self, ports: control_plane.Ports, kubelet_port: int) -> None:
+        authority = Authority(self.layout.certificates)
+        authority.create()
+        control_plane.make_certificates(authority, ports.server)
+        node.make_certificates(authority, self.node, ports.server)
+        node.install_cni(self.layout)
+        env = {"PATH": self.parts.search_path, "HOME": str(self.layout.root), "LANG": "C.UTF-8"}
+        self._programs = control_plane.programs(
+            self.parts, self.namespace, self.layout, ports, self.options, env
+        ) | node.programs(
+            self.parts,
+            self.namespace,
+            self.layout,
+            self.node,
+            self._record.cgroup,
+            kubelet_port,
+            self.options,
+            env,
+        )
+
+    def _start_reaper(self) -> None:
+        argv = [sys.executable, "-m", "tests.cluster.reaper", self._record.name]
+        self._reaper = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
+        )
+
+    def down(self) -> None:
+        """Stop everything and remove every trace; harmless when called again."""
+        # Orderly where it is cheap (the kubelet unmounts nothing on exit, so there is nothing to wait for):
+        # process 1 dies and takes every program and pod with it.
+        self.namespace.stop()
+        for program in self._programs.values():
+            program.stop()
+        if self.layout.root.exists():
+            host.release(self._record)
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            self._reaper.wait(10)
+            self._reaper = None
+
+    # Single programs
+
+    def start(self, name: str) -> None:
+        """Start one of etcd, api, kcm, sched, containerd, kubelet."""
+        self._program(name).start()
+
+    def stop(self, name: str) -> None:
+        """Stop one program and wait until it is gone; pods run on."""
+        self._program(name).stop()
+
+    def restart_kubelet(self, down_seconds: float = 0) -> None:
+        """Stop the kubelet, wait, start it; returns when it exists, not when it is ready."""
+        self.stop("kubelet")
+        time.sleep(down_seconds)
+        self.start("kubelet")
+
+    def pid(self, name: str) -> int:
+        """Pid (on the host) of one program."""
+        return self._program(name).pid
+
+    def resident_mib(self) -> dict[str, float]:
+        """Resident memory of every running program, in MiB."""
+        return {
+            name: resident_mib(program.pid) for name, program in self._programs.items() if program.running
+        }
+
+    def log_tail(self, name: str, lines: int = 15) -> str:
+        """The last lines of one program's log."""
+        return self._program(name).log_tail(lines)
+
+    def save_logs(self, folder: Path) -> None:
+        """Copy every program's log into `folder`, where they outlive the cluster."""
+        shutil.copytree(self.layout.logs, folder, dirs_exist_ok=True)
+
+    def _program(self, name: str) -> Program:
+        if name not in self._programs:
+            raise RigError(f"no program {name} in this cluster; there are: {', '.join(self._programs)}")
+        return self._programs[name]
+
+    # Where things are, as seen from outside the namespace
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def cgroup(self) -> str:
+        """Name of the cluster's cgroup in every hierarchy."""
+        return self._record.cgroup
+
+    @property
+    def kubelet_root(self) -> Path:
+        """What the kubelet calls /var/lib/kubelet."""
+        return self.layout.kubelet
+
+    @property
+    def podresources_socket(self) -> Path:
+        return self.kubelet_root / "pod-resources" / "kubelet.sock"
+
+    @property
+    def cdi_dir(self) -> Path:
+        """The container runtime reads CDI specifications here, at every container creation."""
+        return self.layout.cdi
+
+    @property
+    def kubeconfig(self) -> Path:
+        """For an administrator."""
+        return self.layout.certificates / "admin.kubeconfig"
+
+    @property
+    def api(self) -> ApiClient:
+        if self._api is None:
+            raise RigError("the cluster is not up")
+        return self._api
+
+    def kubectl(self, *arguments: str, timeout: float = 30, stdin: str | None = None) -> str:
+        """Run kubectl as administrator; return its standard output. Raises RigError when it fails."""
+        fixed = [f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.layout.root}/kubectl-cache"]
+        done = subprocess.run(
+            [str(self.parts.program("kubectl")), *fixed, *arguments],
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RigError(
+                f"kubectl {' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip()}"
+            )
+        return done.stdout
+
+    # Stages of the start
+
+    def _import_images(self) -> None:
+        ctr = [str(self.parts.program("ctr")), "--address", str(self.layout.containerd_socket)]
+
+        def answers() -> None:
+            if not self._programs["containerd"].running:
+                raise RigError(f"containerd ended; end of its log:\n{self.log_tail('containerd')}")
+            try:
+                self.namespace.run([*ctr, "version"])
+            except RigError as error:
+                raise NotYet(str(error)) from error
+
+        eventually(answers, timeout=30, what="containerd answers", interval=0.1)
+        for archive in self.parts.images:
+            self.namespace.run([*ctr, "--namespace", "k8s.io", "images", "import", str(archive)], timeout=60)
+
+    def _api_ready(self) -> None:
+        for name in ("etcd", "api"):
+            if not self._programs[name].running:
+                raise RigError(f"{name} ended; end of its log:\n{self.log_tail(name)}")
+        try:
+            self.api.request("GET", "/readyz", timeout=5)
+        except (OSError, ApiError) as error:
+            raise NotYet(str(error)) from error
+
+    def _schedulable(self) -> None:
+        if taints := self.get("Node", self.node)["spec"].get("taints"):
+            raise NotYet(f"node has taints {taints}")
+        if self.find("ServiceAccount", "default") is None:
+            raise NotYet("no default service account")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Loopback ports nobody listens on, below the range from which the kernel gives out ports by itself."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            if port not in found:
+                found.append(port)
+    return found

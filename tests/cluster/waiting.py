@@ -1,0 +1,34 @@
+"""Waiting for the outside world: always with a deadline, always saying what was last seen."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class RigError(Exception):
+    """The test cluster did not do what a test needs of it."""
+
+
+class RigTimeout(RigError, TimeoutError):
+    """Something did not come about within its deadline."""
+
+
+class NotYet(Exception):
+    """Raised by a condition that does not hold yet; its text is what was seen instead."""
+
+
+def eventually(condition: Callable[[], T], *, timeout: float, what: str, interval: float = 0.05) -> T:
+    """Return the first result of `condition` that is not raised as NotYet.
+
+    `timeout` and `interval` are in seconds. Raises RigTimeout naming `what` and the last NotYet.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return condition()
+        except NotYet as reason:
+            if time.monotonic() >= deadline:
+                raise RigTimeout(f"{what}: not within {timeout:g} s; last seen: {reason}") from None
+        time.sleep(interval)
