@@ -1,0 +1,179 @@
+"""The Kubernetes API as paths and JSON: every call has a deadline and errors of this room."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import msgspec
+
+from agent.cluster import lean
+
+CALL_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
+
+
+class ApiError(Exception):
+    """A call to the API server failed."""
+
+
+class ApiUnavailable(ApiError):
+    """The API server cannot be reached, or did not answer in time."""
+
+
+class ApiRefused(ApiError):
+    """The API server answered with an error; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        self.status = status
+        self.retry_after = retry_after  # seconds, as the server asks
+        super().__init__(message)
+
+
+class _Status(msgspec.Struct):
+    """A v1 Status object, as far as it is told on."""
+
+    message: str = ""
+    code: int = 0
+
+
+class KubeApi:
+    """A connection to the API server."""
+
+    def __init__(self, configured: Any, rest: Any) -> None:  # noqa: ANN401  the client's untyped classes
+        self._configured = configured
+        self._rest = rest
+
+    async def get(
+        self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
+    ) -> bytes:
+        """GET; the body."""
+        return await self._call("GET", path, query, None, "application/json", deadline)
+
+    async def post(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
+        """POST a JSON object; the body of the answer."""
+        return await self._call("POST", path, None, body, "application/json", deadline)
+
+    async def merge_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
+        """PATCH as a JSON merge patch (RFC 7386); the body of the answer."""
+        return await self._call("PATCH", path, None, body, "application/merge-patch+json", deadline)
+
+    async def strategic_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
+        """PATCH with Kubernetes' strategic merge, which merges lists by key; the body of the answer."""
+        return await self._call("PATCH", path, None, body, "application/strategic-merge-patch+json", deadline)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, query: Mapping[str, str], silence: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """GET an endless answer line by line; `silence` is how long, in seconds, it may stay mute."""
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence)
+        with _translated(path):
+            response = await self._request("GET", path, query, None, "application/json", timeout)
+            try:
+                if not 200 <= response.status <= 299:
+                    raise _refusal(response, await _bounded_read(response))
+                yield _lines(response)
+            finally:
+                response.close()
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+            await self._rest.close()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: object,
+        content: str,
+        deadline: float,
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=deadline)
+        with _translated(path):
+            response = await self._request(method, path, query, body, content, timeout)
+            async with response:
+                data: bytes = await response.read()
+                if not 200 <= response.status <= 299:
+                    raise _refusal(response, data)
+                return data
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: object,
+        content: str,
+        timeout: aiohttp.ClientTimeout,
+    ) -> Any:  # noqa: ANN401  aiohttp's response
+        headers = {"Accept": "application/json", "Content-Type": content}
+        for setting in (await self._configured.auth_settings()).values():
+            if setting["in"] == "header" and setting["value"]:
+                headers[setting["key"]] = setting["value"]
+        return await self._rest.request(
+            method,
+            self._configured.host + path,
+            query_params=list(query.items()) if query else None,
+            headers=headers,
+            body=body,
+            _preload_content=False,
+            _request_timeout=timeout,
+        )
+
+
+async def connect(kubeconfig: Path | None) -> KubeApi:
+    """Find a way to the API server. Makes no call yet. Raises lean.NoClusterAccess."""
+    configured = await lean.configuration(kubeconfig)
+    return KubeApi(configured, lean.rest_client(configured))
+
+
+class _translated:  # noqa: N801  reads as a statement
+    """Turns the HTTP library's errors into this room's."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise ApiUnavailable(f"the API server did not answer {self._path} in time") from error
+        if isinstance(error, (aiohttp.ClientError, OSError)):
+            raise ApiUnavailable(f"the API server cannot be reached for {self._path}: {error}") from error
+
+
+async def _bounded_read(response: Any) -> bytes:  # noqa: ANN401  aiohttp's response
+    with anyio.move_on_after(CALL_SECONDS):
+        data: bytes = await response.read()
+        return data
+    return b""
+
+
+def _refusal(response: Any, data: bytes) -> ApiRefused:  # noqa: ANN401  aiohttp's response
+    try:
+        message = msgspec.json.decode(data, type=_Status).message
+    except msgspec.DecodeError:
+        message = data[:200].decode(errors="replace")
+    wait = response.headers.get("Retry-After", "")
+    return ApiRefused(
+        response.status,
+        f"{response.method} {response.url.path}: {response.status} {message or response.reason}",
+        float(wait) if wait.isdigit() else None,
+    )
+
+
+async def _lines(response: Any) -> AsyncIterator[bytes]:  # noqa: ANN401  aiohttp's response
+    """Lines of any length: a pod with 10,000 devices is one line of over a megabyte."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        rest += chunk
+        while (end := rest.find(b"\n")) >= 0:
+            line = bytes(rest[:end])
+            del rest[: end + 1]
+            if line:
+                yield line

@@ -1,0 +1,68 @@
+"""The few parts of kubernetes-asyncio that the agent needs, without the 1,500 model modules.
+
+A normal import costs about 30 MiB and half a second, because the packages' `__init__` import every
+model. Empty packages with the right search path are put in their place first; then only the HTTP
+layer, the configuration and the loaders come in. This is the one module that imports the client.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("kubernetes_asyncio", "kubernetes_asyncio.client", "kubernetes_asyncio.config")
+
+
+class NoClusterAccess(Exception):
+    """There is no way to the API server from here; the text says what was looked for."""
+
+
+def _seed() -> None:
+    specification = importlib.util.find_spec("kubernetes_asyncio")
+    if specification is None or not specification.submodule_search_locations:
+        raise NoClusterAccess("the package kubernetes-asyncio is not installed")
+    root = Path(next(iter(specification.submodule_search_locations)))
+    for name in _PACKAGES:
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = package
+    client = sys.modules["kubernetes_asyncio.client"]
+    if not hasattr(client, "Configuration"):
+        configuration = importlib.import_module("kubernetes_asyncio.client.configuration")
+        vars(client)["Configuration"] = configuration.Configuration
+        vars(client)["ApiClient"] = object  # named by the kubeconfig loader, never used here
+
+
+async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the client's own untyped class
+    """The client's Configuration: from `kubeconfig` where given, else from the pod's service account.
+
+    Raises NoClusterAccess.
+    """
+    _seed()
+    made = importlib.import_module("kubernetes_asyncio.client.configuration").Configuration()
+    if kubeconfig is not None:
+        loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
+        try:
+            await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=made)
+        except Exception as error:
+            raise NoClusterAccess(f"kubeconfig {kubeconfig} cannot be used: {error}") from error
+        return made
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise NoClusterAccess(
+            "not in a pod (KUBERNETES_SERVICE_HOST is not set) and no kubeconfig is configured"
+        )
+    loader = importlib.import_module("kubernetes_asyncio.config.incluster_config")
+    try:
+        loader.load_incluster_config(client_configuration=made)
+    except Exception as error:
+        raise NoClusterAccess(f"the pod's service account cannot be used: {error}") from error
+    return made
+
+
+def rest_client(configured: Any) -> Any:  # noqa: ANN401  as above
+    """The client's HTTP layer, one aiohttp session. Call it on the running loop."""
+    return importlib.import_module("kubernetes_asyncio.client.rest").RESTClientObject(configured)

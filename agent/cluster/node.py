@@ -1,0 +1,89 @@
+"""The own Node object: what it says, and the parts of it that the agent writes."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from agent.cluster.api import KubeApi
+from agent.cluster.reflector import Metadata, Reflector
+
+
+class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
+    """`status.nodeInfo`, as far as it is used."""
+
+    kubelet_version: str = ""
+    container_runtime_version: str = ""
+
+
+class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
+    """`status`, as far as it is used; quantities as text."""
+
+    node_info: NodeInfo = NodeInfo()
+    capacity: dict[str, str] = msgspec.field(default_factory=dict)
+    allocatable: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node; fields that are not named here are skipped while decoding."""
+
+    metadata: Metadata
+    status: NodeStatus = NodeStatus()
+
+
+class NodeObject:
+    """Watches one node and patches it. No other agent writes the same fields."""
+
+    def __init__(self, api: KubeApi, name: str) -> None:
+        self._api = api
+        self.name = name
+        self._path = f"/api/v1/nodes/{name}"
+        self.reflector = Reflector(
+            api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
+        )
+
+    async def run(self) -> None:
+        """Follow the node until cancelled."""
+        await self.reflector.run()
+
+    @property
+    def value(self) -> Node | None:
+        """The node as last seen."""
+        return next(iter(self.reflector.items.value.values()), None)
+
+    async def patch_metadata(
+        self,
+        labels: Mapping[str, str | None] | None = None,
+        annotations: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Set labels and annotations; None removes one. Raises ApiError."""
+        metadata = {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
+        await self._api.merge_patch(self._path, {"metadata": {k: v for k, v in metadata.items() if v}})
+
+    async def patch_resources(self, figures: Mapping[str, tuple[int, int]]) -> None:
+        """Write capacity and allocatable of resources into the status, as the kubelet will at its next tick.
+
+        Raises ApiError.
+        """
+        await self._api.merge_patch(
+            f"{self._path}/status",
+            {
+                "status": {
+                    "capacity": {name: str(capacity) for name, (capacity, _) in figures.items()},
+                    "allocatable": {name: str(allocatable) for name, (_, allocatable) in figures.items()},
+                }
+            },
+        )
+
+    async def patch_condition(
+        self, kind: str, status: str, reason: str, message: str, changed: str, now: str
+    ) -> None:
+        """Write one condition, keep the others. Times in RFC 3339. Raises ApiError."""
+        condition = {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": changed,
+            "lastHeartbeatTime": now,
+        }
+        await self._api.strategic_patch(f"{self._path}/status", {"status": {"conditions": [condition]}})

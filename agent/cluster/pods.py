@@ -1,0 +1,97 @@
+"""The pods of this node: what their containers ask for, as the API server tells it."""
+
+from collections.abc import Mapping
+
+import anyio
+import msgspec
+
+from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.reflector import Metadata, Reflector
+
+FINISHED = ("Succeeded", "Failed")
+MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
+
+
+class Resources(msgspec.Struct, frozen=True):
+    """ResourceRequirements; quantities as text."""
+
+    limits: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Container(msgspec.Struct, rename="camel", frozen=True):
+    """A container of a pod's spec."""
+
+    name: str
+    resources: Resources = Resources()
+    restart_policy: str | None = None  # "Always" makes an init container a sidecar
+
+
+class PodSpec(msgspec.Struct, rename="camel", frozen=True):
+    """The parts of a pod's spec that placement needs."""
+
+    containers: list[Container] = msgspec.field(default_factory=list)
+    init_containers: list[Container] = msgspec.field(default_factory=list)
+    node_name: str = ""
+    termination_grace_period_seconds: int | None = None
+
+
+class PodStatus(msgspec.Struct, frozen=True):
+    """The parts of a pod's status that placement needs."""
+
+    phase: str = "Pending"
+    reason: str = ""
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """A pod; fields that are not named here are skipped while decoding."""
+
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+
+class PodCache:
+    """Pods bound to one node; `run` keeps them true."""
+
+    def __init__(self, api: KubeApi, node: str) -> None:
+        self._api = api
+        self._node = node
+        self.reflector = Reflector(
+            api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"}, Pod, "pods"
+        )
+
+    async def run(self) -> None:
+        """Follow the pods of the node until cancelled."""
+        await self.reflector.run()
+
+    def pods(self) -> Mapping[str, Pod]:
+        """The pods as last seen, by UID."""
+        return self.reflector.items.value
+
+    def find(self, namespace: str, name: str) -> Pod | None:
+        """A pod as last seen."""
+        for pod in self.pods().values():
+            if pod.metadata.name == name and pod.metadata.namespace == namespace:
+                return pod
+        return None
+
+    async def get(self, namespace: str, name: str) -> Pod | None:
+        """A pod from the copy, or by one GET within a second; None: there is no such pod. Raises ApiError.
+
+        A copy that is ending may have a namesake that the watch has not told of yet: ask then, too.
+        """
+        pod = self.find(namespace, name)
+        if pod and not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
+            return pod
+        try:
+            with anyio.fail_after(MISS_SECONDS):
+                data = await self._api.get(
+                    f"/api/v1/namespaces/{namespace}/pods/{name}", deadline=MISS_SECONDS
+                )
+        except ApiRefused as error:
+            if error.status == 404:
+                return None
+            raise
+        except TimeoutError as error:
+            raise ApiError(f"pod {namespace}/{name} could not be read within {MISS_SECONDS:g} s") from error
+        return msgspec.json.decode(data, type=Pod)
