@@ -19,12 +19,10 @@ what was seen last.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from agent.simulator.kubelet.pods import Phase, PodSpec
-
-if TYPE_CHECKING:
-    from agent.simulator.machine import SimulatedMachine
+from agent.simulator.machine import SimulatedMachine
 
 GPU = "nvidia.com/gpu"
 
@@ -33,7 +31,7 @@ class Rig(Protocol):
     """One node with its kubelet, its simulated GPUs and the agent under test."""
 
     # The machine under the agent, for faults and for what is true about its GPUs.
-    machine: "SimulatedMachine"
+    machine: SimulatedMachine
 
     # The agent: the real program, a process of its own.
     async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:

@@ -1,0 +1,220 @@
+"""One life of the kubelet's process: from its start to its end everything here is in memory only."""
+
+import os
+import random
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent._proto.v1beta1 import Device
+
+from .api import Api, Pod
+from .containers import Runtime
+from .devices import AdmissionRefused, DeviceManager
+from .podresources import PodResourcesServer
+from .pods import Phase
+from .registration import Plugins, RegistrationServer
+from .registry import RegistryWatcher
+from .state import Tables
+from .timings import Timings
+from .wire import serving
+from .workers import Containers, PodWorkers
+
+logger = structlog.get_logger()
+SOCKET = "kubelet.sock"
+ListObserver = Callable[[str, list[Device]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The kubelet's folders below its root."""
+
+    root: Path
+
+    @property
+    def device_plugins(self) -> Path:
+        """kubelet.sock, the plugins' own sockets, the checkpoint."""
+        return self.root / "device-plugins"
+
+    @property
+    def registry(self) -> Path:
+        """Sockets that the plugin manager watches."""
+        return self.root / "plugins_registry"
+
+    @property
+    def pod_resources(self) -> Path:
+        """The PodResources socket."""
+        return self.root / "pod-resources"
+
+    def prepare(self) -> None:
+        """Make the folders; remove every SOCKET of the last life and of plugins, no file. Blocks."""
+        for folder in (self.device_plugins, self.registry, self.pod_resources):
+            folder.mkdir(parents=True, exist_ok=True)
+        for entry in (*os.scandir(self.device_plugins), *os.scandir(self.pod_resources)):
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                Path(entry.path).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class Machine:
+    """What outlives the kubelet: the API's objects, the running containers, and settings."""
+
+    folders: Folders
+    api: Api
+    runtime: Runtime
+    containers: Containers
+    timings: Timings
+    rng: random.Random
+    lists_finished_pods: bool
+    on_list: list[ListObserver]
+
+
+class Life:
+    """A running kubelet."""
+
+    def __init__(self, machine: Machine, group: TaskGroup) -> None:
+        self._machine = machine
+        self._api = machine.api
+        self._timings = machine.timings
+        self._pods: dict[str, Pod] = {}  # taken up, by UID, in that order
+        tables = Tables()
+        self.devices = DeviceManager(
+            machine.folders.device_plugins, machine.timings, machine.rng, self._active, tables
+        )
+        self._plugins = Plugins(group, tables, machine.timings, self._list_received)
+        self._registry = RegistryWatcher(machine.folders.registry, self._plugins, group, machine.timings)
+        self._workers = PodWorkers(
+            group, machine.api, self.devices, machine.runtime, machine.containers, machine.timings
+        )
+        self._to_save = anyio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, machine: Machine) -> AsyncIterator[Self]:
+        """A kubelet that serves; at the end its connections drop at once, as those of a killed process."""
+        await anyio.to_thread.run_sync(machine.folders.prepare)
+        async with anyio.create_task_group() as group, AsyncExitStack() as stack:
+            life = cls(machine, group)
+            stack.callback(life._plugins.close)
+            known = await life.devices.load()
+            if not known:  # no checkpoint: the node is new, whatever the API remembers of it
+                none = dict.fromkeys(machine.api.capacity, 0)
+                machine.api.set_node_status(none, none)
+            folders = machine.folders
+            lister = PodResourcesServer(
+                life.devices,
+                life._taken_up,
+                machine.lists_finished_pods,
+            )
+            await stack.enter_async_context(serving(folders.pod_resources / SOCKET, lister))
+            register = RegistrationServer(life._plugins, folders.device_plugins)
+            await stack.enter_async_context(serving(folders.device_plugins / SOCKET, register))
+            for task in (life._registry.run, life._sync, life._report, life._save):
+                group.start_soon(task)
+            try:
+                yield life
+            finally:
+                group.cancel_scope.cancel()
+
+    def _active(self) -> set[str]:
+        return {uid for uid, pod in self._pods.items() if not pod.phase.finished}
+
+    def _taken_up(self) -> list[Pod]:
+        return list(self._pods.values())
+
+    # Devices
+
+    def _list_received(self, resource: str, devices: list[Device]) -> None:
+        self.devices.list_received(resource, devices)
+        for observer in tuple(self._machine.on_list):
+            observer(resource, devices)
+        self._to_save.set()
+
+    async def _save(self) -> None:
+        while True:
+            await self._to_save.wait()
+            self._to_save = anyio.Event()
+            await self.devices.save()
+
+    # Node status
+
+    async def _report(self) -> None:
+        with anyio.move_on_after(self._timings.first_status):
+            await self._registry.first_pass_done.wait()
+            while self.devices.tables.waits_for_a_list():
+                await anyio.sleep(0.01)
+        while True:
+            self.report()
+            await anyio.sleep(self._timings.status_tick)
+
+    def report(self) -> None:
+        """Copy the device counts into the node's status, as every tick does. Keys once there stay, with 0."""
+        now, grace = self._timings.clock(), self._timings.endpoint_grace
+        capacity, allocatable, dropped = self.devices.tables.capacity(now, grace)
+        if dropped:
+            self._to_save.set()
+        total = self._api.capacity | capacity | dict.fromkeys(dropped, 0)
+        self._api.set_node_status(total, total | allocatable)
+
+    # Pods
+
+    async def _sync(self) -> None:
+        """The sync loop: pods one after another, oldest first; what one waits for all wait for."""
+        while True:
+            seen = self._api.changes.version
+            for pod in self._api.bound_pods():
+                if pod.uid not in self._pods and not pod.deleting:
+                    await self._take_up(pod)
+            self.devices.sources_ready = True
+            for pod in self._api.bound_pods():
+                if pod.deleting:
+                    self._pods.pop(pod.uid, None)
+                    self._workers.terminate(pod)
+                    self._api.remove(pod)
+            await self._api.changes.wait_change(seen)
+
+    async def _take_up(self, pod: Pod) -> None:
+        self._pods[pod.uid] = pod
+        if pod.phase.finished:
+            return
+        try:
+            for container in (*pod.spec.init_containers, *pod.spec.containers):
+                running = (pod.uid, container.name) in self._machine.containers.running
+                await self.devices.allocate(pod.spec, pod.uid, container, running)
+        except AdmissionRefused as error:
+            text = f"Allocate failed due to {error}, which is unexpected"
+            self._reject(pod, "UnexpectedAdmissionError", text)
+            return
+        if short := self._misfit(pod):
+            self._reject(pod, *short)
+            return
+        self._workers.start(pod)
+
+    def _misfit(self, pod: Pod) -> tuple[str, str] | None:
+        """The kubelet's own fit check: totals again, but what is allocated already counts as allocatable."""
+        for resource in pod.spec.resources:
+            allocatable = self._api.allocatable.get(resource)
+            if allocatable is None:
+                continue  # unknown to the node: dropped from the pod before the check
+            allocatable = max(allocatable, len(self.devices.tables.allocated.get(resource, ())))
+            others = [self._pods[uid] for uid in self._active() if uid != pod.uid]
+            used = sum(other.spec.request(resource) for other in others)
+            if pod.spec.request(resource) > allocatable - used:
+                return f"OutOf{resource}", (
+                    f"Node didn't have enough resource: {resource}, requested: {pod.spec.request(resource)}, "
+                    f"used: {used}, capacity: {allocatable}"
+                )
+        return None
+
+    def _reject(self, pod: Pod, reason: str, message: str) -> None:
+        pod.phase, pod.reason, pod.message = Phase.FAILED, reason, f"Pod was rejected: {message}"
+        logger.info("pod_rejected", pod=f"{pod.spec.namespace}/{pod.spec.name}", reason=reason, error=message)
+        self._api.changed()

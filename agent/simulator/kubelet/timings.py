@@ -1,0 +1,26 @@
+"""How long a kubelet waits for what: its constants, which a test may shorten."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, as in kubelet 1.36."""
+
+    status_tick: float = 10.0  # nodeStatusUpdateFrequency
+    # A starting kubelet writes its first node status while plugins register; on 1.36.3 those from
+    # plugins_registry won that race whenever it was looked at. So they get this long at most.
+    first_status: float = 0.5
+    registry_poll: float = 1.0  # the plugin manager's reconcile
+    registry_retry: float = 0.5  # first pause after a failed registration; doubles
+    registry_retry_longest: float = 122.0
+    get_info: float = 1.0
+    notify: float = 5.0
+    dial: float = 10.0
+    pre_start: float = 30.0
+    container_retry: float = 10.0  # between tries to start a container; the first retry comes at once
+    endpoint_grace: float = 300.0  # from the end of a plugin until its resource counts 0
+    # Only `endpoint_grace` is measured by this clock, so that five minutes need not pass.
+    clock: Callable[[], float] = time.monotonic

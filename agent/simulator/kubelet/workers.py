@@ -1,0 +1,120 @@
+"""The pod workers: one task per admitted pod that starts its containers, and what the runtime has running."""
+
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from .api import Api, Pod
+from .containers import ContainerRefused, ContainerView, Runtime
+from .devices import AdmissionRefused, DeviceManager
+from .pods import ContainerSpec, Phase
+from .state import CallFailed
+from .timings import Timings
+
+logger = structlog.get_logger()
+
+
+@dataclass
+class Containers:
+    """The runtime's memory: it outlives the kubelet. Keys are pod UID and container name."""
+
+    views: dict[tuple[str, str], ContainerView] = field(default_factory=dict)
+    running: set[tuple[str, str]] = field(default_factory=set)
+
+    def forget(self, uid: str) -> None:
+        """Kill and remove all containers of a pod."""
+        self.running -= {key for key in self.running if key[0] == uid}
+        self.views = {key: view for key, view in self.views.items() if key[0] != uid}
+
+    def reboot(self) -> None:
+        """All processes end and all containers are gone, as after a reboot of the machine."""
+        self.running.clear()
+        self.views.clear()
+
+
+class PodWorkers:
+    """Starts the containers of admitted pods, each pod on its own: a slow one holds up no other."""
+
+    def __init__(
+        self,
+        group: TaskGroup,
+        api: Api,
+        devices: DeviceManager,
+        runtime: Runtime,
+        containers: Containers,
+        timings: Timings,
+    ) -> None:
+        self._group = group
+        self._api = api
+        self._devices = devices
+        self._runtime = runtime
+        self._containers = containers
+        self._timings = timings
+        self._scopes: dict[str, anyio.CancelScope] = {}
+
+    def start(self, pod: Pod) -> None:
+        """Bring an admitted pod up in the background."""
+        self._scopes[pod.uid] = anyio.CancelScope()
+        self._group.start_soon(self._run, pod)
+
+    def terminate(self, pod: Pod) -> None:
+        """End the pod's worker and its containers."""
+        if scope := self._scopes.pop(pod.uid, None):
+            scope.cancel()
+        self._containers.forget(pod.uid)
+
+    async def _run(self, pod: Pod) -> None:
+        with self._scopes[pod.uid]:
+            for container in pod.spec.init_containers:
+                if (pod.uid, container.name) not in self._containers.views:
+                    await self._start(pod, container)
+                    if not container.restartable:
+                        self._containers.running.discard((pod.uid, container.name))
+            for container in pod.spec.containers:
+                if (pod.uid, container.name) not in self._containers.views:
+                    await self._start(pod, container)
+            self._set_phase(pod, Phase.RUNNING)
+            if all(container.exits for container in pod.spec.containers):
+                self._containers.running -= {key for key in self._containers.running if key[0] == pod.uid}
+                self._set_phase(pod, Phase.SUCCEEDED)
+
+    async def _start(self, pod: Pod, container: ContainerSpec) -> None:
+        pause = 0.0  # the first retry comes at once
+        while True:
+            try:
+                await self._devices.pre_start(pod.uid, container)
+                await self._allocate_what_is_missing(pod, container)
+                responses = self._devices.responses(pod.uid, container.name)
+                view = await anyio.to_thread.run_sync(self._runtime.create, container, responses)
+            except (CallFailed, AdmissionRefused) as error:
+                self._wait(pod, container, "CreateContainerConfigError", str(error))
+            except ContainerRefused as error:
+                self._wait(pod, container, "CreateContainerError", str(error))
+            else:
+                self._containers.views[pod.uid, container.name] = view
+                self._containers.running.add((pod.uid, container.name))
+                pod.waiting = None
+                self._api.changed()
+                return
+            await anyio.sleep(pause)
+            pause = self._timings.container_retry
+
+    async def _allocate_what_is_missing(self, pod: Pod, container: ContainerSpec) -> None:
+        # A pod admitted before its resource was known: the kubelet asks from here, beside the sync loop, so
+        # that two Allocates can overlap.
+        held = self._devices.tables.pods.of_container(pod.uid, container.name)
+        if any(n and r not in held and self._devices.tables.knows(r) for r, n in container.limits.items()):
+            await self._devices.allocate(pod.spec, pod.uid, container, running=False)
+
+    def _wait(self, pod: Pod, container: ContainerSpec, reason: str, message: str) -> None:
+        pod.waiting = {container.name: (reason, message)}
+        logger.info("container_waits", pod=pod.spec.name, container=container.name, reason=reason)
+        self._api.changed()
+
+    def _set_phase(self, pod: Pod, phase: Phase) -> None:
+        if pod.phase is not phase:
+            pod.phase = phase
+            self._api.changed()
