@@ -1,19 +1,23 @@
 """The composition root: builds the rooms, runs the task tree, stops it in order."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import structlog
+from anyio.abc import TaskGroup, TaskStatus
 
 from agent import __version__
 from agent.inventory.actor import Inventory
 from agent.inventory.scanner import Scanner
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
+from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
@@ -21,9 +25,17 @@ from agent.model.modes import Mode
 from agent.modes.switcher import ModeSwitcher
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
-from agent.plugins.inject import Injector
+from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import Settings
+from agent.web.probes import Probes
+from agent.web.server import HttpServer
+
+if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
+    from agent.cluster.events import EventRecorder
+    from agent.cluster.node import NodeObject
+    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
@@ -31,7 +43,16 @@ log = structlog.get_logger()
 LOCK_SECONDS = 10.0
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_SCAN_SECONDS = 2.0
-STOP_SECONDS = 4.0
+
+
+@dataclass
+class ClusterAccess:
+    """What the agent has of the Kubernetes API."""
+
+    api: "KubeApi"
+    node: "NodeObject"
+    pods: "PodCache"
+    events: "EventRecorder"
 
 
 @dataclass
@@ -43,9 +64,15 @@ class Agent:
     holdings: HoldingsWatch
     supervisor: Supervisor
     calls: Lane
+    http: HttpServer
     endpoints: list[Endpoint] = field(default_factory=list)
-    http_port: int = 0
+    cluster: ClusterAccess | None = None
     stopping: bool = False
+
+    @property
+    def http_port(self) -> int:
+        """The port of /metrics, /healthz and /readyz."""
+        return self.http.port
 
     def blockers(self) -> list[str]:
         """Why the node cannot serve, each in a sentence; empty: it can."""
@@ -70,10 +97,14 @@ async def running(settings: Settings, nvml: NvmlPort) -> AsyncIterator[Agent]:
         HoldingsWatch(PodResources(Path(settings.kubelet.root))),
         Supervisor(),
         Lane("calls"),
+        HttpServer(settings.http.address, settings.http.port),
     )
     async with _alone(Path(settings.host.run)), anyio.create_task_group() as outer:
         log.info("agent_starting", version=__version__)
         outer.start_soon(agent.supervisor.fatal, "inventory", agent.inventory.run)
+        # The probes are asked from the first moment on and until the last.
+        Probes(agent.supervisor, agent.blockers).add_to(agent.http)
+        await outer.start(_serve_http, agent)
         async with anyio.create_task_group() as inner:
             await _start(agent, nvml, inner)
             log.info("agent_started", http_port=agent.http_port)
@@ -84,24 +115,47 @@ async def running(settings: Settings, nvml: NvmlPort) -> AsyncIterator[Agent]:
                 log.info("agent_stopping")
                 inner.cancel_scope.cancel()
         outer.cancel_scope.cancel()
+    if agent.cluster:
+        await agent.cluster.api.close()
     agent.calls.close()
     log.info("agent_stopped")
 
 
-async def _start(agent: Agent, nvml: NvmlPort, group: anyio.abc.TaskGroup) -> None:
-    settings, supervisor = agent.settings, agent.supervisor
-    scanner = Scanner(nvml, agent.calls, agent.inventory)
+async def _serve_http(agent: Agent, *, task_status: TaskStatus[int]) -> None:
+    async def serve() -> None:
+        await agent.http.serve(task_status=task_status)
+
+    await agent.supervisor.fatal("http", serve)
+
+
+async def _start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
+    settings, supervisor, inventory = agent.settings, agent.supervisor, agent.inventory
+    scanner = Scanner(nvml, agent.calls, inventory)
     group.start_soon(supervisor.restarting, "scanner", scanner.run)
     group.start_soon(supervisor.restarting, "holdings", agent.holdings.run)
+    agent.cluster = await _reach_cluster(settings)
+    if agent.cluster:
+        group.start_soon(supervisor.restarting, "node watch", agent.cluster.node.run)
+        group.start_soon(supervisor.restarting, "pod watch", agent.cluster.pods.run)
+        group.start_soon(supervisor.restarting, "events", agent.cluster.events.run)
     injector = Injector(settings)
     await anyio.to_thread.run_sync(injector.look, None)
     with anyio.move_on_after(FIRST_SCAN_SECONDS):
-        await agent.inventory.snapshot.wait_change(0)
+        await inventory.snapshot.wait_change(0)
     wanted = Mode.OFF if settings.default_mode == "none" else Mode(settings.default_mode)
-    switcher = ModeSwitcher(agent.inventory.snapshot, wanted)
+    switcher = ModeSwitcher(inventory.snapshot, wanted)
     group.start_soon(supervisor.restarting, "mode switcher", switcher.run)
-    plugin = PgpuPlugin(agent.inventory.snapshot, switcher.assignment, injector)
-    group.start_soon(supervisor.restarting, f"plugin {plugin.resource}", plugin.run)
+    pgpu = PgpuPlugin(inventory.snapshot, switcher.assignment, injector)
+    group.start_soon(supervisor.restarting, f"plugin {pgpu.resource}", pgpu.run)
+    _serve_resource(agent, pgpu, group)
+    if agent.cluster:
+        group.start_soon(
+            supervisor.restarting, "injection", _follow_node_software, agent.cluster.node, injector
+        )
+
+
+def _serve_resource(agent: Agent, plugin: ResourcePlugin, group: TaskGroup) -> None:
+    settings = agent.settings
     endpoint = Endpoint(
         plugin,
         Path(settings.kubelet.root),
@@ -110,7 +164,40 @@ async def _start(agent: Agent, nvml: NvmlPort, group: anyio.abc.TaskGroup) -> No
         settings.kubelet.registry_wait_seconds,
     )
     agent.endpoints.append(endpoint)
-    group.start_soon(supervisor.restarting, f"endpoint {plugin.resource}", endpoint.run)
+    group.start_soon(agent.supervisor.restarting, f"endpoint {plugin.resource}", endpoint.run)
+
+
+async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
+    """Build the rooms of the Kubernetes API where there is a way to it; makes no call."""
+    wish = settings.cluster
+    if wish.access == "off":
+        return None
+    # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
+    from agent.cluster.api import connect  # noqa: PLC0415
+    from agent.cluster.events import EventRecorder  # noqa: PLC0415
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+    from agent.cluster.node import NodeObject  # noqa: PLC0415
+    from agent.cluster.pods import PodCache  # noqa: PLC0415
+
+    try:
+        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+    except NoClusterAccess as error:
+        if wish.access == "required":
+            raise FatalError(f"cluster.access is required, but {error}") from error
+        log.info("no_cluster_access", reason=str(error))
+        return None
+    name = wish.node_name or os.uname().nodename
+    return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
+
+
+async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
+    """Tell the injector the versions of kubelet and runtime whenever the Node object tells new ones."""
+    async for _ in node.reflector.items.values():
+        if node.value:
+            info = node.value.status.node_info
+            software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+            if software != injector.software:
+                await anyio.to_thread.run_sync(injector.look, software)
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ import yaml
 from msgspec import Meta, Struct
 
 ENVIRONMENT_PREFIX = "GPU_NODE_AGENT_"
-# Variables of that prefix which are not configuration keys: where the file is, and the downward API.
-RESERVED_ENVIRONMENT = frozenset({"CONFIG", "NODE_NAME", "POD_NAME", "POD_NAMESPACE"})
+# A variable of that prefix which is no configuration key: where the file is.
+RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
@@ -50,6 +50,16 @@ class Kubelet(Section, frozen=True):
     registration: Literal["auto", "registry", "socket"] = "auto"
     # How long plugins_registry may go unread before kubelet.sock is used instead.
     registry_wait_seconds: Seconds = 10.0
+
+
+class Cluster(Section, frozen=True):
+    """Access to the Kubernetes API server. Without it the agent serves pods, only with less knowledge."""
+
+    # auto: a pod's service account or the kubeconfig where there is one; required: fail without.
+    access: Literal["auto", "required", "off"] = "auto"
+    kubeconfig: AbsolutePath | None = None
+    # The name of this node's Node object; null: the host's name. In a pod the chart sets it.
+    node_name: str | None = None
 
 
 class DriverFiles(Section, frozen=True):
@@ -92,6 +102,7 @@ class Settings(Section, frozen=True):
     logging: Logging = Logging()
     http: Http = Http()
     kubelet: Kubelet = Kubelet()
+    cluster: Cluster = Cluster()
     driver: DriverFiles = DriverFiles()
     host: Host = Host()
     injection: Injection = Injection()

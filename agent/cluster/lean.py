@@ -42,6 +42,10 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
 
     Raises NoClusterAccess.
     """
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise NoClusterAccess(
+            "not in a pod (KUBERNETES_SERVICE_HOST is not set) and no kubeconfig is configured"
+        )
     _seed()
     made = importlib.import_module("kubernetes_asyncio.client.configuration").Configuration()
     if kubeconfig is not None:
@@ -51,10 +55,6 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
         except Exception as error:
             raise NoClusterAccess(f"kubeconfig {kubeconfig} cannot be used: {error}") from error
         return made
-    if "KUBERNETES_SERVICE_HOST" not in os.environ:
-        raise NoClusterAccess(
-            "not in a pod (KUBERNETES_SERVICE_HOST is not set) and no kubeconfig is configured"
-        )
     loader = importlib.import_module("kubernetes_asyncio.config.incluster_config")
     try:
         loader.load_incluster_config(client_configuration=made)

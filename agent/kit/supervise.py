@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVarTuple
 
 import anyio
 import structlog
@@ -9,6 +10,8 @@ import structlog
 from agent.kit.backoff import Backoff
 
 log = structlog.get_logger()
+
+Ts = TypeVarTuple("Ts")
 
 # A task that ran this long before it failed is taken to have been well: its back-off begins anew.
 HEALTHY_AFTER_SECONDS = 60.0
@@ -33,8 +36,8 @@ class Supervisor:
     longest_pause: float = 30.0
     states: dict[str, TaskState] = field(default_factory=dict)
 
-    async def restarting(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
-        """Run `task` for ever: when it fails or returns, start it again after a growing pause.
+    async def restarting(self, name: str, task: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
+        """Run `task(*args)` for ever: when it fails or returns, start it again after a growing pause.
 
         `FatalError` and cancellation pass through.
         """
@@ -44,7 +47,7 @@ class Supervisor:
             started = anyio.current_time()
             state.running = True
             try:
-                await task()
+                await task(*args)
                 problem = "it ended by itself"
             except FatalError:
                 raise

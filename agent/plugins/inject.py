@@ -93,10 +93,12 @@ class Injector:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.software: NodeSoftware | None = None
         self.choice = choose(settings, None, frozenset())
 
     def look(self, software: NodeSoftware | None) -> None:
         """Find out which way the node supports. Blocks on files: call it from a thread."""
+        self.software = software
         folders = (Path(self._settings.host.cdi), Path("/etc/cdi"))
         choice = choose(self._settings, software, toolkit_devices(folders))
         if choice != self.choice:
