@@ -10,6 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -34,28 +35,35 @@ class Lane:
         self._deadline = deadline
         self._turn = anyio.Lock()
         self._worker: _Worker | None = None
-        self._given_up: list[_Worker] = []
+        self._given_up: list[_GivenUp] = []
 
     @property
     def stuck(self) -> int:
         """How many threads hang in a call that was given up."""
-        self._given_up = [worker for worker in self._given_up if worker.is_alive()]
+        self._given_up = [given_up for given_up in self._given_up if given_up.worker.is_alive()]
         return len(self._given_up)
 
     async def run(self, call: Callable[[*Ts], R], *args: *Ts, deadline: float | None = None) -> R:
         """Run a blocking call and return its result; raises what it raises.
 
-        `deadline` is in seconds and counts from when the call begins; past it NvmlHung is raised.
+        `deadline` is in seconds and counts from when the call begins; past it NvmlHung is raised, and
+        raised again at once for the same call with the same arguments until it comes back: whoever asks
+        a sick GPU at every tick must not use up a thread each time.
         Cancellation is held back until the call is over, so that whoever closes NVML next finds no
         call under way.
         """
         seconds = self._deadline if deadline is None else deadline
+        what = getattr(call, "__name__", str(call))
+        hung = f"NVML {what} did not answer within {seconds:g} s"
         async with self._turn:
-            if self.stuck >= MOST_STUCK:
+            stuck = self.stuck
+            if any(given_up.call == call and given_up.arguments == args for given_up in self._given_up):
+                raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
+            if stuck >= MOST_STUCK:
                 raise NvmlHung(
                     NvmlCode.TIMEOUT,
                     self.name,
-                    f"{self.stuck} NVML calls hang in lane {self.name}; the driver needs attention "
+                    f"{stuck} NVML calls hang in lane {self.name}; the driver needs attention "
                     "(see the kernel log), then restart the agent",
                 )
             worker = self._worker = self._worker or _Worker(self.name)
@@ -65,10 +73,9 @@ class Lane:
             with anyio.CancelScope(shield=True), anyio.move_on_after(seconds):
                 await job.done.wait()
             if not job.done.is_set():
-                self._give_up(worker)
-                what = getattr(call, "__name__", str(call))
+                self._give_up(_GivenUp(worker, call, args))
                 log.error("nvml_call_hangs", call=what, lane=self.name, deadline_seconds=seconds)
-                raise NvmlHung(NvmlCode.TIMEOUT, what, f"NVML {what} did not answer within {seconds:g} s")
+                raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
         # A cancellation that was held back is delivered here, after the call.
         await anyio.lowlevel.checkpoint_if_cancelled()
         if job.error is not None:
@@ -81,9 +88,9 @@ class Lane:
             self._worker.jobs.put(None)
             self._worker = None
 
-    def _give_up(self, worker: "_Worker") -> None:
-        worker.jobs.put(None)  # should it ever come back, it ends
-        self._given_up.append(worker)
+    def _give_up(self, given_up: "_GivenUp") -> None:
+        given_up.worker.jobs.put(None)  # should it ever come back, it ends
+        self._given_up.append(given_up)
         self._worker = None
 
 
@@ -116,3 +123,12 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             job.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """A thread that hangs, and in what."""
+
+    worker: _Worker
+    call: Callable[..., object]
+    arguments: tuple[object, ...]
