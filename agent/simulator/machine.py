@@ -216,6 +216,10 @@ class SimulatedMachine:
         """One lost GPU makes looking up any GPU by UUID fail, as nvml.h allows the driver to."""
         self.mapping.state.lost_breaks_uuid_lookup = int(broken)
 
+    def enumerates_at_open(self, *, frozen: bool = True) -> None:
+        """NVML learns of plugged GPUs only when it is opened anew, instead of at every count."""
+        self.mapping.state.enumerates_at_open = int(frozen)
+
     # -- plugging ---------------------------------------------------------------------------------
 
     def hide(self, gpu: GpuRef) -> None:

@@ -30,6 +30,7 @@ class SimulatedNvml:
         self._mapping = machine.mapping
         self._open = False
         self._events: EventReader | None = None
+        self._at_open: tuple[int, ...] = ()
         self._described: set[int] = set()
 
     def open(self) -> Driver:
@@ -41,6 +42,7 @@ class SimulatedNvml:
         if state.driver_mismatch:
             raise error_for(NvmlCode.LIB_RM_VERSION_MISMATCH, "nvmlInit")
         self._open = True
+        self._at_open = self._machine.slots
         try:
             return self._driver()
         except NvmlError:
@@ -62,21 +64,23 @@ class SimulatedNvml:
         """See the port."""
         if not self._open:
             return
-        self.unwatch_all()
-        self._call("nvmlShutdown")
-        self._open = False
+        try:
+            self.unwatch_all()
+        finally:
+            self._call("nvmlShutdown")
+            self._open = False
 
     def count(self) -> int:
         """See the port."""
         self._call("nvmlDeviceGetCount")
-        return self._mapping.state.gpu_count
+        return len(self._slots)
 
     def describe(self, index: int) -> Gpu:
         """See the port."""
         call = "nvmlDeviceGetHandleByIndex"
-        self._call(call)
-        slots = self._machine.slots
+        slots = self._slots
         if not 0 <= index < len(slots):
+            self._call(call)
             raise error_for(NvmlCode.INVALID_ARGUMENT, call)
         slot = slots[index]
         self._device(call, slot)
@@ -106,15 +110,15 @@ class SimulatedNvml:
     def probe(self, uuid: str) -> Probe:
         """See the port."""
         slot = self._handle(uuid)
-        self._device("nvmlDeviceGetMemoryInfo", slot)
         gpu = self._mapping.gpu(slot)
+        sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
         ecc = self._offered("nvmlDeviceGetTotalEccErrors", slot, has=bool(gpu.ecc_supported))
         rows = self._offered("nvmlDeviceGetRemappedRows", slot, has=bool(gpu.remap_supported))
         pages = self._offered(
             "nvmlDeviceGetRetiredPagesPendingStatus", slot, has=bool(gpu.retirement_supported)
         )
         return Probe(
-            memory_used_bytes=gpu.memory_used,
+            memory_used_bytes=gpu.memory_used if sized else 0,
             ecc_uncorrected=gpu.ecc_volatile_uncorrected if ecc else None,
             remap_pending=bool(gpu.remap_pending) if rows else None,
             remap_failed=bool(gpu.remap_failed) if rows else None,
@@ -124,17 +128,16 @@ class SimulatedNvml:
     def sample(self, uuid: str) -> Sample:
         """See the port."""
         slot = self._handle(uuid)
-        self._device("nvmlDeviceGetMemoryInfo", slot)
         gpu = self._mapping.gpu(slot)
-        used, total = gpu.memory_used, gpu.memory_total
+        sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
         rates = self._offered("nvmlDeviceGetUtilizationRates", slot, has=not gpu.mig_mode)
         power = self._offered("nvmlDeviceGetPowerUsage", slot)
         heat = self._offered("nvmlDeviceGetTemperature", slot)
         return Sample(
             gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
             memory_utilization_ratio=gpu.memory_utilization / 100 if rates else None,
-            memory_used_bytes=used,
-            memory_total_bytes=total,
+            memory_used_bytes=gpu.memory_used if sized else 0,
+            memory_total_bytes=gpu.memory_total if sized else 0,
             power_watts=gpu.power_mw / 1000 if power else None,
             temperature_celsius=float(gpu.temperature_c) if heat else None,
         )
@@ -159,9 +162,9 @@ class SimulatedNvml:
             if not link.active:
                 continue
             typed = self._offered("nvmlDeviceGetNvLinkRemoteDeviceType", slot)
-            if self._offered("nvmlDeviceGetNvLinkRemotePciInfo", slot):
-                peer = _PEERS.get(link.peer_type, LinkPeer.OTHER) if typed else LinkPeer.OTHER
-                found.append(NvLink(peer, sysfs_bus_id(link.domain, link.bus, link.device)))
+            named = self._offered("nvmlDeviceGetNvLinkRemotePciInfo", slot)
+            peer = _PEERS.get(link.peer_type, LinkPeer.OTHER) if typed else LinkPeer.OTHER
+            found.append(NvLink(peer, sysfs_bus_id(link.domain, link.bus, link.device) if named else ""))
         return tuple(found)
 
     def watch(self, uuid: str) -> frozenset[EventKind]:
@@ -197,6 +200,11 @@ class SimulatedNvml:
         return NvmlEvent(self._machine.uuid(event.slot), kind, event.data if kind is EventKind.XID else 0)
 
     # -- what every NVML call does ------------------------------------------------------------------
+
+    @property
+    def _slots(self) -> tuple[int, ...]:
+        """Slots in the order in which NVML enumerates them."""
+        return self._at_open if self._mapping.state.enumerates_at_open else self._machine.slots
 
     def _strike(self, call: str, slot: int = ANY) -> None:
         if code := self._machine.faults.strike(number_of(call), slot):
@@ -238,13 +246,13 @@ class SimulatedNvml:
 
     def _handle_by_uuid(self, uuid: str) -> int:
         call = "nvmlDeviceGetHandleByUUID"
-        slot = next((slot for slot in self._machine.slots if self._machine.uuid(slot) == uuid), None)
+        slot = next((slot for slot in self._slots if self._machine.uuid(slot) == uuid), None)
         if slot is None:
             self._call(call)
         else:
             self._device(call, slot)
         if self._mapping.state.lost_breaks_uuid_lookup:
-            for other in self._machine.slots:
+            for other in self._slots:
                 self._present(call, other)
         if slot is None:
             raise error_for(NvmlCode.NOT_FOUND, call)

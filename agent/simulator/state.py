@@ -273,9 +273,10 @@ class MachineState(Structure):
     library_missing: int
     driver_mismatch: int
     lost_breaks_uuid_lookup: int
+    enumerates_at_open: int
     sequence: int
-    event_word: int
     event_head: int
+    event_word: int
     fault_word: int
     fault_tickets: int
     gpu_count: int
@@ -296,9 +297,10 @@ class MachineState(Structure):
         ("library_missing", c_uint32),
         ("driver_mismatch", c_uint32),
         ("lost_breaks_uuid_lookup", c_uint32),
+        ("enumerates_at_open", c_uint32),
         ("sequence", c_uint32),
-        ("event_word", c_uint32),
         ("event_head", c_uint64),
+        ("event_word", c_uint32),
         ("fault_word", c_uint32),
         ("fault_tickets", c_uint32),
         ("gpu_count", c_uint32),

@@ -1,0 +1,305 @@
+"""The real NVML, through nvidia-ml-py (module `pynvml`)."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pynvml
+
+from agent.model.gpu import Driver, Gpu, normalise_bus_id
+from agent.nvml import library
+from agent.nvml.errors import (
+    NvmlCode,
+    NvmlDriverMismatch,
+    NvmlError,
+    NvmlGpuLost,
+    NvmlLibraryMissing,
+    NvmlNotSupported,
+    error_for,
+)
+from agent.nvml.port import EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
+
+Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
+
+_KINDS = {
+    EventKind.XID: pynvml.nvmlEventTypeXidCriticalError,
+    EventKind.ECC_SINGLE: pynvml.nvmlEventTypeSingleBitEccError,
+    EventKind.ECC_DOUBLE: pynvml.nvmlEventTypeDoubleBitEccError,
+}
+_KIND_OF = {bit: kind for kind, bit in _KINDS.items()}
+_PEERS = {
+    pynvml.NVML_NVLINK_DEVICE_TYPE_GPU: LinkPeer.GPU,
+    pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: LinkPeer.SWITCH,
+}
+_MOST_SHUTDOWNS = 16
+
+
+class Binding:
+    """`NvmlPort` over libnvidia-ml.so.1.
+
+    `path` names the library; without it, the driver roots in `roots` are searched, then the system
+    loader is asked. `sysfs` is where the NUMA nodes of PCI devices are read.
+    """
+
+    def __init__(
+        self, path: Path | None = None, roots: tuple[Path, ...] = (), sysfs: Path = Path("/sys")
+    ) -> None:
+        self._path = path
+        self._roots = roots
+        self._sysfs = sysfs
+        self._open = False
+        self._memory_v2 = True
+        self._bus_ids: dict[str, str] = {}  # as NVML spells them
+        self._event_set: Opaque = None
+        self._watched: dict[int | None, str] = {}  # device handle -> UUID
+
+    def open(self) -> Driver:
+        """See the port."""
+        path = self._path or library.find(self._roots)
+        loaded = library.preload(path) if path is not None else None
+        try:
+            _call("nvmlInit")
+        except NvmlLibraryMissing as error:
+            where = ", ".join(map(str, self._roots)) or "no driver root"
+            raise NvmlLibraryMissing(
+                error.code,
+                error.call,
+                f"{library.SONAME} is neither below {where} nor known to the system loader: "
+                "install the NVIDIA driver, or mount its root",
+            ) from error
+        self._open = True
+        try:
+            self._refuse_another_library(loaded, path)
+            return self._driver()
+        except NvmlError:
+            self.close()
+            raise
+
+    @staticmethod
+    def _refuse_another_library(loaded: ctypes.CDLL | None, path: Path | None) -> None:
+        """nvidia-ml-py keeps the first library for the life of the process, whatever is on disk now."""
+        if loaded is not None and pynvml.nvmlLib._handle != loaded._handle:  # noqa: SLF001 (no public name)
+            raise NvmlDriverMismatch(
+                NvmlCode.LIB_RM_VERSION_MISMATCH,
+                "dlopen",
+                f"{path} is not the NVML library that this process runs on (the driver was replaced): "
+                "restart the process",
+            )
+
+    @staticmethod
+    def _driver() -> Driver:
+        version = _call("nvmlSystemGetDriverVersion")
+        nvml_version = _call("nvmlSystemGetNVMLVersion")
+        cuda = _call("nvmlSystemGetCudaDriverVersion_v2")
+        return Driver(version, nvml_version, (cuda // 1000, cuda % 1000 // 10))
+
+    def close(self) -> None:
+        """See the port."""
+        if not self._open:
+            return
+        try:
+            self.unwatch_all()
+        finally:
+            # Initialisations are counted, and the library holds the device files until the last is gone.
+            for _ in range(_MOST_SHUTDOWNS):
+                try:
+                    _call("nvmlShutdown")
+                except NvmlError as error:
+                    if error.code != NvmlCode.UNINITIALIZED:
+                        raise
+                    break
+            self._open = False
+
+    def count(self) -> int:
+        """See the port."""
+        return int(_call("nvmlDeviceGetCount"))
+
+    def describe(self, index: int) -> Gpu:
+        """See the port. What the GPU does not offer is left out or guessed: it is never hidden for that."""
+        handle = _call("nvmlDeviceGetHandleByIndex", index)
+        uuid = _call("nvmlDeviceGetUUID", handle)
+        minor = _offered("nvmlDeviceGetMinorNumber", handle)
+        pci = _offered("nvmlDeviceGetPciInfo", handle)
+        bus_id = ""
+        if pci is not None:
+            self._bus_ids[uuid] = _text(pci.busId)
+            bus_id = normalise_bus_id(self._bus_ids[uuid])
+        product = _offered("nvmlDeviceGetName", handle)
+        _, total = self._memory(handle)
+        capability = _offered("nvmlDeviceGetCudaComputeCapability", handle)
+        mig = _offered("nvmlDeviceGetMigMode", handle)
+        return Gpu(
+            uuid=uuid,
+            index=index,
+            minor=index if minor is None else minor,
+            pci_bus_id=bus_id,
+            product=product or "unknown NVIDIA GPU",
+            memory_bytes=total,
+            compute_capability=(0, 0) if capability is None else (capability[0], capability[1]),
+            mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+            numa_node=self._numa_node(bus_id) if bus_id else None,
+        )
+
+    def probe(self, uuid: str) -> Probe:
+        """See the port."""
+        handle = self._handle(uuid)
+        used, _ = self._memory(handle)
+        ecc = _offered(
+            "nvmlDeviceGetTotalEccErrors",
+            handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        )
+        rows = _offered("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
+        pages = _offered("nvmlDeviceGetRetiredPagesPendingStatus", handle)
+        return Probe(
+            memory_used_bytes=used,
+            ecc_uncorrected=ecc,
+            remap_pending=None if rows is None else bool(rows[2]),
+            remap_failed=None if rows is None else bool(rows[3]),
+            retirement_pending=None if pages is None else pages == pynvml.NVML_FEATURE_ENABLED,
+        )
+
+    def sample(self, uuid: str) -> Sample:
+        """See the port."""
+        handle = self._handle(uuid)
+        used, total = self._memory(handle)
+        rates = _offered("nvmlDeviceGetUtilizationRates", handle)
+        power = _offered("nvmlDeviceGetPowerUsage", handle)
+        heat = _temperature(handle)
+        return Sample(
+            gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
+            memory_utilization_ratio=None if rates is None else rates.memory / 100,
+            memory_used_bytes=used,
+            memory_total_bytes=total,
+            power_watts=None if power is None else power / 1000,
+            temperature_celsius=None if heat is None else float(heat),
+        )
+
+    def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
+        """See the port."""
+        one, other = self._handle(uuid_a), self._handle(uuid_b)
+        return PcieLevel(_call("nvmlDeviceGetTopologyCommonAncestor", one, other))
+
+    def links(self, uuid: str) -> tuple[NvLink, ...]:
+        """See the port."""
+        handle = self._handle(uuid)
+        found = []
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                active = _call("nvmlDeviceGetNvLinkState", handle, link)
+            except NvmlError as error:
+                # How NVML says that there are no more links, or none at all.
+                if error.code == NvmlCode.INVALID_ARGUMENT or isinstance(error, NvmlNotSupported):
+                    break
+                raise
+            if active != pynvml.NVML_FEATURE_ENABLED:
+                continue
+            peer = _offered("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            pci = _offered("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            remote = "" if pci is None else normalise_bus_id(_text(pci.busId))
+            found.append(NvLink(_PEERS.get(peer, LinkPeer.OTHER), remote))
+        return tuple(found)
+
+    def watch(self, uuid: str) -> frozenset[EventKind]:
+        """See the port."""
+        handle = self._handle(uuid)
+        supported = _call("nvmlDeviceGetSupportedEventTypes", handle)
+        kinds = frozenset(kind for kind, bit in _KINDS.items() if supported & bit)
+        if not kinds:
+            raise NvmlNotSupported(NvmlCode.NOT_SUPPORTED, "nvmlDeviceGetSupportedEventTypes")
+        if self._event_set is None:
+            self._event_set = _call("nvmlEventSetCreate")
+        _call("nvmlDeviceRegisterEvents", handle, sum(_KINDS[kind] for kind in kinds), self._event_set)
+        # A lost GPU cannot be asked for its UUID, and its last event is the one that matters most.
+        self._watched[_address(handle)] = uuid
+        return kinds
+
+    def unwatch_all(self) -> None:
+        """See the port."""
+        if self._event_set is not None:
+            doomed, self._event_set = self._event_set, None
+            self._watched.clear()
+            _call("nvmlEventSetFree", doomed)
+
+    def wait(self, timeout_ms: int) -> NvmlEvent | None:
+        """See the port."""
+        if self._event_set is None:
+            raise error_for(NvmlCode.UNINITIALIZED, "nvmlEventSetWait", "no GPU is registered for events")
+        try:
+            data = _call("nvmlEventSetWait", self._event_set, timeout_ms)
+        except NvmlError as error:
+            if error.code == NvmlCode.TIMEOUT:
+                return None
+            raise
+        kind = _KIND_OF.get(data.eventType)
+        if kind is None:
+            return None
+        uuid = self._watched.get(_address(data.device)) or _call("nvmlDeviceGetUUID", data.device)
+        return NvmlEvent(uuid, kind, int(data.eventData) if kind is EventKind.XID else 0)
+
+    def _handle(self, uuid: str) -> Opaque:
+        """A fresh handle: a kept one goes on answering for a GPU that was reset under it."""
+        try:
+            return _call("nvmlDeviceGetHandleByUUID", uuid)
+        except NvmlGpuLost as error:
+            # The search by UUID asks every GPU, so nvml.h lets it fail when any other one is lost.
+            bus_id = self._bus_ids.get(uuid)
+            if error.code != NvmlCode.GPU_IS_LOST or bus_id is None:
+                raise
+        handle = _call("nvmlDeviceGetHandleByPciBusId", bus_id.encode())
+        if (found := _call("nvmlDeviceGetUUID", handle)) != uuid:
+            raise NvmlGpuLost(NvmlCode.NOT_FOUND, "nvmlDeviceGetUUID", f"{bus_id} is {found} now, not {uuid}")
+        return handle
+
+    def _memory(self, handle: Opaque) -> tuple[int, int]:
+        """Bytes used and in total. Version 2 leaves out of `used` what the driver keeps for itself."""
+        if self._memory_v2:
+            try:
+                info = _call("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)
+                return info.used, info.total
+            except NvmlNotSupported as error:
+                # One version for all calls: the two mean different things by "used".
+                self._memory_v2 = error.code != NvmlCode.FUNCTION_NOT_FOUND
+        info = _offered("nvmlDeviceGetMemoryInfo", handle)
+        return (0, 0) if info is None else (info.used, info.total)
+
+    def _numa_node(self, bus_id: str) -> int | None:
+        try:
+            node = int((self._sysfs / "bus/pci/devices" / bus_id / "numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
+
+def _call(name: str, *args: Opaque) -> Opaque:
+    try:
+        return getattr(pynvml, name)(*args)
+    except pynvml.NVMLError as error:
+        raise error_for(error.value, name.removesuffix("_v2")) from error
+
+
+def _offered(name: str, *args: Opaque) -> Opaque:
+    """What a function answers; None where the GPU, the driver or the library has no such thing."""
+    try:
+        return _call(name, *args)
+    except NvmlNotSupported:
+        return None
+
+
+def _temperature(handle: Opaque) -> Opaque:
+    # The older function is in every driver until CUDA 14 drops it; the newer one is not in older drivers.
+    heat = _offered("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
+    return (
+        heat
+        if heat is not None
+        else _offered("nvmlDeviceGetTemperatureV", handle, pynvml.NVML_TEMPERATURE_GPU)
+    )
+
+
+def _address(handle: Opaque) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
