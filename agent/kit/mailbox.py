@@ -1,5 +1,6 @@
 """A bounded mailbox: many senders, one actor that reads."""
 
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -12,37 +13,47 @@ class Mailbox(Generic[T]):
     """Messages for one actor, in order.
 
     `post` waits while the box is full: for what must not be lost. `offer` drops instead and counts
-    the drop: for what the next reading will replace anyway.
+    the drop: for what the next reading will replace anyway. There is nothing to close (an anyio
+    memory stream would warn when it is forgotten).
     """
 
     def __init__(self, size: int) -> None:
-        self._send, self._receive = anyio.create_memory_object_stream[T](size)
+        self._messages: deque[T] = deque()
+        self._room = anyio.Semaphore(size)
+        self._arrived = anyio.Event()
         self.size = size
         self.dropped = 0
 
     @property
     def depth(self) -> int:
         """How many messages wait."""
-        return self._send.statistics().current_buffer_used
+        return len(self._messages)
 
     async def post(self, message: T) -> None:
-        """Put a message in the box, waiting for room."""
-        await self._send.send(message)
+        """Put a message in the box, waiting for room behind those who wait already."""
+        await self._room.acquire()
+        self._put(message)
 
     def offer(self, message: T) -> bool:
         """Put a message in the box if there is room; answers whether there was."""
         try:
-            self._send.send_nowait(message)
+            self._room.acquire_nowait()
         except anyio.WouldBlock:
             self.dropped += 1
             return False
+        self._put(message)
         return True
 
     async def __aiter__(self) -> AsyncIterator[T]:
+        """The messages, for ever; for the one actor."""
         while True:
-            yield await self._receive.receive()
+            while not self._messages:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+            message = self._messages.popleft()
+            self._room.release()
+            yield message
 
-    def close(self) -> None:
-        """Let go of both ends; messages that were not read are lost."""
-        self._send.close()
-        self._receive.close()
+    def _put(self, message: T) -> None:
+        self._messages.append(message)
+        self._arrived.set()

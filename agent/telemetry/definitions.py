@@ -1,0 +1,129 @@
+"""Every metric of the agent by name, kind, labels and meaning.
+
+The exposition and `docs/metrics.md` both follow this file. Names carry the prefix `gpu_agent_` and base
+units (bytes, seconds, ratio 0..1, watts, celsius), as Prometheus' naming rules ask. A counter's name
+stands here without `_total`, an info's without `_info`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "gpu_agent_"
+_UNITS = ("bytes", "seconds", "ratio", "watts", "celsius")
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One metric family."""
+
+    name: str
+    kind: Literal["gauge", "counter", "info"]
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def unit(self) -> str:
+        """The unit that the name ends in, as OpenMetrics wants it told; empty where it has none."""
+        return next((unit for unit in _UNITS if self.name.endswith(f"_{unit}")), "")
+
+    @property
+    def series(self) -> str:
+        """The name as a query writes it."""
+        return self.name + {"gauge": "", "counter": "_total", "info": "_info"}[self.kind]
+
+
+ALL: list[Definition] = []
+
+
+def _define(
+    name: str, kind: Literal["gauge", "counter", "info"], labels: tuple[str, ...], text: str
+) -> Definition:
+    definition = Definition(PREFIX + name, kind, labels, text)
+    ALL.append(definition)
+    return definition
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str) -> Definition:
+    return _define(name, "gauge", labels, text)
+
+
+def _counter(name: str, labels: tuple[str, ...], text: str) -> Definition:
+    return _define(name, "counter", labels, text)
+
+
+def _info(name: str, labels: tuple[str, ...], text: str) -> Definition:
+    return _define(name, "info", labels, text)
+
+
+_GPU = ("gpu", "index")  # the UUID, and NVML's index, which may change
+
+# Each GPU. Moving figures are missing while a GPU cannot be read, rather than stale.
+GPU_INFO = _info(
+    "gpu",
+    (*_GPU, "product", "pci_bus_id", "compute_capability", "numa_node"),
+    "A GPU that was seen since the agent started, lost ones included; "
+    "numa_node is empty where the machine names none.",
+)
+GPU_HEALTHY = _gauge("gpu_healthy", _GPU, "1 if the GPU can be sold, 0 if not.")
+GPU_UTILIZATION = _gauge(
+    "gpu_utilization_ratio", _GPU, "Share of the driver's last sample period in which a kernel ran."
+)
+GPU_MEMORY_UTILIZATION = _gauge(
+    "gpu_memory_utilization_ratio", _GPU, "Share of that period in which device memory was read or written."
+)
+GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", _GPU, "Device memory in use, by all processes.")
+GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", _GPU, "Device memory there is.")
+GPU_POWER = _gauge("gpu_power_watts", _GPU, "Power drawn by the whole board.")
+GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", _GPU, "Temperature of the GPU chip.")
+GPU_SAMPLE_FAILURES = _counter(
+    "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
+)
+GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates but cannot describe.")
+
+# The driver.
+DRIVER_INFO = _info(
+    "driver",
+    ("driver_version", "nvml_version", "cuda_version"),
+    "The NVIDIA driver; missing while NVML is not open.",
+)
+NVML_UP = _gauge("nvml_up", (), "1 while NVML answers for the node as a whole, 0 if not.")
+NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returned and hold a thread each.")
+
+# What the kubelet did, for each resource.
+RESOURCE_REGISTERED = _gauge(
+    "resource_registered", ("resource",), "1 while the kubelet listens to this resource's list, 0 if not."
+)
+REGISTRATIONS = _counter(
+    "registrations", ("resource", "result"), "Registrations with the kubelet; result is ok or refused."
+)
+STREAMS = _counter("list_streams", ("resource",), "ListAndWatch streams that the kubelet opened.")
+LISTS = _counter("lists_sent", ("resource",), "Device lists sent to the kubelet.")
+LIST_BYTES = _counter("list_sent_bytes", ("resource",), "Bytes of device lists sent to the kubelet.")
+LIST_SIZE = _gauge("list_size_bytes", ("resource",), "Size of the last device list sent.")
+CALLS = _counter(
+    "kubelet_calls",
+    ("resource", "call", "result"),
+    "Calls by the kubelet; call is Allocate, GetPreferredAllocation or PreStartContainer, "
+    "result is ok or the gRPC status in lower case (invalid_argument: the request was refused).",
+)
+CALL_SECONDS = _counter(
+    "kubelet_call_seconds",
+    ("resource", "call"),
+    "Time spent in those calls; each holds up every pod of the node.",
+)
+
+# The agent itself.
+BUILD_INFO = _info("build", ("version", "python_version"), "The agent that runs.")
+READY = _gauge("ready", (), "1 if /readyz answers 200, 0 if something stands in the way.")
+TASK_UP = _gauge("task_up", ("task",), "1 while the task runs, 0 while it waits for its next try or is dead.")
+TASK_RESTARTS = _counter("task_restarts", ("task",), "How often the task failed and was started again.")
+GENERATION = _gauge(
+    "inventory_generation", (), "Number of the inventory in force; it grows with each change."
+)
+MAILBOX_DEPTH = _gauge("inventory_mailbox_messages", (), "Messages that wait for the inventory actor.")
+MAILBOX_DROPPED = _counter("inventory_mailbox_dropped", (), "Messages dropped because that mailbox was full.")
+MEMORY = _gauge("process_resident_memory_bytes", (), "Resident memory of the agent.")
+CPU = _counter("process_cpu_seconds", (), "User and system processor time of the agent.")
+THREADS = _gauge("process_threads", (), "Threads of the agent.")
+FILES = _gauge("process_open_fds", (), "Open file descriptors of the agent.")
+STARTED = _gauge("process_start_time_seconds", (), "When the agent started, in seconds since 1970.")

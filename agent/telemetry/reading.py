@@ -1,0 +1,79 @@
+"""Everything a scrape shows, read on the event loop at one moment and frozen.
+
+The rendering happens in a thread. Were it to read the live objects there, a dictionary that the loop
+changes meanwhile would fail the scrape, and a scrape would show halves of two states.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+
+from agent.inventory.actor import Inventory
+from agent.inventory.snapshot import Snapshot
+from agent.kit.supervise import Supervisor, TaskState
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.service import ServiceStats
+from agent.nvml.lane import Lane
+from agent.nvml.port import Sample
+from agent.telemetry.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceReading:
+    """One resource: whether the kubelet listens, and what happened on its socket so far."""
+
+    resource: str
+    registered: bool
+    stats: ServiceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One moment of the agent; nothing in it changes any more."""
+
+    snapshot: Snapshot
+    samples: Mapping[str, Sample]
+    sample_failures: Mapping[str, int]
+    stuck_calls: int
+    resources: tuple[ResourceReading, ...]
+    tasks: tuple[TaskState, ...]
+    mailbox_depth: int
+    mailbox_dropped: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The rooms that a reading is taken from; `endpoints` may still grow."""
+
+    inventory: Inventory
+    sampler: Sampler
+    lanes: Sequence[Lane]
+    endpoints: Sequence[Endpoint]
+    supervisor: Supervisor
+    blockers: Callable[[], Sequence[str]]
+
+    def read(self) -> Reading:
+        """The present moment; call it on the event loop."""
+        newest = self.sampler.samples.value
+        oldest = anyio.current_time() - self.sampler.fresh_seconds
+        return Reading(
+            snapshot=self.inventory.snapshot.value,
+            samples={uuid: taken.sample for uuid, taken in newest.taken.items() if taken.at >= oldest},
+            sample_failures=newest.failures,
+            stuck_calls=sum(lane.stuck for lane in self.lanes),
+            resources=tuple(
+                ResourceReading(endpoint.plugin.resource, endpoint.registered, frozen(endpoint.service.stats))
+                for endpoint in self.endpoints
+            ),
+            tasks=tuple(replace(state) for state in self.supervisor.states.values()),
+            mailbox_depth=self.inventory.mailbox.depth,
+            mailbox_dropped=self.inventory.mailbox.dropped,
+            ready=not self.blockers(),
+        )
+
+
+def frozen(stats: ServiceStats) -> ServiceStats:
+    """A copy that later calls do not change."""
+    return replace(stats, calls=dict(stats.calls), seconds=dict(stats.seconds))

@@ -1,0 +1,117 @@
+"""The sampler over a simulated machine with injected faults."""
+
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.inventory.reducer import Unavailable, reduce
+from agent.nvml.errors import NvmlCode
+from agent.telemetry.sampler import Sampler, Samples
+from tests.unit.telemetry.agents import Parts
+
+Logs = list[MutableMapping[str, Any]]
+
+
+@asynccontextmanager
+async def running(sampler: Sampler) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as group:
+        group.start_soon(sampler.run)
+        yield
+        group.cancel_scope.cancel()
+
+
+async def rounds(sampler: Sampler, count: int = 2) -> Samples:
+    """The samples after `count` more rounds: the first may have begun before the test's last change."""
+    with anyio.fail_after(10):
+        for _ in range(count):
+            await sampler.samples.wait_change(sampler.samples.version)
+    return sampler.samples.value
+
+
+async def test_every_healthy_gpu_is_read() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    parts.machine.load(
+        0, utilization=40, memory_utilization=20, memory_used_mib=1024, power_w=65.5, temperature_c=51
+    )
+    async with running(parts.sampler):
+        samples = await rounds(parts.sampler)
+    assert set(samples.taken) == set(uuids)
+    sample = samples.taken[uuids[0]].sample
+    assert (sample.gpu_utilization_ratio, sample.memory_utilization_ratio) == (0.4, 0.2)
+    assert (sample.power_watts, sample.temperature_celsius) == (65.5, 51.0)
+    assert sample.memory_used_bytes == 1024 * 2**20
+    assert samples.failures == {}
+
+
+async def test_a_failing_gpu_loses_only_its_own_sample_and_comes_back(logs: Logs) -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    fault = parts.machine.fail("nvmlDeviceGetHandleByUUID", NvmlCode.UNKNOWN, gpu=1)
+    async with running(parts.sampler):
+        samples = await rounds(parts.sampler, 3)
+        assert set(samples.taken) == set(uuids) - {uuids[1]}
+        assert samples.failures[uuids[1]] >= 2
+        fault.release()
+        samples = await rounds(parts.sampler)
+        assert set(samples.taken) == set(uuids)
+    told = [(event["event"], event["gpu"]) for event in logs if event["event"].startswith("gpu_")]
+    assert told == [("gpu_not_sampled", uuids[1]), ("gpu_sampled_again", uuids[1])]
+
+
+async def test_a_gpu_that_hangs_holds_one_thread_and_no_other_gpu() -> None:
+    parts = Parts(deadline=0.05)
+    uuids = parts.scan()
+    parts.machine.hang("nvmlDeviceGetHandleByUUID", gpu=2)
+    async with running(parts.sampler):
+        samples = await rounds(parts.sampler, 6)
+        assert set(samples.taken) == set(uuids) - {uuids[2]}
+        assert parts.lane.stuck == 1
+        parts.machine.clear_faults()
+        with anyio.fail_after(5):
+            await parts.sampler.samples.wait_for(lambda newest: set(newest.taken) == set(uuids))
+    parts.lane.close()
+
+
+async def test_an_unhealthy_gpu_and_a_node_without_nvml_are_not_asked() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    cell = parts.inventory.snapshot
+    async with running(parts.sampler):
+        await rounds(parts.sampler)
+        cell.publish(reduce(cell.value, Unavailable("the driver is being replaced")))
+        samples = await rounds(parts.sampler)
+    assert samples.taken == {}
+    assert samples.failures == {}
+    assert len(uuids) == 4
+
+
+async def test_what_a_gpu_does_not_offer_is_missing_and_no_failure() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    parts.machine.fail("nvmlDeviceGetPowerUsage", NvmlCode.NOT_SUPPORTED, gpu=0)
+    async with running(parts.sampler):
+        samples = await rounds(parts.sampler)
+    assert samples.taken[uuids[0]].sample.power_watts is None
+    assert samples.taken[uuids[1]].sample.power_watts is not None
+    assert samples.failures == {}
+
+
+async def test_cancellation_ends_it_with_no_call_under_way() -> None:
+    parts = Parts(interval=0.1)
+    parts.scan()
+    parts.machine.slow("nvmlDeviceGetHandleByUUID", 30)
+    with anyio.move_on_after(0.1) as scope:
+        await parts.sampler.run()
+    assert scope.cancelled_caught
+    assert parts.lane.stuck == 0
+    assert await parts.lane.run(parts.nvml.count) == 4
+    parts.lane.close()
+
+
+@pytest.mark.parametrize(("interval", "fresh"), [(0.1, 5.3), (60.0, 185.0)])
+def test_how_long_a_sample_tells_something(interval: float, fresh: float) -> None:
+    assert Parts(interval=interval).sampler.fresh_seconds == pytest.approx(fresh)
