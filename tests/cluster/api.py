@@ -5,8 +5,10 @@ kubectl costs about 0.1 s of a core per call; a test that waits for a pod would 
 
 import http.client
 import json
+import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -94,12 +96,52 @@ class ApiClient:
             options["gracePeriodSeconds"] = grace_seconds
         return self._object("DELETE", path, options)
 
+    def watch(self, path: str, resource_version: str, **query: str) -> "Watch":
+        """Watch a collection from just after `resource_version`."""
+        fields = urlencode({"watch": "true", "resourceVersion": resource_version, **query})
+        return Watch(self._port, self._tls, f"{path}?{fields}")
+
     def _object(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
     ) -> Object:
         answer = self.request(method, path, body, content_type=content_type)
         assert isinstance(answer, dict)
         return answer
+
+
+class Watch:
+    """Events of a collection, oldest first, until `close()` is called (from any thread)."""
+
+    def __init__(self, port: int, tls: ssl.SSLContext, path: str) -> None:
+        self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=tls)
+        self._connection.request("GET", path)
+        # The response takes the socket away from the connection object, and `close()` needs it.
+        self._socket = self._connection.sock
+        self._response = self._connection.getresponse()
+        self._closed = False
+        if self._response.status >= 400:
+            message = _message(self._response.read())
+            self.close()
+            raise ApiError(self._response.status, f"GET {path}", message)
+
+    def __iter__(self) -> Iterator[tuple[str, Object]]:
+        """Type (ADDED, MODIFIED, DELETED) and object of each event."""
+        try:
+            while line := self._response.readline():
+                event = json.loads(line)
+                yield event["type"], event["object"]
+        except (OSError, ValueError, http.client.HTTPException):
+            if not self._closed:
+                raise
+        finally:
+            self._response.close()
+            self._connection.close()
+
+    def close(self) -> None:
+        """End the iteration, wherever it waits."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _message(data: bytes) -> str:

@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.build import BuildError, Parts, build_parts
+from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import RigError
 
@@ -59,3 +60,10 @@ def cluster(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Cluster]:
         if request.session.testsfailed:
             running.save_logs(REPOSITORY / "build" / "cluster-logs")
         running.down()
+
+
+@pytest.fixture
+async def rig(cluster: Cluster) -> AsyncIterator[RealRig]:
+    """What the scenarios of `tests/scenarios` are run on."""
+    async with real_rig(cluster) as made:
+        yield made

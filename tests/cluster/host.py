@@ -44,7 +44,8 @@ class Record:
     name: str
     boot: str
     owner: Identity
-    inits: tuple[Identity, ...] = field(default=())
+    processes: tuple[Identity, ...] = field(default=())
+    """What has to end with the cluster: process 1 of its namespace, and what runs outside for it."""
 
     @property
     def folder(self) -> Path:
@@ -132,8 +133,8 @@ def records() -> list[Record]:
     for path in STATE.glob("*/record.json"):
         with suppress(FileNotFoundError, ValueError, KeyError):
             data: dict[str, Any] = json.loads(path.read_text())
-            inits = tuple(Identity(**init) for init in data["inits"])
-            found.append(Record(data["name"], data["boot"], Identity(**data["owner"]), inits))
+            processes = tuple(Identity(**item) for item in data["processes"])
+            found.append(Record(data["name"], data["boot"], Identity(**data["owner"]), processes))
     return found
 
 
@@ -147,10 +148,10 @@ def _sweep_dead() -> list[str]:
 def _remove(record: Record) -> None:
     same_boot = record.boot == boot_id()
     if same_boot:
-        for init in record.inits:
-            send(init, signal.SIGKILL)
-        if not wait_gone(record.inits, 10):
-            raise RigError(f"cluster {record.name}: its process 1 does not die (pids {record.inits})")
+        for process in record.processes:
+            send(process, signal.SIGKILL)
+        if not wait_gone(record.processes, 10):
+            raise RigError(f"cluster {record.name}: its processes do not die: {record.processes}")
         _remove_cgroups(record.cgroup)
     shutil.rmtree(record.folder, ignore_errors=True)
     if record.folder.exists():

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +30,7 @@ from tests.cluster.namespace import Namespace, Program
 from tests.cluster.objects import Objects
 from tests.cluster.options import Options
 from tests.cluster.pki import Authority
-from tests.cluster.processes import identify, resident_mib
+from tests.cluster.processes import Identity, alive, identify, resident_mib
 from tests.cluster.waiting import NotYet, RigError, eventually
 
 NODE = "node1"
@@ -86,10 +87,7 @@ class Cluster(Objects):
         self._start_reaper()
         self.layout.make(self.node)
         self.namespace.start()
-        self._record = host.Record(
-            self._record.name, self._record.boot, self._record.owner, (self.namespace.init,)
-        )
-        self._record.write()
+        self._must_end(self.namespace.init)
         for source, target in self.layout.binds().items():
             self.namespace.bind(source, target)
         api, etcd_client, etcd_peer, kubelet = _free_ports(4)
@@ -150,6 +148,16 @@ class Cluster(Objects):
             self._reaper.stdin.close()
             self._reaper.wait(10)
             self._reaper = None
+
+    def adopt(self, pid: int) -> None:
+        """Have a process outside the namespace end with the cluster at the latest, pytest killed or not."""
+        if identity := identify(pid):
+            self._must_end(identity)
+
+    def _must_end(self, identity: Identity) -> None:
+        living = tuple(process for process in self._record.processes if alive(process))
+        self._record = replace(self._record, processes=(*living, identity))
+        self._record.write()
 
     # Single programs
 

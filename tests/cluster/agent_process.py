@@ -1,0 +1,91 @@
+"""The agent under test as a process of its own on the host, beside the cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class AgentProcess:
+    """`python -m agent run` with a configuration file; may be started and ended many times."""
+
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str], started: Callable[[int], None]
+    ) -> None:
+        """`folder` takes configuration and log; `started` is told the pid of every process."""
+        self._folder = folder
+        self._arguments = list(arguments)
+        self._env = dict(env)
+        self._started = started
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        """What the agent writes, of all its lives."""
+        return self._folder / "agent.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the running agent."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self, settings: Mapping[str, object]) -> None:
+        """Start it with `settings` (values by key path, such as `injection.strategy`)."""
+        if self.pid is not None:
+            raise RuntimeError(f"the agent runs already (pid {self.pid})")
+        config = self._folder / "config.yaml"
+        config.write_text(yaml.safe_dump(nested(settings)))
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("GPU_NODE_AGENT")
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "agent", "run", f"--config={config}", *self._arguments],
+                cwd=REPOSITORY,
+                env=environment | self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started(self._process.pid)
+
+    async def end(self, number: signal.Signals, deadline: float) -> int | None:
+        """Signal the agent and wait for its end; its exit code (None: it was not running).
+
+        Raises TimeoutError after `deadline` seconds.
+        """
+        process = self._process
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.send_signal(number)
+        with anyio.move_on_after(deadline):
+            while process.poll() is None:
+                await anyio.sleep(0.005)
+            self._process = None
+            return process.returncode
+        tail = self.log.read_text(errors="replace")[-2000:]
+        raise TimeoutError(
+            f"the agent still runs {deadline:g} s after {number.name}; end of its log:\n{tail}"
+        )
+
+
+def nested(settings: Mapping[str, object]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for path, value in settings.items():
+        *blocks, key = path.split(".")
+        block = tree
+        for name in blocks:
+            block = block.setdefault(name, {})
+        block[key] = value
+    return tree

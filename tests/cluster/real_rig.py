@@ -1,0 +1,271 @@
+"""The scenario suite's rig on the real cluster: real kubelet and runtime, the agent beside them."""
+
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+from grpclib.client import Channel
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+
+from agent._proto import v1
+from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.machine import SimulatedMachine
+from tests.cluster import toolkit
+from tests.cluster.agent_process import AgentProcess
+from tests.cluster.node_watch import watching
+from tests.cluster.rig import Cluster
+from tests.cluster.scenario_pods import Report, manifest, read_report
+from tests.scenarios.rig import GPU
+
+T = TypeVar("T")
+PROFILE = "dgx-h200"
+POLL = 0.05
+REPORT_SECONDS = 15.0
+PODRESOURCES_SECONDS = 30.0
+
+
+class RealRig:
+    """One scenario's view of the cluster. Made by `real_rig`, which also cleans up after it."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._pods: list[PodSpec] = []
+        self.machine = SimulatedMachine.create(PROFILE, folder / "machine")
+        self._minors = {uuid: int(self.machine.gpu(uuid).minor) for uuid in self.machine.uuids}
+        self.machine.write_sysfs(folder / "sys")
+        toolkit.make_device_nodes(folder, self._minors)
+        toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)
+        arguments = [f"--simulated-machine={folder / 'machine'}"]
+        self.agent = AgentProcess(folder, arguments, {}, cluster.adopt)
+
+    # The agent
+
+    def _settings(self) -> dict[str, object]:
+        return {
+            "defaultMode": "pgpu",
+            "logging.format": "json",
+            "http.address": "127.0.0.1",
+            "http.port": 0,
+            "kubelet.root": str(self._cluster.kubelet_root),
+            "driver.root": str(self._folder),
+            "host.sysfs": str(self._folder / "sys"),
+            "host.state": str(self._folder / "state"),
+            "host.run": str(self._folder / "run"),
+            "host.cdi": str(self._cluster.cdi_dir),
+            # Plain runc ignores NVIDIA_VISIBLE_DEVICES, so nothing but CDI shows a GPU to a container here.
+            "injection.strategy": "cdi",
+        }
+
+    async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
+        self.agent.start(self._settings() | dict(settings or {}))
+
+    async def kill_agent(self) -> None:
+        await self.agent.end(signal.SIGKILL, 5)
+
+    async def stop_agent(self, deadline: float = 10.0) -> int:
+        code = await self.agent.end(signal.SIGTERM, deadline)
+        if code is None:
+            raise AssertionError("the agent was not started")
+        return code
+
+    def agent_running(self) -> bool:
+        return self.agent.pid is not None
+
+    # The node
+
+    async def allocatable(self, resource: str = GPU) -> int | None:
+        return await self._amount("allocatable", resource)
+
+    async def capacity(self, resource: str = GPU) -> int | None:
+        return await self._amount("capacity", resource)
+
+    async def wait_allocatable(self, count: int, resource: str = GPU, deadline: float = 30.0) -> None:
+        async def reached() -> bool:
+            return await self.allocatable(resource) == count
+
+        async def seen() -> str:
+            return f"allocatable {resource} is {await self.allocatable(resource)}, not {count}"
+
+        await self._wait(reached, deadline, seen)
+
+    @asynccontextmanager
+    async def watching_allocatable(self, resource: str = GPU) -> AsyncIterator[Sequence[int | None]]:
+        async with watching(self._cluster, "allocatable", resource) as values:
+            yield values
+
+    async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
+        await self._blocking(partial(self._cluster.restart_kubelet, down_seconds))
+        await self.wait_podresources()
+
+    async def wait_podresources(self) -> None:
+        """Wait until the kubelet serves PodResources."""
+
+        async def serves() -> bool:
+            try:
+                await self._ask(lambda stub: stub.list(timeout=2))
+            except (OSError, GRPCError, StreamTerminatedError):
+                return False
+            return True
+
+        async def seen() -> str:
+            return (
+                f"PodResources do not answer; end of the kubelet's log:\n{self._cluster.log_tail('kubelet')}"
+            )
+
+        await self._wait(serves, PODRESOURCES_SECONDS, seen)
+
+    def gpu_uuids(self) -> tuple[str, ...]:
+        return self.machine.uuids
+
+    def device_node(self, uuid: str) -> str:
+        return f"/dev/nvidia{self._minors[uuid]}"
+
+    # Pods
+
+    async def create_pod(self, pod: PodSpec) -> None:
+        self._pods.append(pod)
+        await self._blocking(partial(self._cluster.apply, manifest(pod, self._cluster.node)))
+
+    async def delete_pod(self, pod: PodSpec, deadline: float = 30.0) -> None:
+        # A grace of 0 would make the API forget the pod while its containers may still run.
+        delete = partial(self._cluster.delete, "Pod", pod.name, namespace=pod.namespace)
+        await self._blocking(partial(delete, grace_seconds=1, timeout=deadline))
+
+    async def phase(self, pod: PodSpec) -> Phase:
+        return Phase((await self._status(pod))["phase"])
+
+    async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
+        async def reached() -> bool:
+            status = await self._status(pod)
+            now = Phase(status["phase"])
+            assert now is phase or not now.finished, f"pod {pod.name} is {now}, not {phase}: {status}"
+            return now is phase
+
+        async def seen() -> str:
+            events = await self._blocking(partial(self._cluster.events, pod.name, namespace=pod.namespace))
+            return f"pod {pod.name} is {await self.phase(pod)}, not {phase}; events: {events}"
+
+        await self._wait(reached, deadline, seen)
+
+    async def reason(self, pod: PodSpec) -> str:
+        return await self._why(pod, "reason")
+
+    async def message(self, pod: PodSpec) -> str:
+        return await self._why(pod, "message")
+
+    async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
+        request = v1.GetPodResourcesRequest(pod_name=pod.name, pod_namespace=pod.namespace)
+        answer = await self._ask(lambda stub: stub.get(request, timeout=5))
+        containers = answer.pod_resources.containers if answer.pod_resources else []
+        devices = [item for each in containers if each.name == container for item in each.devices]
+        return frozenset(id_ for item in devices if item.resource_name == resource for id_ in item.device_ids)
+
+    async def container_environment(self, pod: PodSpec, container: str) -> Mapping[str, str]:
+        return (await self._report(pod, container)).environment
+
+    async def container_device_nodes(self, pod: PodSpec, container: str) -> frozenset[str]:
+        return (await self._report(pod, container)).device_nodes
+
+    # Before and after
+
+    async def clean_up(self) -> None:
+        """Leave the node as a new one: no agent, no pod, no CDI specification, no memory of the resources."""
+        await self.agent.end(signal.SIGKILL, 5)
+        for pod in self._pods:
+            await self.delete_pod(pod)
+        await self._blocking(self._forget_resources)
+        await self.wait_podresources()
+
+    def _forget_resources(self) -> None:
+        cluster = self._cluster
+        cluster.stop("kubelet")
+        for path in cluster.cdi_dir.iterdir():
+            path.unlink()
+        for path in (cluster.kubelet_root / "device-plugins").glob("*checkpoint"):
+            path.unlink()
+        for path in (cluster.kubelet_root / "plugins_registry").glob("*.sock"):
+            path.unlink()  # a killed agent leaves it, and the kubelet keeps dialling
+        node = cluster.api.path("v1", "Node", None, cluster.node)
+        status = cluster.api.get(node)["status"]
+        foreign = {name: None for name in status["capacity"] if "/" in name}
+        cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
+        cluster.start("kubelet")
+
+    # Inner
+
+    async def _blocking(self, call: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(call)
+
+    async def _wait(
+        self,
+        reached: Callable[[], Awaitable[bool]],
+        deadline: float,
+        seen: Callable[[], Awaitable[str]],
+    ) -> None:
+        with anyio.move_on_after(deadline):
+            while not await reached():
+                await anyio.sleep(POLL)
+            return
+        raise TimeoutError(f"{await seen()} after {deadline:g} s")
+
+    async def _amount(self, part: str, resource: str) -> int | None:
+        node = await self._blocking(partial(self._cluster.get, "Node", self._cluster.node))
+        value = node["status"].get(part, {}).get(resource)
+        return None if value is None else int(value)
+
+    async def _status(self, pod: PodSpec) -> dict[str, Any]:
+        found = await self._blocking(partial(self._cluster.get, "Pod", pod.name, namespace=pod.namespace))
+        status: dict[str, Any] = found["status"]
+        return status
+
+    async def _why(self, pod: PodSpec, key: str) -> str:
+        status = await self._status(pod)
+        for condition in status.get("conditions", []):
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                return str(condition.get(key, ""))
+        return str(status.get(key, ""))
+
+    async def _report(self, pod: PodSpec, container: str) -> Report:
+        log = partial(self._cluster.logs, pod.name, container, namespace=pod.namespace)
+        with anyio.move_on_after(REPORT_SECONDS):
+            while (report := read_report(await self._blocking(log))) is None:
+                await anyio.sleep(POLL)
+            return report
+        raise TimeoutError(
+            f"container {container} of pod {pod.name} reports nothing after {REPORT_SECONDS} s"
+        )
+
+    async def _ask(self, call: Callable[[v1.PodResourcesListerStub], Awaitable[T]]) -> T:
+        """One call to PodResources; its rate limit (shared with everybody on the node) is waited out."""
+        channel = Channel(path=str(self._cluster.podresources_socket))
+        try:
+            for _ in range(100):
+                try:
+                    return await call(v1.PodResourcesListerStub(channel))
+                except GRPCError as error:
+                    if error.status is not Status.RESOURCE_EXHAUSTED:
+                        raise
+                await anyio.sleep(0.02)
+            raise TimeoutError("PodResources refuse for want of calls per second, 100 times in a row")
+        finally:
+            channel.close()
+
+
+@asynccontextmanager
+async def real_rig(cluster: Cluster) -> AsyncIterator[RealRig]:
+    """A rig on a node without agent, pods and GPUs; afterwards the node is so again."""
+    with tempfile.TemporaryDirectory(prefix="rig-", dir=cluster.layout.root) as folder:
+        rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder))  # it writes files
+        try:
+            yield rig
+        finally:
+            with anyio.CancelScope(shield=True):
+                await rig.clean_up()

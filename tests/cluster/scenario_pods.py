@@ -1,0 +1,63 @@
+"""Pods of the scenario suite on a real cluster: their manifests, and what their containers report."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from tests.cluster import manifests
+
+ENVIRONMENT, NODES, END = "--- environment", "--- device nodes", "--- end"
+REPORT = f"""
+echo '{ENVIRONMENT}'
+base64 /proc/1/environ
+echo '{NODES}'
+find /dev -name 'nvidia*' '(' -type c -o -type b ')'
+echo '{END}'
+"""
+UNTIL_DELETED = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a container found when it started."""
+
+    environment: Mapping[str, str]
+    device_nodes: frozenset[str]
+
+
+def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
+    """The pod as the API takes it; any preset node name means `node`."""
+    made = manifests.pod(
+        pod.name,
+        *(_container(each, ends=each.exits) for each in pod.containers),
+        init=[_container(each, ends=not each.restartable) for each in pod.init_containers],
+        restart_policy=pod.restart_policy,
+        **({"nodeName": node} if pod.node_name is not None else {}),
+    )
+    made["metadata"] |= {"namespace": pod.namespace, "annotations": dict(pod.annotations)}
+    return made
+
+
+def _container(spec: ContainerSpec, *, ends: bool) -> dict[str, Any]:
+    script = REPORT + ("exit 0" if ends else UNTIL_DELETED)
+    made = manifests.container(spec.name, ["sh", "-c", script], limits=spec.limits, env=spec.env)
+    if spec.restartable:
+        made["restartPolicy"] = "Always"
+    return made
+
+
+def read_report(log: str) -> Report | None:
+    """The report in a container's log; None while it is not complete."""
+    head, found, _ = log.partition(END)
+    if not found:
+        return None
+    encoded, _, nodes = head.partition(ENVIRONMENT)[2].partition(NODES)
+    try:
+        environ = base64.b64decode("".join(encoded.split()), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"a container's report cannot be read: {error}\n{log[:500]}") from error
+    pairs = (item.partition("=") for item in environ.split("\0") if item)
+    return Report({name: value for name, _, value in pairs}, frozenset(nodes.split()))
