@@ -28,6 +28,9 @@ from agent.nvml.port import NvmlPort
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import Settings
+from agent.telemetry.page import MetricsPage
+from agent.telemetry.reading import Sources
+from agent.telemetry.sampler import Sampler
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
 
@@ -132,6 +135,10 @@ async def _start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     settings, supervisor, inventory = agent.settings, agent.supervisor, agent.inventory
     scanner = Scanner(nvml, agent.calls, inventory)
     group.start_soon(supervisor.restarting, "scanner", scanner.run)
+    sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
+    group.start_soon(supervisor.restarting, "sampler", sampler.run)
+    sources = Sources(inventory, sampler, [agent.calls], agent.endpoints, supervisor, agent.blockers)
+    MetricsPage(sources).add_to(agent.http)
     group.start_soon(supervisor.restarting, "holdings", agent.holdings.run)
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
