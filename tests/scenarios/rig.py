@@ -67,7 +67,11 @@ class Rig(Protocol):
         """
 
     async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
-        """Stop the kubelet, wait, start it; return once it serves PodResources again. Pods run on."""
+        """Stop the kubelet, wait, start it; pods run on.
+
+        Return once PodResources' GetAllocatableResources shows as many devices as before: a pod that
+        comes earlier is refused by every kubelet, because the node's status still has the old figures.
+        """
 
     def gpu_uuids(self) -> tuple[str, ...]:
         """UUIDs of the machine's GPUs by index."""

@@ -17,6 +17,8 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
+from agent.kit.supervise import describe
+
 from .api import Api, NodeObserver, Pod, Scheduler
 from .containers import ContainerView, Runtime
 from .devices import KubeletPanicked
@@ -130,8 +132,8 @@ class EmbeddedKubelet:
                         await self._stopping.wait()
                 except* KubeletPanicked as panics:
                     # Its supervisor (systemd) starts it again.
-                    self.panics.extend(str(each) for each in panics.exceptions)
-                    logger.exception("kubelet_panicked")
+                    self.panics.append(describe(panics))
+                    logger.error("kubelet_panicked", cause=self.panics[-1])
         finally:
             self._life = None
             self._ended.set()

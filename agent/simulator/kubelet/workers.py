@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
@@ -57,8 +58,8 @@ class PodWorkers:
 
     def start(self, pod: Pod) -> None:
         """Bring an admitted pod up in the background."""
-        self._scopes[pod.uid] = anyio.CancelScope()
-        self._group.start_soon(self._run, pod)
+        scope = self._scopes[pod.uid] = anyio.CancelScope()
+        self._group.start_soon(self._run, pod, scope)
 
     def terminate(self, pod: Pod) -> None:
         """End the pod's worker and its containers."""
@@ -66,8 +67,8 @@ class PodWorkers:
             scope.cancel()
         self._containers.forget(pod.uid)
 
-    async def _run(self, pod: Pod) -> None:
-        with self._scopes[pod.uid]:
+    async def _run(self, pod: Pod, scope: anyio.CancelScope) -> None:
+        with scope:
             for container in pod.spec.init_containers:
                 if (pod.uid, container.name) not in self._containers.views:
                     await self._start(pod, container)
@@ -89,6 +90,7 @@ class PodWorkers:
                 await self._allocate_what_is_missing(pod, container)
                 responses = self._devices.responses(pod.uid, container.name)
                 view = await anyio.to_thread.run_sync(self._runtime.create, container, responses)
+                await anyio.lowlevel.checkpoint_if_cancelled()  # the thread cannot be: its pod may be gone
             except (CallFailed, AdmissionRefused) as error:
                 self._wait(pod, container, "CreateContainerConfigError", str(error))
             except ContainerRefused as error:

@@ -1,0 +1,146 @@
+"""What survives a restart of the kubelet, and what a reboot does to pods."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.simulator.kubelet import EmbeddedKubelet, Phase
+from tests.component.kubelet.peer import GPU, V1BETA1, Plugin
+from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
+from tests.component.kubelet.waiting import eventually
+
+
+def document(root: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((root / "device-plugins/kubelet_internal_checkpoint").read_text())
+    return loaded
+
+
+async def test_checkpoint_has_the_kubelets_layout(kubelet: EmbeddedKubelet, root: Path) -> None:
+    async with kubelet.running():
+        numa = {"a": [0], "b": [1]}
+        with Plugin(root / "plugins_registry/p.sock", devices={**EIGHT, "h": False}, numa=numa).serving():
+            await ready(kubelet, 7)
+            await run(kubelet, pod("p", 7))
+            data = document(root)["Data"]
+            (entry,) = data["PodDeviceEntries"]
+            assert entry["PodUID"] == kubelet.pod(pod("p")).uid
+            assert (entry["ContainerName"], entry["ResourceName"]) == ("main", GPU)
+            assert {n: set(ids) for n, ids in entry["DeviceIDs"].items()} == {
+                "0": {"a"},
+                "1": {"b"},
+                "-1": set("cdefg"),
+            }
+            response = V1BETA1.ContainerAllocateResponse.FromString(base64.b64decode(entry["AllocResp"]))
+            assert set(response.envs["HELD"].split(",")) == set("abcdefg")
+            assert set(data["RegisteredDevices"][GPU]) == set("abcdefg")
+            mode = (root / "device-plugins/kubelet_internal_checkpoint").stat().st_mode
+            assert mode & 0o777 == 0o600
+
+
+async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedKubelet, root: Path) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+            await ready(kubelet)
+            await run(kubelet, pod("old", 5))
+            before = held(kubelet, pod("old"))
+            await kubelet.restart(down=0.1)
+            await eventually(lambda: plugin.streams == 1)
+            await run(kubelet, pod("new", 3))
+            assert kubelet.pod(pod("old")).phase is Phase.RUNNING
+            assert held(kubelet, pod("old")) == before
+            assert held(kubelet, pod("new")) == set(EIGHT) - before
+            assert len(plugin.named("Allocate")) == 2
+
+
+async def test_pod_deleted_while_the_kubelet_is_down_goes_at_its_start(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+            await ready(kubelet)
+            await run(kubelet, pod("old", 8))
+            await kubelet.stop()
+            kubelet.api.delete(pod("old"))
+            await kubelet.start()
+            await eventually(lambda: pod("old").key not in kubelet.api.pods and plugin.streams == 1)
+            await run(kubelet, pod("new", 8))
+
+
+async def test_pod_that_arrives_before_the_plugin_is_back_is_refused(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    """The node's status still shows the old figures, so the scheduler sends it."""
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            await kubelet.stop()
+            kubelet.create_pod(pod("early"))
+            await eventually(lambda: kubelet.pod(pod("early")).node_name is not None)
+            await kubelet.start()
+            await eventually(lambda: kubelet.pod(pod("early")).phase is Phase.FAILED)
+            assert "no healthy devices present" in kubelet.pod(pod("early")).message
+
+
+async def test_without_its_plugin_a_restarted_kubelet_shows_zero(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            await run(kubelet, pod("old", 5))
+            await kubelet.stop()
+        await kubelet.start()
+        await ready(kubelet, 0)
+        assert kubelet.pod(pod("old")).phase is Phase.RUNNING  # running containers are left alone
+
+
+async def test_reboot_readmits_from_the_checkpoint_or_refuses_for_good(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            await run(kubelet, pod("old", 5))
+            await kubelet.stop()
+        # Nobody has registered when the pods come back.
+        await kubelet.restart(reboot=True)
+        await eventually(lambda: kubelet.pod(pod("old")).phase is Phase.FAILED)
+        assert "no healthy devices present" in kubelet.pod(pod("old")).message
+
+
+async def test_device_that_turns_unhealthy_in_use_evicts_nobody(kubelet: EmbeddedKubelet, root: Path) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+            await ready(kubelet)
+            await run(kubelet, pod("old", 8))
+            plugin.publish({**EIGHT, "a": False})
+            await ready(kubelet, 7)
+            assert kubelet.pod(pod("old")).phase is Phase.RUNNING
+
+
+async def test_tampered_checkpoint_is_told(kubelet: EmbeddedKubelet, root: Path) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+        await kubelet.stop()
+        changed = document(root)
+        changed["Data"]["RegisteredDevices"]["nvidia.com/other"] = []
+        (root / "device-plugins/kubelet_internal_checkpoint").write_text(json.dumps(changed))
+    with pytest.raises(BaseExceptionGroup) as failure:
+        async with EmbeddedKubelet(root).running():
+            await anyio.sleep_forever()
+    assert failure.group_contains(ValueError, match="checksum does not fit")
+
+
+async def test_nothing_is_left_running(kubelet: EmbeddedKubelet, root: Path) -> None:
+    tasks = len(anyio.get_running_tasks())
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+            await ready(kubelet)
+            assert len(anyio.get_running_tasks()) > tasks
+    assert len(anyio.get_running_tasks()) == tasks
+    assert plugin.streams == 0
