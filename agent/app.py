@@ -152,7 +152,7 @@ async def _start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     wanted = Mode.OFF if settings.default_mode == "none" else Mode(settings.default_mode)
     switcher = ModeSwitcher(inventory.snapshot, wanted)
     group.start_soon(supervisor.restarting, "mode switcher", switcher.run)
-    pgpu = PgpuPlugin(inventory.snapshot, switcher.assignment, injector)
+    pgpu = PgpuPlugin(inventory.snapshot, switcher.assignment, agent.holdings.cell, injector)
     group.start_soon(supervisor.restarting, f"plugin {pgpu.resource}", pgpu.run)
     _serve_resource(agent, pgpu, group)
     if agent.cluster:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from agent.kit.cell import Cell
+from agent.model.modes import Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,12 @@ class ResourcePlugin(Protocol):
     needs_pre_start: bool
     # The newest ListAndWatchResponse, encoded. Every publication goes to the kubelet as it is.
     lists: Cell[bytes]
+
+    def refresh(self) -> None:
+        """Bring `lists` up to date now, rather than when the plugin's own task gets its turn."""
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        """Capacity and allocatable, as the kubelet would count them, if `assignment` were in force."""
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
         """Choose IDs; raises Refused. Blocks every pod of the node while it runs."""

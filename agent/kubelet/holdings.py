@@ -1,14 +1,56 @@
 """Keeps the newest PodResources list at hand for whoever reports on pods; decisions ask anew."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import anyio
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList, PodResources, PodResourcesUnavailable
+from agent.kubelet.podresources import Holding, PodList, PodResources, PodResourcesUnavailable
+from agent.model.ids import BadDeviceId, Unit, parse
+from agent.model.modes import Mode
 
 log = structlog.get_logger()
 
 REFRESH_SECONDS = 5.0
+
+MODE_OF_UNIT: Mapping[Unit, Mode] = {
+    Unit.WHOLE: Mode.PGPU,
+    Unit.REPLICA: Mode.PGPU,
+    Unit.VGPU_CORE: Mode.VGPU,
+    Unit.VGPU_MEMORY: Mode.VGPU,
+    Unit.MPS_CORE: Mode.MPS,
+    Unit.MPS_MEMORY: Mode.MPS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A container that holds units of a GPU, and in which mode it got them."""
+
+    mode: Mode
+    replica: bool  # of a time-sliced GPU
+    holding: Holding
+
+    @property
+    def pod(self) -> str:
+        """namespace/name of the pod."""
+        return f"{self.holding.namespace}/{self.holding.pod}"
+
+
+def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
+    """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
+    found: dict[str, dict[Holder, None]] = {}
+    for holding in pods.holdings:
+        for text in holding.ids:
+            try:
+                device = parse(text)
+            except BadDeviceId:
+                continue
+            holder = Holder(MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA, holding)
+            found.setdefault(device.gpu, {})[holder] = None
+    return {gpu: list(holders) for gpu, holders in found.items()}
 
 
 class HoldingsWatch:
@@ -22,16 +64,21 @@ class HoldingsWatch:
     async def run(self) -> None:
         """Refresh for ever."""
         while True:
-            try:
-                holdings = await self._client.list()
-            except PodResourcesUnavailable as error:
-                self._told(str(error))
-                holdings = None
-            else:
-                self._told(None)
-            if holdings != self.cell.value:
-                self.cell.publish(holdings)
+            await self.refresh()
             await anyio.sleep(REFRESH_SECONDS)
+
+    async def refresh(self) -> PodList | None:
+        """Read anew now; None: not readable, `problem` says why."""
+        try:
+            holdings = await self._client.list()
+        except PodResourcesUnavailable as error:
+            self._told(str(error))
+            holdings = None
+        else:
+            self._told(None)
+        if holdings != self.cell.value:
+            self.cell.publish(holdings)
+        return holdings
 
     def _told(self, problem: str | None) -> None:
         if problem != self.problem:

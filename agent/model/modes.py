@@ -19,8 +19,9 @@ class Mode(Enum):
 class GpuMode:
     """The mode in force on one GPU.
 
-    `selling` is False while the GPU drains or is being set up: nothing more of it is sold. IDs that
-    are held stay listed, as Unhealthy, until their holder has ended; free ones leave the list.
+    `selling` is False while the GPU drains: nothing more of it is sold. IDs that are held stay listed,
+    as Unhealthy, until their holder has ended; free ones leave the list. A pod that the kubelet was
+    admitting at that moment still gets what it was promised: it is one more holder to wait for.
     """
 
     mode: Mode = Mode.OFF

@@ -1,0 +1,73 @@
+"""What is wanted of the node: from its label, a file, or the configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent.model.layout import Entry, everywhere
+from agent.model.modes import Mode
+
+LABEL = "nvidia-device-enable"
+# Values of our label, and labels of others, by which another agent claims the node's GPUs.
+FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
+FOREIGN_LABELS = {("gpu", "on"): "another GPU device plugin (label gpu=on)"}
+ALIASES = {"enable": "vgpu"}  # gpu-manager's nodes carry nvidia-device-enable=enable
+NOTHING = ("disable", "none", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """The wanted layout. A `problem` is told; without entries, nothing changes then."""
+
+    name: str  # as it was asked for: a mode, a layout, or "none"
+    entries: tuple[Entry, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What may be asked for on this node."""
+
+    layouts: Mapping[str, tuple[Entry, ...]]
+    modes: tuple[Mode, ...]  # those that the configuration allows
+    default: str
+
+    @property
+    def values(self) -> list[str]:
+        """All values of the label that have a meaning here."""
+        return [mode.value for mode in self.modes] + ["disable"] + sorted(self.layouts)
+
+    def named(self, name: str, source: str) -> Desired:
+        """The layout that a word stands for; an unknown word is a problem that names the known ones."""
+        if name in NOTHING:
+            return Desired("none", everywhere(Mode.OFF))
+        known = ALIASES.get(name, name)
+        for mode in self.modes:
+            if known == mode.value:
+                return Desired(known, everywhere(mode))
+        if name in self.layouts:
+            used = {entry.mode for entry in self.layouts[name]} - {Mode.OFF}
+            if off := used - set(self.modes):
+                names = ", ".join(sorted(mode.value for mode in off))
+                return Desired(name, problem=f"layout {name} uses {names}, which the configuration turns off")
+            return Desired(name, self.layouts[name])
+        return Desired(name, problem=f"{source} {name!r} is unknown; use one of {', '.join(self.values)}")
+
+    def of_labels(self, labels: Mapping[str, str]) -> Desired:
+        """What a node's labels ask for."""
+        value = labels.get(LABEL)
+        if value in FOREIGN_VALUES:
+            return _claimed(value, f"label {LABEL}={value}", FOREIGN_VALUES[value])
+        for (key, foreign), owner in FOREIGN_LABELS.items():
+            if labels.get(key) == foreign:
+                return _claimed(value or "none", f"label {key}={foreign}", owner)
+        if value is None:
+            return self.named(self.default, "defaultMode")
+        return self.named(value, f"label {LABEL}")
+
+
+def _claimed(name: str, by: str, owner: str) -> Desired:
+    return Desired(
+        name,
+        everywhere(Mode.OFF),
+        problem=f"{by} gives this node to {owner}; two agents cannot sell the same GPUs: remove one of them",
+    )
