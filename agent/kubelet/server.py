@@ -109,7 +109,7 @@ class DrainableServer:
 
 def _open(protocol: H2Protocol) -> bool:
     connection = getattr(protocol, "connection", None)  # absent until the peer is connected
-    return connection is not None and not connection._transport.is_closing()  # noqa: SLF001
+    return connection is not None and not connection.is_closing()  # a closed one has no `_transport`
 
 
 def _busy(protocol: H2Protocol) -> bool:

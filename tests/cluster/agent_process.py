@@ -18,11 +18,18 @@ class AgentProcess:
     """`python -m agent run` with a configuration file; may be started and ended many times."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str], started: Callable[[int], None]
+        self,
+        folder: Path,
+        env: Mapping[str, str],
+        started: Callable[[int], None],
+        arguments: Sequence[str] = (),
     ) -> None:
-        """`folder` takes configuration and log; `started` is told the pid of every process."""
+        """`folder` takes configuration and log; `started` is told the pid of every process.
+
+        `arguments` follow on the command line.
+        """
         self._folder = folder
-        self._arguments = list(arguments)
+        self._arguments = tuple(arguments)
         self._env = dict(env)
         self._started = started
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,10 +80,13 @@ class AgentProcess:
                 await anyio.sleep(0.005)
             self._process = None
             return process.returncode
-        tail = self.log.read_text(errors="replace")[-2000:]
         raise TimeoutError(
-            f"the agent still runs {deadline:g} s after {number.name}; end of its log:\n{tail}"
+            f"the agent still runs {deadline:g} s after {number.name}; end of its log:\n{self.log_tail()}"
         )
+
+    def log_tail(self, characters: int = 3000) -> str:
+        """The last that the agent wrote."""
+        return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else "(no log)"
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, Any]:

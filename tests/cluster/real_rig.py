@@ -15,10 +15,12 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
+from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
+from tests.cluster.build.cache import cache_root
 from tests.cluster.node_watch import watching
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import Report, manifest, read_report
@@ -43,8 +45,8 @@ class RealRig:
         self.machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
         toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)
-        arguments = [f"--simulated-machine={folder / 'machine'}"]
-        self.agent = AgentProcess(folder, arguments, {}, cluster.adopt)
+        self._library = build(cache_root() / "nvml")
+        self.agent = AgentProcess(folder, {STATE_VARIABLE: str(folder / "machine")}, cluster.adopt)
 
     # The agent
 
@@ -56,6 +58,7 @@ class RealRig:
             "http.port": 0,
             "kubelet.root": str(self._cluster.kubelet_root),
             "driver.root": str(self._folder),
+            "driver.library": str(self._library),
             "host.sysfs": str(self._folder / "sys"),
             "host.state": str(self._folder / "state"),
             "host.run": str(self._folder / "run"),
@@ -214,7 +217,9 @@ class RealRig:
             while not await reached():
                 await anyio.sleep(POLL)
             return
-        raise TimeoutError(f"{await seen()} after {deadline:g} s")
+        raise TimeoutError(
+            f"{await seen()} after {deadline:g} s; end of the agent's log:\n{self.agent.log_tail()}"
+        )
 
     async def _amount(self, part: str, resource: str) -> int | None:
         node = await self._blocking(partial(self._cluster.get, "Node", self._cluster.node))
