@@ -21,10 +21,20 @@ def configure(level: str, style: Literal["auto", "json", "console"], stream: Tex
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    # Tracebacks come without the values of local variables: those may be secrets, and are long.
     last: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if console
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [
+            structlog.processors.ExceptionRenderer(
+                structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+            ),
+            structlog.processors.JSONRenderer(),
+        ]
     )
     structlog.configure(
         processors=[*shared, *last],
@@ -41,4 +51,6 @@ class _Bridge(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger().bind(logger=record.name)
         event = {"exc_info": record.exc_info} if record.exc_info else {}
-        log.log(record.levelno, "library_message", message=record.getMessage(), **event)
+        # structlog knows the standard levels only; a library may have levels of its own in between.
+        level = max((known for known in _LEVELS.values() if known <= record.levelno), default=logging.DEBUG)
+        log.log(level, "library_message", message=record.getMessage(), **event)
