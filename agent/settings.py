@@ -21,6 +21,8 @@ RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
+QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
+XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True):
@@ -94,6 +96,39 @@ class Sampling(Section, frozen=True):
     interval_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
 
 
+class XidOverride(Section, frozen=True):
+    """How one Xid is judged here; what is left out stays as the table of `docs/health.md` has it."""
+
+    class_: Literal["application", "needs_reset", "needs_reboot", "contained", "informational"] | None = (
+        msgspec.field(default=None, name="class")
+    )
+    verdict: Literal["count", "suspect", "unhealthy"] | None = None
+    # False: only a reset that was seen, a reboot or `clear-health` brings the GPU back.
+    recovers: bool | None = None
+    quiet_seconds: QuietSeconds | None = None
+
+
+class QuietTimes(Section, frozen=True):
+    """Seconds without a new event, probes passing, before a GPU is trusted again; by kind of fault."""
+
+    needs_reset: QuietSeconds = 300.0
+    needs_reboot: QuietSeconds = 300.0
+    contained: QuietSeconds = 300.0
+    unknown: QuietSeconds = 300.0  # Xids that are not in the table
+    ecc: QuietSeconds = 300.0  # uncorrectable memory errors
+    lost: QuietSeconds = 60.0
+    probe: QuietSeconds = 30.0  # NVML did not answer, or with an error
+
+
+class Health(Section, frozen=True):
+    """How GPUs are judged. `xids` is keyed by Xid number."""
+
+    probe_seconds: Annotated[float, Meta(ge=0.2, le=4)] = 2.0  # a lost GPU is to be found within 5 s
+    kernel_log: AbsolutePath | None = "/dev/kmsg"  # null: Xids that fall while the agent is away go unseen
+    quiet: QuietTimes = QuietTimes()
+    xids: dict[XidNumber, XidOverride] = msgspec.field(default_factory=dict)
+
+
 class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
@@ -107,6 +142,7 @@ class Settings(Section, frozen=True):
     host: Host = Host()
     injection: Injection = Injection()
     sampling: Sampling = Sampling()
+    health: Health = Health()
 
     @property
     def device_plugins_folder(self) -> Path:
@@ -183,12 +219,29 @@ def _checked(value: object, kind: type[Section], source: str, path: str, faults:
         field = fields.get(key) if isinstance(key, str) else None
         if field is None:
             faults.append(f"{source}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
+        elif _section_of_map(field):
+            good[key] = _checked_map(item, field, source, here, faults)
         elif _is_section(field):
             good[key] = _checked(item, field, source, here, faults)
         elif fault := _fault(item, field):
             faults.append(f"{source}: {here} {fault}")
         else:
             good[key] = item
+    return good
+
+
+def _checked_map(value: object, kind: Any, source: str, path: str, faults: list[str]) -> dict[str, Any]:  # noqa: ANN401
+    """The entries of a map of blocks that are right; YAML reads bare numbers as keys, so they are allowed."""
+    key_kind, inner = typing.get_args(kind)
+    if not isinstance(value, dict):
+        faults.append(f"{source}: {path} must be a block of keys, not {_shown(value)}")
+        return {}
+    good: dict[str, Any] = {}
+    for key, item in value.items():
+        if fault := _fault(str(key), key_kind):
+            faults.append(f"{source}: {path}: key {_shown(key)} {fault}")
+        else:
+            good[str(key)] = _checked(item, inner, source, f"{path}.{key}", faults)
     return good
 
 
@@ -218,11 +271,18 @@ def _override(merged: dict[str, Any], path: Sequence[str], text: str, source: st
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
+    if _section_of_map(kind):
+        _nested(merged, path, _checked_map(value, kind, source, ".".join(path), faults))
+        return
     if isinstance(value, (int, float, bool)) and not _fault(text, kind):
         value = text  # a string key whose value looks like a number
     if fault := _fault(value, kind):
         faults.append(f"{source}: {'.'.join(path)} {fault}")
         return
+    _nested(merged, path, value)
+
+
+def _nested(merged: dict[str, Any], path: Sequence[str], value: object) -> None:
     block = merged
     for step in path[:-1]:
         block = block.setdefault(step, {})
@@ -256,6 +316,11 @@ def _is_section(kind: object) -> typing.TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
+def _section_of_map(kind: object) -> bool:
+    """Whether a key holds a map of blocks."""
+    return typing.get_origin(kind) is dict and _is_section(typing.get_args(kind)[1])
+
+
 def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
     """A type in words, for messages: `one of json, console`, `a number from 0 to 65535`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -272,6 +337,8 @@ def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
 def _bounds(meta: Meta) -> str:
     if meta.pattern == "^/":
         return " that starts with / (an absolute path)"
+    if meta.pattern == "^[0-9]{1,4}$":
+        return " of one to four digits"
     low = meta.ge if meta.ge is not None else meta.gt
     above = "above" if meta.gt is not None else "from"
     return f" {above} {low} to {meta.le}" if low is not None else ""

@@ -2,10 +2,13 @@
 
 import structlog
 
-from agent.inventory.reducer import Message, reduce
+from agent.inventory.messages import Message
+from agent.inventory.reducer import reduce
 from agent.inventory.snapshot import Snapshot
+from agent.inventory.tally import Tally
 from agent.kit.cell import Cell
 from agent.kit.mailbox import Mailbox
+from agent.model.health import Rules
 
 log = structlog.get_logger()
 
@@ -15,25 +18,31 @@ MAILBOX_SIZE = 256
 class Inventory:
     """What other rooms hold of the inventory: the newest snapshot to read, a mailbox to write to."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules()
         self.snapshot: Cell[Snapshot] = Cell(Snapshot())
         self.mailbox: Mailbox[Message] = Mailbox(MAILBOX_SIZE)
+        self.tally = Tally()
 
     async def run(self) -> None:
         """Serve the mailbox for ever. Fatal when it ends: without it the agent would serve stale truth."""
         async for message in self.mailbox:
             before = self.snapshot.value
-            after = reduce(before, message)
+            after = reduce(before, message, self.rules)
+            self.tally.count(message, after)
             if after is before:
                 continue
             self.snapshot.publish(after)
             tell(before, after)
+            self.tally.tell(before, after)
 
 
 def tell(before: Snapshot, after: Snapshot) -> None:
-    """Log what changed between two snapshots: transitions, never states."""
+    """Log what changed between two snapshots, health apart: transitions, never states."""
     if after.problem != before.problem:
-        if after.problem:
+        if after.problem and after.released_until is not None:
+            log.info("nvml_released", problem=after.problem)
+        elif after.problem:
             log.error("nvml_unavailable", problem=after.problem)
         elif after.driver:
             log.info("nvml_ready", driver=after.driver.version, gpus=len(after.gpus))
@@ -41,9 +50,7 @@ def tell(before: Snapshot, after: Snapshot) -> None:
         known = before.by_uuid.get(state.uuid)
         if known is None:
             log.info("gpu_found", gpu=state.uuid, index=state.gpu.index, product=state.gpu.product)
-        elif known.healthy and not state.healthy:
-            log.error("gpu_unhealthy", gpu=state.uuid, index=state.gpu.index, cause=state.cause)
-        elif state.healthy and not known.healthy:
-            log.info("gpu_recovered", gpu=state.uuid, index=state.gpu.index)
+        elif known.gpu != state.gpu:
+            log.info("gpu_changed", gpu=state.uuid, index=state.gpu.index, minor=state.gpu.minor)
     for gone in set(after.unreadable) - set(before.unreadable):
         log.error("gpu_unreadable", index=gone.index, cause=gone.cause)

@@ -1,40 +1,54 @@
 """The only place where the inventory changes: a pure function from a snapshot and a message to the next."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
-from agent.inventory.snapshot import GpuState, Snapshot, Unreadable
-from agent.model.gpu import Driver, Gpu
+from agent.inventory.messages import (
+    Accused,
+    Cleared,
+    Connected,
+    KernelXidSeen,
+    Message,
+    Probed,
+    Restored,
+    Scanned,
+    Unavailable,
+)
+from agent.inventory.snapshot import GpuState, KernelXid, Record, Snapshot
+from agent.model import health as verdicts
+from agent.model.health import HEALTHY, Fault, FaultKind, Health, Rules
 
+__all__ = ["LOST", "Message", "Scanned", "Unavailable", "records", "reduce"]
 
-@dataclass(frozen=True, slots=True)
-class Scanned:
-    """A scan of all enumeration indices succeeded; some of them may have been unreadable."""
-
-    driver: Driver
-    gpus: tuple[Gpu, ...]
-    unreadable: tuple[Unreadable, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Unavailable:
-    """NVML as a whole cannot be used; `problem` says why and what helps."""
-
-    problem: str
-
-
-Message = Scanned | Unavailable
-
-LOST = "the driver no longer lists this GPU (lost, fallen off the bus or removed)"
+LOST: Final = "the driver no longer lists this GPU (lost, fallen off the bus or removed)"
+STANDARD: Final = Rules()
 
 
-def reduce(before: Snapshot, message: Message) -> Snapshot:
+def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snapshot:
     """The inventory after `message`; the same object if nothing changed."""
     match message:
         case Scanned():
-            after = _after_scan(before, message)
-        case Unavailable(problem):
-            gpus = tuple(replace(state, healthy=False, cause=problem) for state in before.gpus)
-            after = replace(before, problem=problem, gpus=gpus)
+            after = _after_scan(before, message, rules)
+        case Unavailable(problem, released_until):
+            gpus = tuple(replace(state, blocked=problem) for state in before.gpus)
+            after = replace(before, problem=problem, gpus=gpus, released_until=released_until)
+        case Accused(uuid, fault, at):
+            after = _with_health(before, uuid, lambda one: verdicts.event(one, fault, rules, at))
+        case KernelXidSeen(xid, at):
+            after = before
+            for state in before.gpus:
+                if _same_device(state, xid):
+                    after = _with_health(
+                        before, state.uuid, lambda one: _accused_by_kernel(one, xid, rules, at)
+                    )
+        case Restored(records, kernel_xids):
+            remembered = {record.gpu.uuid: record for record in records}
+            after = replace(before, remembered=remembered, awaiting=kernel_xids)
+        case Cleared(uuid):
+            after = _with_health(before, uuid, lambda _: HEALTHY)
+        case Connected(topology):
+            after = replace(before, topology=topology)
     if after == before:
         return before
     return replace(
@@ -42,9 +56,96 @@ def reduce(before: Snapshot, message: Message) -> Snapshot:
     )
 
 
-def _after_scan(before: Snapshot, scan: Scanned) -> Snapshot:
-    seen = {gpu.uuid: GpuState(gpu) for gpu in scan.gpus}
-    lost = [replace(state, healthy=False, cause=LOST) for state in before.gpus if state.uuid not in seen]
-    # Lost GPUs keep their place behind the present ones: their IDs stay listed for their holders.
-    gpus = (*sorted(seen.values(), key=lambda state: state.gpu.index), *lost)
-    return replace(before, driver=scan.driver, problem=None, gpus=gpus, unreadable=scan.unreadable)
+def _with_health(before: Snapshot, uuid: str, change: Callable[[Health], Health]) -> Snapshot:
+    known = before.by_uuid.get(uuid)
+    if known is None:
+        return before
+    after = change(known.health)
+    if after is known.health:
+        return before
+    return replace(
+        before,
+        gpus=tuple(replace(state, health=after) if state.uuid == uuid else state for state in before.gpus),
+    )
+
+
+def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
+    probes = {probe.uuid: probe for probe in scan.probes}
+    present: list[GpuState] = []
+    for gpu in scan.gpus:
+        old = before.by_uuid.get(gpu.uuid)
+        if old is None:
+            old = _first_seen(before, GpuState(gpu), rules, scan.at)
+        health = _judged(old.health, probes.get(gpu.uuid), rules, scan.at)
+        present.append(GpuState(gpu, health))
+    seen = {state.uuid for state in present}
+    # GPUs of the verdict file that do not answer now: their IDs stay listed for their holders.
+    unseen = [
+        GpuState(record.gpu, record.health)
+        for uuid, record in before.remembered.items()
+        if record.listed and uuid not in seen and uuid not in before.by_uuid
+    ]
+    missing = [
+        replace(
+            state,
+            health=_judged(state.health, probes.get(state.uuid, _lost(state)), rules, scan.at),
+            blocked="",
+        )
+        for state in (*before.gpus, *unseen)
+        if state.uuid not in seen
+    ]
+    sick = {state.gpu.index for state in missing}
+    return replace(
+        before,
+        driver=scan.driver,
+        problem=None,
+        released_until=None,
+        # Lost GPUs keep their place behind the present ones.
+        gpus=(*sorted(present, key=lambda state: state.gpu.index), *missing),
+        # An index whose GPU is known and judged already is not told twice.
+        unreadable=tuple(one for one in scan.unreadable if one.index not in sick),
+        remembered={},
+        awaiting=(),
+    )
+
+
+def _first_seen(before: Snapshot, state: GpuState, rules: Rules, at: float) -> GpuState:
+    record = before.remembered.get(state.uuid)
+    health = record.health if record else HEALTHY
+    for xid in before.awaiting:
+        if _same_device(state, xid):
+            health = _accused_by_kernel(health, xid, rules, at)
+    return replace(state, health=health)
+
+
+def _judged(health: Health, probe: Probed | None, rules: Rules, at: float) -> Health:
+    if probe is None:
+        return health
+    if probe.fault is not None:
+        return verdicts.probe_failed(health, probe.fault, probe.detail, rules, at)
+    if probe.ecc_risen:
+        return verdicts.event(health, Fault(FaultKind.ECC), rules, at)
+    return verdicts.probe_passed(health, rules, at, probe.obstacle, probe.was_reset)
+
+
+def _lost(state: GpuState) -> Probed:
+    return Probed(state.uuid, Fault(FaultKind.LOST), LOST)
+
+
+def _accused_by_kernel(health: Health, xid: KernelXid, rules: Rules, at: float) -> Health:
+    after = verdicts.event(health, Fault(FaultKind.XID, xid.number), rules, at)
+    if after is health or xid.new or after.fault == health.fault:
+        return after
+    # An old line of a log that nobody read so far: the GPU may have been reset since, so checks and
+    # quiet time decide instead of a person.
+    return replace(after, reset_seen=True)
+
+
+def _same_device(state: GpuState, xid: KernelXid) -> bool:
+    return state.gpu.pci_bus_id.rpartition(".")[0] == xid.bus
+
+
+def records(snapshot: Snapshot) -> tuple[Record, ...]:
+    """What the verdict file must hold for this snapshot."""
+    sick = tuple(Record(state.gpu, state.health) for state in snapshot.gpus if state.health is not HEALTHY)
+    return (*sick, *snapshot.remembered.values())

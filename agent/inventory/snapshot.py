@@ -1,8 +1,13 @@
 """What the agent knows of the node's GPUs at one moment: immutable, shared by all readers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agent.model.gpu import Driver, Gpu
+from agent.model.health import HEALTHY, Health
+from agent.model.topology import Topology
+
+NOT_YET = "NVML is not initialised yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,13 +15,26 @@ class GpuState:
     """One GPU and how it is. A GPU that was seen once stays known, lost or not."""
 
     gpu: Gpu
-    healthy: bool = True
-    cause: str = ""  # in words, empty when healthy
+    health: Health = HEALTHY
+    # Why the node as a whole cannot serve it now (NVML is closed or cannot be used); its own verdict stays.
+    blocked: str = ""
 
     @property
     def uuid(self) -> str:
         """The GPU's UUID."""
         return self.gpu.uuid
+
+    @property
+    def healthy(self) -> bool:
+        """Whether its units may be handed out."""
+        return not self.blocked and self.health.sold
+
+    @property
+    def cause(self) -> str:
+        """Why it is not healthy, in words; empty when it is."""
+        if self.healthy:
+            return ""
+        return self.blocked or self.health.cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +46,42 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """What stands in the verdict file about one GPU that is not healthy.
+
+    `listed` False: the verdict is of an earlier boot, and the GPU may not be in the machine any more.
+    """
+
+    gpu: Gpu
+    health: Health
+    listed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXid:
+    """An Xid found in the kernel log; `bus` is domain, bus and device: `0000:1b:00`.
+
+    `new` False: nobody knows whether the agent saw it, nor what was done about it since.
+    """
+
+    bus: str
+    number: int
+    new: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The inventory. `generation` grows with each change; equal inventories are never published twice."""
 
     generation: int = 0
     driver: Driver | None = None
-    problem: str | None = "NVML is not initialised yet"  # why the node as a whole cannot serve
-    gpus: tuple[GpuState, ...] = ()  # in order of index
+    problem: str | None = NOT_YET  # why the node as a whole cannot serve
+    gpus: tuple[GpuState, ...] = ()  # in order of index, lost ones behind the present ones
     unreadable: tuple[Unreadable, ...] = ()
+    topology: Topology = field(default_factory=Topology)
+    # Seconds since boot at which NVML is opened again, while it is released for maintenance.
+    released_until: float | None = None
+    # Verdicts of earlier runs on GPUs that were not seen yet, by UUID, and Xids that await their GPU.
+    remembered: Mapping[str, Record] = field(default_factory=dict, repr=False)
+    awaiting: tuple[KernelXid, ...] = field(default=(), repr=False)
     by_uuid: dict[str, GpuState] = field(default_factory=dict, compare=False, repr=False)

@@ -1,0 +1,83 @@
+"""What the inventory actor is told. `at` is always seconds since boot (`clock.boot_seconds`)."""
+
+from dataclasses import dataclass
+
+from agent.inventory.snapshot import KernelXid, Record, Unreadable
+from agent.model.gpu import Driver, Gpu
+from agent.model.health import Fault
+from agent.model.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """How the probe of one GPU went: `fault` None means that it answered."""
+
+    uuid: str
+    fault: Fault | None = None
+    detail: str = ""  # the failure in words
+    ecc_risen: bool = False  # uncorrectable errors more than at the probe before
+    was_reset: bool = False  # volatile counters less than at the probe before
+    obstacle: str = ""  # what waits for a reset (row remap, page retirement)
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A scan of all enumeration indices succeeded; some of them may have been unreadable."""
+
+    driver: Driver
+    gpus: tuple[Gpu, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+    probes: tuple[Probed, ...] = ()
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """NVML as a whole cannot be used; `problem` says why and what helps."""
+
+    problem: str
+    released_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """Something happened to a GPU: an Xid, an ECC event."""
+
+    uuid: str
+    fault: Fault
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXidSeen:
+    """An Xid in the kernel log of a GPU that NVML sends no events for."""
+
+    xid: KernelXid
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What earlier runs left behind: verdicts, and Xids that fell while no agent listened."""
+
+    records: tuple[Record, ...]
+    kernel_xids: tuple[KernelXid, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """A person declares a GPU healthy."""
+
+    uuid: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The links between the GPUs were read anew."""
+
+    topology: Topology
+
+
+Message = Scanned | Unavailable | Accused | KernelXidSeen | Restored | Cleared | Connected

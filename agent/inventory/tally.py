@@ -1,0 +1,97 @@
+"""What happened to the GPUs since the agent started: counters for metrics, transitions for listeners."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import structlog
+
+from agent.inventory.messages import Accused, KernelXidSeen, Message
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.model.health import FaultKind, HealthState
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A GPU's health went from one state to another; `before` None: it is seen for the first time."""
+
+    uuid: str
+    index: int
+    before: HealthState | None
+    after: HealthState
+    cause: str
+    fault: FaultKind | None
+
+
+@dataclass
+class Tally:
+    """Counters by GPU. Listeners are called on the event loop and must not block."""
+
+    transitions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (UUID, state entered)
+    xids: Counter[tuple[str, int]] = field(default_factory=Counter)  # (UUID, Xid)
+    ecc_events: Counter[str] = field(default_factory=Counter)  # by UUID, uncorrectable errors
+    last_xid: dict[str, int] = field(default_factory=dict)
+    listeners: list[Callable[[Transition], None]] = field(default_factory=list)
+
+    def count(self, message: Message, snapshot: Snapshot) -> None:
+        """Count an event, whatever it did to its GPU."""
+        match message:
+            case Accused(uuid, fault):
+                self._count_fault(uuid, fault.kind, fault.number)
+            case KernelXidSeen(xid):
+                for state in snapshot.gpus:
+                    if state.gpu.pci_bus_id.startswith(f"{xid.bus}."):
+                        self._count_fault(state.uuid, FaultKind.XID, xid.number)
+            case _:
+                return
+
+    def _count_fault(self, uuid: str, kind: FaultKind, number: int) -> None:
+        if kind is FaultKind.XID:
+            self.xids[uuid, number] += 1
+            self.last_xid[uuid] = number
+        elif kind is FaultKind.ECC:
+            self.ecc_events[uuid] += 1
+
+    def tell(self, before: Snapshot, after: Snapshot) -> None:
+        """Count, log and hand on every transition between two snapshots."""
+        for change in transitions(before, after):
+            if change.before is not None or change.after is not HealthState.HEALTHY:
+                self.transitions[change.uuid, change.after.value] += 1
+                _log(change)
+            for listener in self.listeners:
+                listener(change)
+
+
+def transitions(before: Snapshot, after: Snapshot) -> Iterator[Transition]:
+    """The changes of health states between two snapshots, GPUs seen for the first time included."""
+    for state in after.gpus:
+        known = before.by_uuid.get(state.uuid)
+        if known is None or known.health.state is not state.health.state:
+            yield _transition(known, state)
+
+
+def _transition(known: GpuState | None, state: GpuState) -> Transition:
+    health = state.health if state.health.fault else (known.health if known else state.health)
+    return Transition(
+        state.uuid,
+        state.gpu.index,
+        known.health.state if known else None,
+        state.health.state,
+        health.cause,
+        health.fault.kind if health.fault else None,
+    )
+
+
+def _log(change: Transition) -> None:
+    keys = {"gpu": change.uuid, "index": change.index, "cause": change.cause}
+    match change.after:
+        case HealthState.SUSPECT:
+            log.warning("gpu_suspect", **keys)
+        case HealthState.UNHEALTHY:
+            log.error("gpu_unhealthy", **keys)
+        case HealthState.PROBATION:
+            log.info("gpu_on_probation", **keys)
+        case HealthState.HEALTHY:
+            log.info("gpu_recovered", gpu=change.uuid, index=change.index, was=change.cause)

@@ -1,0 +1,236 @@
+"""The health of one GPU as a pure state machine: healthy -> suspect -> unhealthy -> probation -> healthy.
+
+Time is an input: seconds since boot, which survive a restart of the agent and mean nothing after a
+reboot. Nothing here asks a GPU anything; what was seen comes in, the next state comes out. The same
+object comes back when nothing changed, so that callers can compare by identity.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Final
+
+from agent.model.xids import QUIET_SECONDS, UNKNOWN, XIDS, Rule, Verdict, XidClass
+
+
+class HealthState(Enum):
+    """How far a GPU can be trusted."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"  # sold, and watched
+    UNHEALTHY = "unhealthy"
+    PROBATION = "probation"  # probes pass; not sold until the quiet time is over
+
+
+class FaultKind(Enum):
+    """Where the evidence against a GPU came from."""
+
+    XID = "xid"
+    ECC = "ecc"  # uncorrectable memory errors, by event or by counter
+    LOST = "lost"  # NVML: lost, or not enumerated any more
+    HUNG = "hung"  # NVML does not answer about it
+    PROBE = "probe"  # NVML answers with another error
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a GPU is accused of; `number` is the Xid."""
+
+    kind: FaultKind
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The verdict on one GPU. Times are seconds since boot."""
+
+    state: HealthState = HealthState.HEALTHY
+    fault: Fault | None = None
+    cause: str = ""  # the fault in words, empty when healthy
+    since: float = 0.0  # when the state was entered
+    last_event: float = 0.0  # the newest evidence against the GPU
+    until: float | None = None  # when probation ends if nothing more happens
+    obstacle: str = ""  # what keeps an unhealthy or suspect GPU from recovering, by the last probe
+    reset_seen: bool = False  # the GPU was reset since the fault, as far as one can see from outside
+    away: bool = False  # gone from NVML, by the last probe
+    misses: int = 0  # failed probes in a row, counted to 2
+
+    @property
+    def sold(self) -> bool:
+        """Whether units of this GPU may be handed out."""
+        return self.state in (HealthState.HEALTHY, HealthState.SUSPECT)
+
+
+HEALTHY: Final = Health()
+
+LOST_QUIET_SECONDS: Final = 60.0
+PROBE_QUIET_SECONDS: Final = 30.0
+
+
+def _defaults() -> dict[FaultKind, Rule]:
+    bad = Verdict.UNHEALTHY
+    ecc = QUIET_SECONDS[XidClass.RESET]
+    return {
+        FaultKind.ECC: Rule("uncorrectable memory errors", XidClass.RESET, bad, True, ecc),
+        FaultKind.LOST: Rule("the GPU is lost", XidClass.RESET, bad, True, LOST_QUIET_SECONDS),
+        FaultKind.HUNG: Rule("NVML does not answer", XidClass.RESET, bad, True, PROBE_QUIET_SECONDS),
+        FaultKind.PROBE: Rule("the health probe fails", XidClass.RESET, bad, True, PROBE_QUIET_SECONDS),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """All rules in force: NVIDIA's table with what the configuration changes."""
+
+    xids: Mapping[int, Rule] = field(default_factory=lambda: XIDS)
+    unknown: Rule = UNKNOWN
+    others: Mapping[FaultKind, Rule] = field(default_factory=_defaults)
+
+    def of(self, fault: Fault) -> Rule:
+        """The rule for a fault."""
+        if fault.kind is FaultKind.XID:
+            return self.xids.get(fault.number, self.unknown)
+        return self.others[fault.kind]
+
+    def words(self, fault: Fault) -> str:
+        """A fault in words, for lists, logs and refusals."""
+        title = self.of(fault).title
+        return f"Xid {fault.number}, {title}" if fault.kind is FaultKind.XID else title
+
+    def remedy(self, health: Health) -> str:
+        """What a person can do about a GPU that is not healthy; empty for a healthy one."""
+        if health.fault is None:
+            return ""
+        rule = self.of(health.fault)
+        if health.state is HealthState.PROBATION:
+            return "wait: it returns by itself if nothing more happens"
+        if health.state is HealthState.SUSPECT:
+            return "nothing yet; it is watched" if not health.obstacle else "reset it when it is idle"
+        if rule.kind is XidClass.REBOOT and not health.reset_seen:
+            return "reboot the node; if it comes again, have the hardware checked"
+        if health.away:
+            return "reset the GPU or reboot the node (kernel log: NVRM)"
+        if rule.recovers and not health.obstacle:
+            return "wait: it is probed and returns after a quiet time"
+        return "reset the GPU (gpu-node-agent release --for 10m, nvidia-smi --gpu-reset), then clear-health"
+
+
+def event(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
+    """A fault was reported: an Xid, an ECC event, a risen ECC counter."""
+    match rules.of(fault).verdict:
+        case Verdict.COUNT:
+            return health
+        case Verdict.SUSPECT:
+            return _suspected(health, fault, rules, now)
+        case Verdict.UNHEALTHY:
+            return _condemned(health, fault, rules, now)
+
+
+def probe_failed(health: Health, fault: Fault, detail: str, rules: Rules, now: float) -> Health:
+    """A probe did not pass. A lost GPU is unhealthy at once, any other failure the second time in a row."""
+    misses = min(health.misses + 1, 2)
+    lost = fault.kind is FaultKind.LOST
+    if lost or misses == 2 or not health.sold:
+        condemned = _condemned(health, fault, rules, now, keep_event_time=health.misses == 2)
+        cause = condemned.cause if condemned.fault != fault else (detail or condemned.cause)
+        after = replace(
+            condemned,
+            cause=cause,
+            misses=2 if lost else misses,
+            away=lost or health.away,
+            obstacle=detail or rules.words(fault),
+        )
+    elif health.state is HealthState.HEALTHY:
+        after = Health(HealthState.SUSPECT, fault, detail or rules.words(fault), now, now, misses=misses)
+    else:
+        after = replace(health, misses=misses)
+    return health if after == health else after
+
+
+def probe_passed(
+    health: Health, rules: Rules, now: float, obstacle: str = "", was_reset: bool = False
+) -> Health:
+    """A probe found the GPU answering and its error counters at rest.
+
+    `obstacle` names what still forbids to trust it again (a row remap or a page retirement that waits for
+    a reset); `was_reset`: its volatile counters fell since the last probe.
+    """
+    if health.state is HealthState.HEALTHY or health.fault is None:
+        return health
+    rule = rules.of(health.fault)
+    # What was gone and is back went through a reset; what was mute for a while did not.
+    seen = health.reset_seen or was_reset or health.away
+    present = replace(health, misses=0, away=False, reset_seen=seen, obstacle=obstacle)
+    after = present
+    match health.state:
+        case HealthState.SUSPECT if health.fault.kind in (FaultKind.HUNG, FaultKind.PROBE):
+            return HEALTHY
+        case HealthState.SUSPECT:
+            if not obstacle and now - health.last_event >= rule.quiet_seconds:
+                return HEALTHY
+        case HealthState.UNHEALTHY:
+            if not obstacle and (rule.recovers or seen):
+                after = replace(
+                    present, state=HealthState.PROBATION, since=now, until=now + rule.quiet_seconds
+                )
+        case HealthState.PROBATION:
+            if obstacle:
+                after = replace(present, state=HealthState.UNHEALTHY, since=now, until=None)
+            elif health.until is None or now >= health.until:
+                return HEALTHY
+    return health if after == health else after
+
+
+def after_reboot(health: Health, now: float) -> Health:
+    """A verdict of an earlier boot: the machine was reset, so checks and quiet time decide."""
+    if health.state is HealthState.SUSPECT or health.fault is None:
+        return HEALTHY
+    return replace(
+        health,
+        state=HealthState.UNHEALTHY,
+        since=now,
+        last_event=now,
+        until=None,
+        obstacle="",
+        reset_seen=True,
+        away=False,
+    )
+
+
+def _suspected(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
+    match health.state:
+        case HealthState.HEALTHY:
+            return Health(HealthState.SUSPECT, fault, rules.words(fault), now, now)
+        case HealthState.SUSPECT:
+            return replace(health, fault=fault, cause=rules.words(fault), last_event=now)
+        case HealthState.UNHEALTHY:
+            return replace(health, last_event=now)
+        case HealthState.PROBATION:
+            return replace(health, state=HealthState.UNHEALTHY, since=now, last_event=now, until=None)
+
+
+def _condemned(
+    health: Health, fault: Fault, rules: Rules, now: float, keep_event_time: bool = False
+) -> Health:
+    graver = (
+        health.state is HealthState.UNHEALTHY or health.state is HealthState.PROBATION
+    ) and health.fault is not None
+    keep = graver and health.fault is not None and _gravity(rules, health.fault) >= _gravity(rules, fault)
+    stays = health.state is HealthState.UNHEALTHY
+    return Health(
+        HealthState.UNHEALTHY,
+        health.fault if keep else fault,
+        health.cause if keep else rules.words(fault),
+        since=health.since if stays else now,
+        last_event=health.last_event if keep_event_time else now,
+        obstacle=health.obstacle if stays else "",
+        # What happens after a reset is a new fault: the reset does not excuse it.
+        reset_seen=False,
+        away=health.away,
+        misses=health.misses,
+    )
+
+
+def _gravity(rules: Rules, fault: Fault) -> tuple[bool, bool, bool]:
+    rule = rules.of(fault)
+    return (not rule.recovers, rule.kind is XidClass.REBOOT, fault.kind in (FaultKind.XID, FaultKind.ECC))
