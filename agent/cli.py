@@ -126,8 +126,8 @@ def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
 
     library = loaded.driver.library
     return Binding(
-        library=Path(library) if library else None,
-        driver_roots=(Path(loaded.driver.root),),
+        path=Path(library) if library else None,
+        roots=(Path(loaded.driver.root),),
         sysfs=Path(loaded.host.sysfs),
     )
 

@@ -65,6 +65,11 @@ class AgentProcess:
             )
         self._started(self._process.pid)
 
+    def assert_not_crashed(self) -> None:
+        """AssertionError when the agent ended although nobody told it to."""
+        code = None if self._process is None else self._process.poll()
+        assert code is None, f"the agent ended by itself with {code}; end of its log:\n{self.log_tail()}"
+
     async def end(self, number: signal.Signals, deadline: float) -> int | None:
         """Signal the agent and wait for its end; its exit code (None: it was not running).
 

@@ -12,6 +12,9 @@ from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import RigError
 
+# The scenarios are imported, not collected, so pytest would not explain their assertions.
+pytest.register_assert_rewrite("tests.scenarios.skeleton")
+
 LIMIT = 180
 """Seconds for the body of one test; every wait inside has a shorter deadline of its own."""
 

@@ -105,25 +105,9 @@ class RealRig:
             yield values
 
     async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
+        before = await self._known_devices()
         await self._blocking(partial(self._cluster.restart_kubelet, down_seconds))
-        await self.wait_podresources()
-
-    async def wait_podresources(self) -> None:
-        """Wait until the kubelet serves PodResources."""
-
-        async def serves() -> bool:
-            try:
-                await self._ask(lambda stub: stub.list(timeout=2))
-            except (OSError, GRPCError, StreamTerminatedError):
-                return False
-            return True
-
-        async def seen() -> str:
-            return (
-                f"PodResources do not answer; end of the kubelet's log:\n{self._cluster.log_tail('kubelet')}"
-            )
-
-        await self._wait(serves, PODRESOURCES_SECONDS, seen)
+        await self._wait_known_devices(before)
 
     def gpu_uuids(self) -> tuple[str, ...]:
         return self.machine.uuids
@@ -182,10 +166,11 @@ class RealRig:
     async def clean_up(self) -> None:
         """Leave the node as a new one: no agent, no pod, no CDI specification, no memory of the resources."""
         await self.agent.end(signal.SIGKILL, 5)
-        for pod in self._pods:
-            await self.delete_pod(pod)
+        async with anyio.create_task_group() as group:
+            for pod in self._pods:
+                group.start_soon(self.delete_pod, pod)
         await self._blocking(self._forget_resources)
-        await self.wait_podresources()
+        await self._wait_known_devices(0)
 
     def _forget_resources(self) -> None:
         cluster = self._cluster
@@ -215,6 +200,7 @@ class RealRig:
     ) -> None:
         with anyio.move_on_after(deadline):
             while not await reached():
+                self.agent.assert_not_crashed()
                 await anyio.sleep(POLL)
             return
         raise TimeoutError(
@@ -247,6 +233,24 @@ class RealRig:
         raise TimeoutError(
             f"container {container} of pod {pod.name} reports nothing after {REPORT_SECONDS} s"
         )
+
+    async def _known_devices(self) -> int:
+        """How many device IDs the kubelet may hand out, held ones included."""
+        answer = await self._ask(lambda stub: stub.get_allocatable_resources(timeout=2))
+        return sum(len(item.device_ids) for item in answer.devices)
+
+    async def _wait_known_devices(self, count: int) -> None:
+        async def known() -> bool:
+            try:
+                return await self._known_devices() == count
+            except (OSError, GRPCError, StreamTerminatedError):
+                return False
+
+        async def seen() -> str:
+            log = self._cluster.log_tail("kubelet")
+            return f"PodResources do not show {count} devices; end of the kubelet's log:\n{log}"
+
+        await self._wait(known, PODRESOURCES_SECONDS, seen)
 
     async def _ask(self, call: Callable[[v1.PodResourcesListerStub], Awaitable[T]]) -> T:
         """One call to PodResources; its rate limit (shared with everybody on the node) is waited out."""
