@@ -1,18 +1,17 @@
-"""One typed, strict configuration: flags win over environment, environment over file, file over defaults.
-
-Unknown keys are errors. Every fault is reported, each with its source, its key and what is allowed.
-"""
+"""The configuration of the node agent: every key, its type and its default; see `agent.kit.configuration`."""
 
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
-from msgspec import Meta, Struct
+from msgspec import Meta
+
+from agent.kit import configuration
+from agent.kit.configuration import ConfigurationError, Section
+
+__all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
 ENVIRONMENT_PREFIX = "GPU_NODE_AGENT_"
 # A variable of that prefix which is no configuration key: where the file is.
@@ -23,10 +22,6 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True):
-    """A block of the configuration."""
 
 
 class Logging(Section, frozen=True):
@@ -150,14 +145,6 @@ class Settings(Section, frozen=True):
         return Path(self.kubelet.device_plugins or f"{self.kubelet.root}/device-plugins")
 
 
-class ConfigurationError(Exception):
-    """The configuration is not usable; `faults` has one sentence for each fault."""
-
-    def __init__(self, faults: Sequence[str]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("; ".join(faults))
-
-
 def load(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -167,185 +154,18 @@ def load(
 
     Blocks on the file; call it from a thread once the loop runs. Raises ConfigurationError.
     """
-    faults: list[str] = []
-    merged: dict[str, Any] = {}
-    if file is not None:
-        merged = _checked(_read(file), Settings, str(file), "", faults)
-    for key, value in (environment if environment is not None else os.environ).items():
-        name = key.removeprefix(ENVIRONMENT_PREFIX)
-        if name != key and name not in RESERVED_ENVIRONMENT:
-            _override(merged, _path_of_variable(name), value, f"environment variable {key}", faults)
-    for flag in flags:
-        path, separator, value = flag.partition("=")
-        if not separator:
-            faults.append(f"flag --set {flag}: write it as key.path=value")
-            continue
-        _override(merged, path.split("."), value, f"flag --set {flag}", faults)
-    if not faults:
-        settings = msgspec.convert(merged, Settings)
-        faults.extend(_impossible(settings))
-        if not faults:
-            return settings
-    raise ConfigurationError(faults)
+    given = os.environ if environment is None else environment
+    reserved = {ENVIRONMENT_PREFIX + name for name in RESERVED_ENVIRONMENT}
+    variables = {name: value for name, value in given.items() if name not in reserved}
+    settings = configuration.load(Settings, file, variables, flags, prefix=ENVIRONMENT_PREFIX)
+    if faults := _impossible(settings):
+        raise ConfigurationError(faults)
+    return settings
 
 
 def schema() -> dict[str, Any]:
     """JSON schema of the configuration file, as published in `config/schema.json`."""
-    return msgspec.json.schema(Settings)
-
-
-def _read(file: Path) -> object:
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError([f"{file}: cannot be read: {error.strerror}"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or "it is not UTF-8 text"
-        raise ConfigurationError([f"{file}{line}: not valid YAML: {problem}"]) from error
-    return {} if document is None else document
-
-
-def _checked(value: object, kind: type[Section], source: str, path: str, faults: list[str]) -> dict[str, Any]:
-    """The keys of a block that are right, each fault appended; key by key so that none hides another."""
-    if not isinstance(value, dict):
-        faults.append(f"{source}: {path or 'the document'} must be a block of keys, not {_shown(value)}")
-        return {}
-    fields = _fields(kind)
-    good: dict[str, Any] = {}
-    for key, item in value.items():
-        here = f"{path}.{key}" if path else str(key)
-        field = fields.get(key) if isinstance(key, str) else None
-        if field is None:
-            faults.append(f"{source}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
-        elif _section_of_map(field):
-            good[key] = _checked_map(item, field, source, here, faults)
-        elif _is_section(field):
-            good[key] = _checked(item, field, source, here, faults)
-        elif fault := _fault(item, field):
-            faults.append(f"{source}: {here} {fault}")
-        else:
-            good[key] = item
-    return good
-
-
-def _checked_map(value: object, kind: Any, source: str, path: str, faults: list[str]) -> dict[str, Any]:  # noqa: ANN401
-    """The entries of a map of blocks that are right; YAML reads bare numbers as keys, so they are allowed."""
-    key_kind, inner = typing.get_args(kind)
-    if not isinstance(value, dict):
-        faults.append(f"{source}: {path} must be a block of keys, not {_shown(value)}")
-        return {}
-    good: dict[str, Any] = {}
-    for key, item in value.items():
-        if fault := _fault(str(key), key_kind):
-            faults.append(f"{source}: {path}: key {_shown(key)} {fault}")
-        else:
-            good[str(key)] = _checked(item, inner, source, f"{path}.{key}", faults)
-    return good
-
-
-def _fault(value: object, kind: object) -> str | None:
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return f"must be {describe_type(kind)}, not {_shown(value)}"
-    return None
-
-
-def _override(merged: dict[str, Any], path: Sequence[str], text: str, source: str, faults: list[str]) -> None:
-    """Put one value, written as YAML, at a key path."""
-    kind: Any = Settings
-    for step in path:
-        fields = _fields(kind) if _is_section(kind) else {}
-        if step not in fields:
-            allowed = ", ".join(sorted(fields)) or "none"
-            faults.append(f"{source}: unknown key {'.'.join(path)}; allowed here: {allowed}")
-            return
-        kind = fields[step]
-    if _is_section(kind):
-        keys = ", ".join(sorted(_fields(kind)))
-        faults.append(f"{source}: {'.'.join(path)} is a block; name one of its keys: {keys}")
-        return
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    if _section_of_map(kind):
-        _nested(merged, path, _checked_map(value, kind, source, ".".join(path), faults))
-        return
-    if isinstance(value, (int, float, bool)) and not _fault(text, kind):
-        value = text  # a string key whose value looks like a number
-    if fault := _fault(value, kind):
-        faults.append(f"{source}: {'.'.join(path)} {fault}")
-        return
-    _nested(merged, path, value)
-
-
-def _nested(merged: dict[str, Any], path: Sequence[str], value: object) -> None:
-    block = merged
-    for step in path[:-1]:
-        block = block.setdefault(step, {})
-    block[path[-1]] = value
-
-
-def _path_of_variable(name: str) -> list[str]:
-    """`KUBELET_REGISTRY_WAIT_SECONDS` -> [`kubelet`, `registryWaitSeconds`]; unknown names come whole."""
-    for path in _leaves(Settings):
-        if "_".join(_snake(step) for step in path).upper() == name:
-            return path
-    return [name]
-
-
-def _leaves(kind: type[Section]) -> list[list[str]]:
-    found: list[list[str]] = []
-    for key, field in _fields(kind).items():
-        found.extend([[key, *rest] for rest in _leaves(field)] if _is_section(field) else [[key]])
-    return found
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-
-
-def _fields(kind: type[Section]) -> dict[str, Any]:
-    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-
-
-def _is_section(kind: object) -> typing.TypeGuard[type[Section]]:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
-def _section_of_map(kind: object) -> bool:
-    """Whether a key holds a map of blocks."""
-    return typing.get_origin(kind) is dict and _is_section(typing.get_args(kind)[1])
-
-
-def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
-    """A type in words, for messages: `one of json, console`, `a number from 0 to 65535`."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if part is type(None) else describe_type(part) for part in arguments)
-    if origin is Annotated:
-        return describe_type(arguments[0]) + "".join(_bounds(m) for m in arguments[1:] if isinstance(m, Meta))
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    return names.get(kind, str(kind))
-
-
-def _bounds(meta: Meta) -> str:
-    if meta.pattern == "^/":
-        return " that starts with / (an absolute path)"
-    if meta.pattern == "^[0-9]{1,4}$":
-        return " of one to four digits"
-    low = meta.ge if meta.ge is not None else meta.gt
-    above = "above" if meta.gt is not None else "from"
-    return f" {above} {low} to {meta.le}" if low is not None else ""
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else repr(value)[:60]
+    return configuration.schema(Settings)
 
 
 def _impossible(settings: Settings) -> list[str]:
