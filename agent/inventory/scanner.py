@@ -1,15 +1,23 @@
-"""Keeps the inventory true: opens NVML, enumerates GPUs, looks again every few seconds."""
+"""Keeps the inventory true: opens NVML, looks at all GPUs every few seconds, closes it for maintenance."""
+
+import time
+from collections.abc import Awaitable, Callable
 
 import anyio
+import structlog
 
 from agent.inventory.actor import Inventory
-from agent.inventory.reducer import Scanned, Unavailable
-from agent.inventory.snapshot import Unreadable
+from agent.inventory.clock import boot_seconds
+from agent.inventory.links import LinkReading
+from agent.inventory.messages import Connected, Unavailable
+from agent.inventory.rounds import Rounds
 from agent.kit.supervise import FatalError
 from agent.model.gpu import Driver, Gpu
-from agent.nvml.errors import NvmlDriverMismatch, NvmlError
+from agent.nvml.errors import NvmlDriverMismatch, NvmlError, NvmlHung
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+
+log = structlog.get_logger()
 
 SCAN_SECONDS = 2.0
 OPEN_RETRY_SECONDS = 2.0
@@ -17,54 +25,133 @@ OPEN_DEADLINE_SECONDS = 30.0  # a cold driver without persistence mode initialis
 
 
 class Scanner:
-    """The task that learns of GPUs by asking."""
+    """The task that learns of GPUs by asking. `beside` runs for as long as NVML is open (the event loop)."""
 
-    def __init__(self, nvml: NvmlPort, lane: Lane, inventory: Inventory) -> None:
+    def __init__(
+        self,
+        nvml: NvmlPort,
+        lane: Lane,
+        inventory: Inventory,
+        beside: Callable[[], Awaitable[None]] | None = None,
+        seconds: float = SCAN_SECONDS,
+        released_until: float | None = None,
+    ) -> None:
         self._nvml = nvml
         self._lane = lane
         self._inventory = inventory
+        self._beside = beside
+        self._seconds = seconds
         self._open = False
+        self._released_until = released_until
+        self._maintenance = _maintenance(released_until) if released_until is not None else ""
+        self._asked = anyio.Event()  # somebody asked for a release or for its end
+
+    def release(self, until: float) -> None:
+        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot."""
+        self._released_until = until
+        self._maintenance = _maintenance(until)
+        self._asked.set()
+
+    def end_release(self) -> None:
+        """Open NVML again."""
+        self._released_until = None
+        self._asked.set()
 
     async def run(self) -> None:
         """Scan for ever; raises FatalError when only a new process can help."""
         try:
             while True:
-                pause = SCAN_SECONDS
+                if self._released_until is not None:
+                    await self._stay_released()
                 try:
                     driver = await self._lane.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
                     self._open = True
-                    while True:
-                        await self._inventory.mailbox.post(await self._scan(driver))
-                        await anyio.sleep(SCAN_SECONDS)
+                    await self._session(driver)
                 except NvmlDriverMismatch as error:
-                    await self._inventory.mailbox.post(Unavailable(str(error)))
+                    await self._unavailable(str(error))
                     raise FatalError(str(error)) from error
                 except NvmlError as error:
-                    await self._inventory.mailbox.post(Unavailable(str(error)))
-                    pause = OPEN_RETRY_SECONDS
-                await self._close()
-                await anyio.sleep(pause)
+                    await self._unavailable(str(error))
+                    await self._close()
+                    await self._pause(OPEN_RETRY_SECONDS)
         finally:
             with anyio.CancelScope(shield=True):
                 await self._close()
 
-    async def _scan(self, driver: Driver) -> Scanned:
-        count = await self._lane.run(self._nvml.count)
-        gpus: list[Gpu] = []
-        unreadable: list[Unreadable] = []
-        for index in range(count):
+    async def _session(self, driver: Driver) -> None:
+        """Look around until a release is asked for; then, or on failure, stop what runs beside and return."""
+        failure: NvmlError | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._run_beside)
             try:
-                gpus.append(await self._lane.run(self._nvml.describe, index))
-            except NvmlDriverMismatch:
-                raise
+                await self._look_around(Rounds(self._nvml, self._lane, driver))
             except NvmlError as error:
-                unreadable.append(Unreadable(index, str(error)))
-        return Scanned(driver, tuple(gpus), tuple(unreadable))
+                failure = error
+            if self._released_until is not None:
+                # First the lists, then the closing: nobody is given a GPU that is about to be reset.
+                await self._unavailable(self._maintenance, self._released_until)
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        await self._close()
+
+    async def _run_beside(self) -> None:
+        if self._beside is not None:
+            await self._beside()
+
+    async def _look_around(self, rounds: Rounds) -> None:
+        connected: tuple[str, ...] | None = None
+        while self._released_until is None:
+            known = [state.uuid for state in self._inventory.snapshot.value.gpus]
+            try:
+                scanned = await rounds.look(known)
+            except NvmlHung as error:
+                # Closing NVML under a call that hangs would hang as well: wait for it instead.
+                await self._unavailable(str(error))
+                await self._pause(self._seconds)
+                continue
+            await self._inventory.mailbox.post(scanned)
+            uuids = tuple(gpu.uuid for gpu in scanned.gpus)
+            if uuids != connected:
+                await self._read_links(scanned.gpus)
+                connected = uuids
+            await self._pause(self._seconds)
+
+    async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
+        reading = LinkReading(self._nvml, gpus)
+        try:
+            topology = await self._lane.run(reading.run, progress=reading.got_on)
+        except NvmlHung as error:
+            log.warning("links_unreadable", problem=str(error), consequence="GPUs are chosen by index")
+            return
+        await self._inventory.mailbox.post(Connected(topology))
+
+    async def _stay_released(self) -> None:
+        while self._released_until is not None and boot_seconds() < self._released_until:
+            await self._unavailable(self._maintenance, self._released_until)
+            await self._pause(min(60.0, self._released_until - boot_seconds()))
+        self._released_until = None
+        log.info("release_over")
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but wake when somebody asks for something."""
+        with anyio.move_on_after(max(0.0, seconds)):
+            await self._asked.wait()
+        self._asked = anyio.Event()
+
+    async def _unavailable(self, problem: str, released_until: float | None = None) -> None:
+        await self._inventory.mailbox.post(Unavailable(problem, released_until))
 
     async def _close(self) -> None:
         if self._open:
             self._open = False
             try:
                 await self._lane.run(self._nvml.close)
-            except NvmlError:
-                return  # it is closed as far as it can be; the next open tells more
+            except NvmlError as error:
+                # It is closed as far as it can be; the next open tells more.
+                log.debug("nvml_not_closed", problem=str(error))
+
+
+def _maintenance(until: float) -> str:
+    clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + until - boot_seconds()))
+    return f"NVML is released for maintenance until {clock} (gpu-node-agent release --end ends it)"

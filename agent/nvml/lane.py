@@ -43,12 +43,19 @@ class Lane:
         self._given_up = [given_up for given_up in self._given_up if given_up.worker.is_alive()]
         return len(self._given_up)
 
-    async def run(self, call: Callable[[*Ts], R], *args: *Ts, deadline: float | None = None) -> R:
+    async def run(
+        self,
+        call: Callable[[*Ts], R],
+        *args: *Ts,
+        deadline: float | None = None,
+        progress: Callable[[], float] | None = None,
+    ) -> R:
         """Run a blocking call and return its result; raises what it raises.
 
-        `deadline` is in seconds and counts from when the call begins; past it NvmlHung is raised, and
-        raised again at once for the same call with the same arguments until it comes back: whoever asks
-        a sick GPU at every tick must not use up a thread each time.
+        `deadline` is in seconds and counts from when the call begins, or, for one that makes many calls
+        into NVML, from when it last got on: `progress` answers that on `time.monotonic()`'s clock.
+        Past it NvmlHung is raised, and raised again at once for the same call with the same arguments
+        until it comes back: whoever asks a sick GPU at every tick must not use up a thread each time.
         Cancellation is held back until the call is over, so that whoever closes NVML next finds no
         call under way.
         """
@@ -70,8 +77,7 @@ class Lane:
             outcome: list[R] = []
             job = _Job(lambda: outcome.append(call(*args)))
             worker.jobs.put(job)
-            with anyio.CancelScope(shield=True), anyio.move_on_after(seconds):
-                await job.done.wait()
+            await _finish(job, seconds, progress)
             if not job.done.is_set():
                 self._give_up(_GivenUp(worker, call, args))
                 log.error("nvml_call_hangs", call=what, lane=self.name, deadline_seconds=seconds)
@@ -92,6 +98,17 @@ class Lane:
         given_up.worker.jobs.put(None)  # should it ever come back, it ends
         self._given_up.append(given_up)
         self._worker = None
+
+
+async def _finish(job: "_Job", seconds: float, progress: Callable[[], float] | None) -> None:
+    """Wait until the job is done or late; not to be cancelled."""
+    end = anyio.current_time() + seconds
+    with anyio.CancelScope(shield=True):
+        while not job.done.is_set() and anyio.current_time() < end:
+            with anyio.CancelScope(deadline=end):
+                await job.done.wait()
+            if progress is not None:
+                end = max(end, progress() + seconds)
 
 
 class _Job:

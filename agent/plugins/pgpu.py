@@ -9,8 +9,9 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, PreferenceRequest, Refused
 from agent.kubelet.podresources import PodList
-from agent.model.ids import BadDeviceId, DeviceId, Unit, parse
+from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.preference import choose
 from agent.plugins import encode
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
@@ -66,7 +67,10 @@ class PgpuPlugin:
         return len(devices), sum(healthy for _, healthy, _ in devices)
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
-        """The must-include IDs, then the lowest indices; replicas spread over the least shared GPUs."""
+        """Whole GPUs: the best connected set (`agent.model.preference`); replicas: the least shared GPUs."""
+        if not any(SEPARATOR in text for text in (*request.available, *request.must_include)):
+            topology = self._inventory.value.topology
+            return choose(topology, request.available, request.must_include, request.size)
         order = {state.uuid: state.gpu.index for state in self._inventory.value.gpus}
         chosen = list(request.must_include)
         free = [text for text in request.available if text not in set(chosen)]

@@ -1,0 +1,112 @@
+"""Rounds over the GPUs: keeps hung calls apart, compares counters with the round before."""
+
+from collections.abc import Iterable, Sequence
+
+from agent.inventory.clock import boot_seconds
+from agent.inventory.messages import Probed, Scanned
+from agent.inventory.snapshot import Unreadable
+from agent.inventory.survey import Findings, Step, Survey
+from agent.model.gpu import Driver, Gpu
+from agent.model.health import Fault, FaultKind
+from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlHung
+from agent.nvml.lane import Lane
+from agent.nvml.port import NvmlPort, Probe
+
+# Identities are read anew every so many rounds, or at once when the count changed or a probe failed:
+# that GPUs swap indices, or MIG is switched, costs nothing when it is told some seconds late.
+FULL_EVERY = 5
+MUTE = "NVML calls about this GPU do not return"
+
+
+class Rounds:
+    """The rounds of one NVML session."""
+
+    def __init__(self, nvml: NvmlPort, lane: Lane, driver: Driver) -> None:
+        self._nvml = nvml
+        self._lane = lane
+        self._driver = driver
+        self._round = 0
+        self._count = -1
+        self._present: tuple[Gpu, ...] = ()
+        self._unreadable = False
+        self._hung: dict[Step, Survey] = {}
+        self._ecc: dict[str, int] = {}
+
+    async def look(self, known: Iterable[str]) -> Scanned:
+        """One round; `known` are UUIDs of the inventory. Raises NvmlError when NVML itself fails."""
+        count = await self._lane.run(self._nvml.count)
+        full = count != self._count or self._round % FULL_EVERY == 0 or self._unreadable
+        self._round, self._count = self._round + 1, count
+        findings = Findings()
+        hung = await self._survey(range(count) if full else (), findings)
+        # An index that hangs is known by the GPU that had it; that one keeps its place.
+        kept = [gpu for gpu in self._present if gpu.index in hung]
+        mute = {gpu.uuid for gpu in kept}
+        strangers = hung - {gpu.index for gpu in kept}
+        findings.unreadable.extend(Unreadable(int(index), MUTE) for index in strangers)
+        if full:
+            self._present = (*findings.gpus, *kept)
+        asked = dict.fromkeys((*(gpu.uuid for gpu in self._present), *known))
+        hung |= await self._survey([uuid for uuid in asked if uuid not in mute], findings)
+        probes = tuple(self._judged(uuid, findings, uuid in mute or uuid in hung) for uuid in asked)
+        self._unreadable = bool(findings.unreadable or findings.failures or hung)
+        return Scanned(self._driver, self._present, tuple(findings.unreadable), probes, boot_seconds())
+
+    async def _survey(self, steps: Sequence[Step], findings: Findings) -> set[Step]:
+        """Take the steps; answers those that hang."""
+        self._hung = {step: survey for step, survey in self._hung.items() if survey.current == step}
+        hung = {step for step in steps if step in self._hung}
+        left: tuple[Step, ...] = tuple(step for step in steps if step not in hung)
+        while left:
+            survey = Survey(self._nvml, left, findings)
+            try:
+                await self._lane.run(survey.run, progress=survey.got_on)
+                left = ()
+            except NvmlHung:
+                survey.abandoned = True
+                culprit = survey.current
+                if culprit is None:  # the lane itself refuses: too many threads hang
+                    raise
+                left = survey.rest()
+                self._hung[culprit] = survey
+                hung.add(culprit)
+            if findings.fatal is not None:
+                raise findings.fatal
+        return hung
+
+    def _judged(self, uuid: str, findings: Findings, mute: bool) -> Probed:
+        if mute:
+            return Probed(uuid, Fault(FaultKind.HUNG), MUTE)
+        if (probe := findings.probes.get(uuid)) is not None:
+            return self._passed(uuid, probe)
+        error = findings.failures[uuid]
+        kind = FaultKind.LOST if isinstance(error, NvmlGpuLost) else FaultKind.PROBE
+        return Probed(uuid, Fault(kind), _words(error))
+
+    def _passed(self, uuid: str, probe: Probe) -> Probed:
+        before, now = self._ecc.get(uuid), probe.ecc_uncorrected
+        if now is not None:
+            self._ecc[uuid] = now
+        compared = before is not None and now is not None
+        return Probed(
+            uuid,
+            ecc_risen=compared and now > before,  # type: ignore[operator]
+            was_reset=compared and now < before,  # type: ignore[operator]
+            obstacle=_obstacle(probe),
+        )
+
+
+def _words(error: NvmlError) -> str:
+    if isinstance(error, NvmlGpuLost):
+        return f"the GPU is lost, fell off the bus or was removed ({error})"
+    return f"the health probe fails ({error})"
+
+
+def _obstacle(probe: Probe) -> str:
+    if probe.remap_failed:
+        return "a row remap failed: the GPU should be replaced"
+    if probe.remap_pending:
+        return "a row remap waits for a reset of the GPU"
+    if probe.retirement_pending:
+        return "a page retirement waits for a reset of the GPU"
+    return ""

@@ -1,0 +1,134 @@
+"""The verdict file: what the agent holds against GPUs, kept over its restarts.
+
+One JSON document with the boot it belongs to. It is replaced as a whole, so a reader finds the old one
+or the new one. One that cannot be read is kept aside and logged, never trusted in parts.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from agent.inventory.snapshot import Record
+from agent.model.gpu import Gpu
+from agent.model.health import Health, after_reboot
+
+log = structlog.get_logger()
+
+VERSION: Final = 1
+NAME: Final = "verdicts.json"
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class StoredGpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One GPU that was not healthy."""
+
+    gpu: Gpu
+    health: Health
+
+
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file. Times are seconds since that boot."""
+
+    version: int
+    boot_id: str
+    log_sequence: int | None = None  # the newest Xid line of the kernel log that was seen
+    released_until: float | None = None
+    gpus: tuple[StoredGpu, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What earlier runs knew, seen from this boot."""
+
+    records: tuple[Record, ...] = ()
+    log_sequence: int | None = None  # lines up to this one were seen; None: of this boot, none
+    # Whether all Xids behind `log_sequence` fell while a known agent was away.
+    continuous: bool = False
+    released_until: float | None = None
+
+
+class VerdictFile:
+    """The file in the agent's state folder. All methods block: call them from a thread."""
+
+    def __init__(self, folder: Path, boot_id: Path = BOOT_ID) -> None:
+        self.path = folder / NAME
+        self._boot_id_file = boot_id
+
+    def boot_id(self) -> str:
+        """The present boot. Raises OSError."""
+        return self._boot_id_file.read_text(encoding="ascii").strip()
+
+    def load(self, now: float) -> Memory:
+        """What the file says; nothing where there is none or where it is unusable."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return Memory()
+        except OSError as error:
+            log.error("verdict_file_unreadable", file=str(self.path), problem=error.strerror)
+            return Memory()
+        try:
+            document = msgspec.json.decode(data, type=Document)
+            if document.version != VERSION:
+                raise msgspec.ValidationError(f"version {document.version}, this agent reads {VERSION}")
+        except msgspec.DecodeError as error:
+            self._keep_aside(str(error))
+            return Memory()
+        if document.boot_id != self.boot_id():
+            return Memory(tuple(_of_earlier_boot(one, now) for one in document.gpus), continuous=True)
+        return Memory(
+            tuple(Record(one.gpu, one.health) for one in document.gpus),
+            document.log_sequence,
+            continuous=document.log_sequence is not None,
+            released_until=document.released_until,
+        )
+
+    def _keep_aside(self, problem: str) -> None:
+        aside = self.path.with_name(f"{NAME}.bad")
+        log.error(
+            "verdict_file_unusable",
+            file=str(self.path),
+            problem=problem,
+            kept_as=str(aside),
+            consequence="verdicts of earlier runs are lost; look at the GPUs, then delete the kept file",
+        )
+        try:
+            self.path.replace(aside)
+        except OSError as error:
+            log.error("verdict_file_not_moved", file=str(self.path), problem=error.strerror)
+
+    def save(
+        self, records: tuple[Record, ...], log_sequence: int | None, released_until: float | None
+    ) -> None:
+        """Replace the file; on disk when this returns. Raises OSError."""
+        document = Document(
+            VERSION,
+            self.boot_id(),
+            log_sequence,
+            released_until,
+            tuple(StoredGpu(record.gpu, record.health) for record in records),
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(f".{NAME}.{os.getpid()}")
+        try:
+            with draft.open("wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _of_earlier_boot(stored: StoredGpu, now: float) -> Record:
+    return replace(Record(stored.gpu, after_reboot(stored.health, now)), listed=False)
