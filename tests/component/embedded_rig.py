@@ -1,0 +1,215 @@
+"""The scenario suite's rig on the embedded kubelet: the agent a real process, the kubelet in the test's."""
+
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import anyio
+import anyio.to_thread
+import grpc
+
+from agent.simulator.kubelet import EmbeddedKubelet, Phase, PodSpec, Timings
+from agent.simulator.machine import SimulatedMachine
+from tests.cluster import toolkit
+from tests.cluster.agent_process import AgentProcess
+from tests.component.kubelet.peer import PodResources, pod_resources
+from tests.scenarios.rig import GPU
+
+T = TypeVar("T")
+Face = Literal["1.36", "1.33"]
+FACES: tuple[Face, ...] = ("1.36", "1.33")
+PROFILE = "dgx-h200"
+RESTART_SECONDS = 30.0
+
+
+class EmbeddedRig:
+    """See `tests.scenarios.rig.Rig`. Made by `embedded_rig`."""
+
+    def __init__(self, folder: Path, face: Face, status_tick: float) -> None:
+        """Blocks: it writes the node's files."""
+        self._folder = folder
+        self.machine = machine = SimulatedMachine.create(PROFILE, folder / "machine")
+        self.kubelet = EmbeddedKubelet(
+            folder / "k",
+            pod_resources_face=face,
+            status_tick=status_tick,
+            timings=Timings(registry_poll=0.2),
+            cdi_folder=folder / "cdi",
+        )
+        self._minors = {uuid: int(machine.gpu(uuid).minor) for uuid in machine.uuids}
+        (folder / "cdi").mkdir()
+        toolkit.write_cdi_spec(folder / "cdi", folder, self._minors)
+        arguments = [f"--simulated-machine={folder / 'machine'}"]
+        self.agent = AgentProcess(folder, {}, lambda _: None, arguments)
+        self._agent_wanted = False
+
+    # The agent
+
+    def _settings(self) -> dict[str, object]:
+        return {
+            "defaultMode": "pgpu",
+            "logging.format": "json",
+            "http.address": "127.0.0.1",
+            "http.port": 0,
+            "kubelet.root": str(self.kubelet.root),
+            "driver.root": str(self._folder),
+            "host.state": str(self._folder / "state"),
+            "host.run": str(self._folder / "run"),
+            "host.cdi": str(self._folder / "cdi"),
+            "injection.strategy": "cdi",
+        }
+
+    async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
+        await anyio.to_thread.run_sync(self.agent.start, self._settings() | dict(settings or {}))
+        self._agent_wanted = True
+
+    async def kill_agent(self) -> None:
+        self._agent_wanted = False
+        await self.agent.end(signal.SIGKILL, 5)
+
+    async def stop_agent(self, deadline: float = 10.0) -> int:
+        self._agent_wanted = False
+        code = await self.agent.end(signal.SIGTERM, deadline)
+        if code is None:
+            raise AssertionError("the agent was not started")
+        return code
+
+    def agent_running(self) -> bool:
+        return self.agent.pid is not None
+
+    # The node
+
+    async def allocatable(self, resource: str = GPU) -> int | None:
+        return self.kubelet.allocatable.get(resource)
+
+    async def capacity(self, resource: str = GPU) -> int | None:
+        return self.kubelet.capacity.get(resource)
+
+    async def wait_allocatable(self, count: int, resource: str = GPU, deadline: float = 30.0) -> None:
+        amounts = self.kubelet.api
+        await self._wait(
+            lambda: amounts.allocatable.get(resource) == count,
+            deadline,
+            lambda: f"allocatable {resource} is {amounts.allocatable.get(resource)}, not {count}",
+        )
+
+    @asynccontextmanager
+    async def watching_allocatable(self, resource: str = GPU) -> AsyncIterator[Sequence[int | None]]:
+        with self._watching(resource) as values:
+            yield values
+
+    @contextmanager
+    def _watching(self, resource: str) -> Iterator[list[int | None]]:
+        values = [self.kubelet.allocatable.get(resource)]
+
+        def look(_: Mapping[str, int], allocatable: Mapping[str, int]) -> None:
+            if (now := allocatable.get(resource)) != values[-1]:
+                values.append(now)
+
+        with self.kubelet.observing_node(look):
+            yield values
+
+    async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
+        before = await self._ask(lambda lister: len(lister.allocatable()))
+        await self.kubelet.restart(down_seconds)
+        with anyio.fail_after(RESTART_SECONDS):
+            while await self._ask(lambda lister: len(lister.allocatable())) < before:
+                await anyio.sleep(0.02)
+
+    def gpu_uuids(self) -> tuple[str, ...]:
+        return self.machine.uuids
+
+    def device_node(self, uuid: str) -> str:
+        return f"/dev/nvidia{self._minors[uuid]}"
+
+    # Pods
+
+    async def create_pod(self, pod: PodSpec) -> None:
+        self.kubelet.create_pod(pod)
+
+    async def delete_pod(self, pod: PodSpec, deadline: float = 30.0) -> None:
+        await self.kubelet.delete_pod(pod, deadline)
+
+    async def phase(self, pod: PodSpec) -> Phase:
+        return self.kubelet.pod(pod).phase
+
+    async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
+        seen = self.kubelet.pod(pod)
+
+        def reached() -> bool:
+            told = f"pod {pod.name} is {seen.phase}, not {phase}: {seen.reason} {seen.message}"
+            assert seen.phase is phase or not seen.phase.finished, told
+            return seen.phase is phase
+
+        await self._wait(reached, deadline, lambda: f"pod {pod.name} is {seen.phase}: {seen}")
+
+    async def reason(self, pod: PodSpec) -> str:
+        return self.kubelet.pod(pod).reason
+
+    async def message(self, pod: PodSpec) -> str:
+        return self.kubelet.pod(pod).message
+
+    async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
+        answer: Any = await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
+        devices = [item for each in answer.containers if each.name == container for item in each.devices]
+        return frozenset(one for item in devices if item.resource_name == resource for one in item.device_ids)
+
+    async def container_environment(self, pod: PodSpec, container: str) -> Mapping[str, str]:
+        return self.kubelet.container(pod, container).env
+
+    async def container_device_nodes(self, pod: PodSpec, container: str) -> frozenset[str]:
+        nodes = self.kubelet.container(pod, container).device_nodes
+        return frozenset(node for node in nodes if node.startswith("/dev/nvidia"))
+
+    # Inner
+
+    async def _wait(self, reached: Callable[[], bool], deadline: float, seen: Callable[[], str]) -> None:
+        end = anyio.current_time() + deadline
+        while True:
+            left = end - anyio.current_time()
+            try:
+                await self.kubelet.wait_for(reached, min(left, 0.5), seen)
+            except TimeoutError as error:
+                died = self._agent_wanted and not self.agent_running()
+                if left > 0.5 and not died:
+                    continue
+                log = await anyio.to_thread.run_sync(partial(self.agent.log.read_text, errors="replace"))
+                told = "the agent has ended by itself" if died else f"after {deadline:g} s"
+                raise TimeoutError(f"{seen()}; {told}; end of its log:\n{log[-2000:]}") from error
+            return
+
+    async def _ask(self, question: Callable[[PodResources], T]) -> T:
+        """One question to PodResources; its rate limit, shared with the agent, is waited out."""
+
+        def call() -> T:
+            with pod_resources(self.kubelet.pod_resources_socket) as lister:
+                return question(lister)
+
+        for _ in range(100):
+            try:
+                return await anyio.to_thread.run_sync(call)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+            await anyio.sleep(0.02)
+        raise TimeoutError("PodResources refuse for want of calls per second, 100 times in a row")
+
+
+@asynccontextmanager
+async def embedded_rig(face: Face = "1.36", status_tick: float = 0.5) -> AsyncIterator[EmbeddedRig]:
+    """A fresh node, gone with everything on it at the end. For the test's body, not for a fixture."""
+    folder = Path(await anyio.mkdtemp(prefix="gna-"))
+    try:
+        rig = await anyio.to_thread.run_sync(EmbeddedRig, folder, face, status_tick)
+        async with rig.kubelet.running():
+            try:
+                yield rig
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await rig.kill_agent()
+    finally:
+        shutil.rmtree(folder)
