@@ -5,7 +5,8 @@ changes meanwhile would fail the scrape, and a scrape would show halves of two s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import anyio
 
@@ -16,7 +17,19 @@ from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
 from agent.nvml.lane import Lane
 from agent.nvml.port import Sample
+from agent.telemetry.definitions import Definition
 from agent.telemetry.sampler import Sampler
+
+
+class Add(Protocol):
+    """Adds one series: the value of a defined metric under its labels, in the order of the definition."""
+
+    def __call__(self, definition: Definition, value: float, labels: tuple[str, ...] = ()) -> None: ...
+
+
+# What another room shows. Called on the event loop, it reads its room and answers a function that adds the
+# series later, in the rendering thread, from what was read. Its metrics stand in `definitions` as well.
+Part = Callable[[], Callable[[Add], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +54,12 @@ class Reading:
     mailbox_depth: int
     mailbox_dropped: int
     ready: bool
+    parts: tuple[Callable[[Add], None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The rooms that a reading is taken from; `endpoints` may still grow."""
+    """The rooms that a reading is taken from; `endpoints` and `parts` may still grow."""
 
     inventory: Inventory
     sampler: Sampler
@@ -53,6 +67,7 @@ class Sources:
     endpoints: Sequence[Endpoint]
     supervisor: Supervisor
     blockers: Callable[[], Sequence[str]]
+    parts: list[Part] = field(default_factory=list)
 
     def read(self) -> Reading:
         """The present moment; call it on the event loop."""
@@ -71,6 +86,7 @@ class Sources:
             mailbox_depth=self.inventory.mailbox.depth,
             mailbox_dropped=self.inventory.mailbox.dropped,
             ready=not self.blockers(),
+            parts=tuple(part() for part in self.parts),
         )
 
 

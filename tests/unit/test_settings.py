@@ -115,7 +115,10 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         ("http: {port: true}", "http.port must be a whole number from 0 to 65535, not True"),
         ("http: {port: 1.5}", "http.port must be a whole number from 0 to 65535, not 1.5"),
         ("http: {port: null}", "http.port must be a whole number from 0 to 65535, not null"),
-        ("defaultMode: mig", "defaultMode must be one of none, pgpu, vgpu, mps, not 'mig'"),
+        (
+            "injection: {strategy: cid}",
+            "injection.strategy must be one of auto, envvar, cdi, not 'cid'",
+        ),
         ("version: 2", "version must be 1, not 2"),
         ("injection: {deviceNodes: maybe}", "injection.deviceNodes must be true or false, not 'maybe'"),
         ("sampling: {intervalSeconds: 0}", "sampling.intervalSeconds must be a number from 0.1 to 60, not 0"),
@@ -163,13 +166,13 @@ def test_every_fault_is_told_from_every_source(tmp_path: Path) -> None:
         {"GPU_NODE_AGENT_HTTP_PORT": "y", "GPU_NODE_AGENT_NOPE": "1"},
         ("http.address", "http=1", "a.b=1", "http.port.x=1"),
     )
+    port = "http.port must be a whole number from 0 to 65535"
     assert [fault.removeprefix(str(file)).split("; allowed")[0] for fault in told] == [
-        ": http.port must be a whole number from 0 to 65535, not 'x'",
+        f": {port}, not 'x'",
         ": unknown key http.nope",
         ": logging.level must be one of debug, info, warning, error, not 'loud'",
         ": unknown key bad",
-        "environment variable GPU_NODE_AGENT_HTTP_PORT: "
-        + "http.port must be a whole number from 0 to 65535, not 'y'",
+        f"environment variable GPU_NODE_AGENT_HTTP_PORT: {port}, not 'y'",
         "environment variable GPU_NODE_AGENT_NOPE: unknown key NOPE",
         "flag --set http.address: write it as key.path=value",
         "flag --set http=1: http is a block; name one of its keys: address, port",

@@ -26,6 +26,15 @@ class IdlePlugin:
     def __init__(self) -> None:
         self.lists: Cell[bytes] = Cell(b"")
 
+    async def run(self) -> None:
+        raise AssertionError
+
+    def refresh(self) -> None:
+        raise AssertionError
+
+    def figures(self, assignment: object) -> tuple[int, int]:
+        raise AssertionError
+
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
         raise AssertionError
 

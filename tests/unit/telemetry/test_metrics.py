@@ -4,7 +4,7 @@ import gzip
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from agent.telemetry import definitions as d
 from agent.telemetry import reference
 from agent.telemetry.page import MetricsPage, render
 from agent.telemetry.process import read_process_use
-from agent.telemetry.reading import Reading, Sources
+from agent.telemetry.reading import Add, Reading, Sources
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.web.server import HttpServer, Reply
 from tests.unit.telemetry.agents import Parts
@@ -172,6 +172,27 @@ async def test_a_reading_does_not_change_with_the_agent() -> None:
         return {key: item for key, item in values(text).items() if "_process_" not in key[0]}
 
     assert own(before) == own(after)
+
+
+async def test_another_room_adds_its_part() -> None:
+    parts = Parts()
+    units = {"free": 3}
+
+    def part() -> Callable[[Add], None]:
+        read = dict(units)
+
+        def emit(add: Add) -> None:
+            add(d.GPUS_UNREADABLE, read["free"])
+            add(d.TASK_UP, 1, ("another room",))
+
+        return emit
+
+    parts.sources.parts.append(part)
+    reading = parts.sources.read()
+    units["free"] = 99
+    text = (await rendered(reading)).body.decode()
+    assert "gpu_agent_gpus_unreadable 3.0" in text
+    assert value(text, "gpu_agent_task_up", task="another room") == 1
 
 
 async def test_both_formats_parse_and_hold_exactly_the_defined_families() -> None:
