@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
+from agent.model.layout import Entry, faults_of
+from agent.model.modes import Mode
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
@@ -20,6 +22,7 @@ RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
+LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
@@ -124,11 +127,42 @@ class Health(Section, frozen=True):
     xids: dict[XidNumber, XidOverride] = msgspec.field(default_factory=dict)
 
 
+class Modes(Section, frozen=True):
+    """Which modes this node may be switched to; one that is off is never registered."""
+
+    pgpu: bool = True
+    vgpu: bool = True
+    mps: bool = True
+
+
+class LayoutEntry(Section, frozen=True):
+    """Some GPUs of a layout and their mode."""
+
+    # Index ranges (0-3, 5), UUIDs, product patterns (NVIDIA H200, *T4*), or rest.
+    gpus: list[str | int]
+    mode: Literal["off", "pgpu", "vgpu", "mps"]
+    replicas: Annotated[int, Meta(ge=1, le=100)] = 1  # pgpu only: time slices of each GPU
+
+
+class TimeSlicing(Section, frozen=True):
+    """How time-sliced GPUs are offered."""
+
+    rename: bool = False  # as nvidia.com/gpu.shared instead of nvidia.com/gpu
+    refuse_more_than_one: bool = False  # more slices for one container give it no more of a GPU
+
+
 class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
     version: Literal[1] = 1
-    default_mode: Literal["none", "pgpu", "vgpu", "mps"] = "none"
+    # Without a label: none, pgpu, vgpu, mps, or the name of a layout.
+    default_mode: str = "none"
+    mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
+    when_busy: Literal["drain", "refuse"] = "drain"
+    modes: Modes = Modes()
+    layouts: dict[LayoutName, list[LayoutEntry]] = msgspec.field(default_factory=dict)
+    time_slicing: TimeSlicing = TimeSlicing()
+    node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
     http: Http = Http()
     kubelet: Kubelet = Kubelet()
@@ -170,10 +204,28 @@ def schema() -> dict[str, Any]:
 
 def _impossible(settings: Settings) -> list[str]:
     """Combinations that no single key shows to be wrong."""
-    faults = []
+    faults = _bad_layouts(settings)
     if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
         faults.append(
             "injection.deviceNodes: true cannot go with injection.strategy: cdi, whose devices bring "
             "their nodes along; set one of them differently"
         )
+    return faults
+
+
+def _bad_layouts(settings: Settings) -> list[str]:
+    words = ("none", "disable", *(mode.value for mode in Mode if mode is not Mode.OFF))
+    faults = [
+        f"layouts: {name!r} is the name of a mode; call the layout otherwise"
+        for name in settings.layouts
+        if name in words
+    ]
+    if settings.default_mode not in (*words, *settings.layouts):
+        known = ", ".join((*words, *sorted(settings.layouts)))
+        faults.append(
+            f"defaultMode must be a mode or a layout of this file ({known}), not {settings.default_mode!r}"
+        )
+    for name, entries in settings.layouts.items():
+        made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
+        faults.extend(f"layouts.{name}[{number}]: {fault}" for number, fault in faults_of(made))
     return faults

@@ -1,6 +1,7 @@
 """The pods of this node: what their containers ask for, as the API server tells it."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 import anyio
 import msgspec
@@ -48,6 +49,18 @@ class Pod(msgspec.Struct, frozen=True):
     metadata: Metadata
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
+
+    @property
+    def pending(self) -> bool:
+        """Whether it still waits to be admitted or started."""
+        return self.status.phase == "Pending" and not self.metadata.deletion_timestamp
+
+    def asks_for(self, resources: AbstractSet[str]) -> bool:
+        """Whether any of its containers asks for one of `resources`."""
+        spec = self.spec
+        return any(
+            resources & each.resources.limits.keys() for each in (*spec.containers, *spec.init_containers)
+        )
 
 
 class PodCache:

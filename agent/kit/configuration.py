@@ -116,15 +116,25 @@ def _checked(value: object, kind: type[Section], source: str, path: str, faults:
         field = fields.get(key) if isinstance(key, str) else None
         if field is None:
             faults.append(f"{source}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
-        elif _section_of_map(field):
-            good[key] = _checked_map(item, field, source, here, faults)
-        elif _is_section(field):
-            good[key] = _checked(item, field, source, here, faults)
-        elif fault := _fault(item, field):
-            faults.append(f"{source}: {here} {fault}")
         else:
-            good[key] = item
+            good[key] = _checked_value(item, field, source, here, faults)
     return good
+
+
+def _checked_value(value: object, kind: Any, source: str, path: str, faults: list[str]) -> Any:  # noqa: ANN401
+    """A value of any kind, blocks within it looked into; faults are appended and make the answer void."""
+    if _is_section(kind):
+        return _checked(value, kind, source, path, faults)
+    if _holds_sections(kind):
+        if typing.get_origin(kind) is dict:
+            return _checked_map(value, kind, source, path, faults)
+        if isinstance(value, list):
+            inner = typing.get_args(kind)[0]
+            return [_checked_value(v, inner, source, f"{path}[{n}]", faults) for n, v in enumerate(value)]
+        faults.append(f"{source}: {path} must be a list, not {_shown(value)}")
+    elif fault := _fault(value, kind):
+        faults.append(f"{source}: {path} {fault}")
+    return value
 
 
 def _checked_map(value: object, kind: Any, source: str, path: str, faults: list[str]) -> dict[str, Any]:  # noqa: ANN401
@@ -140,7 +150,7 @@ def _checked_map(value: object, kind: Any, source: str, path: str, faults: list[
         elif str(key) in good:
             faults.append(f"{source}: {path}: key {key} stands twice")
         else:
-            good[str(key)] = _checked(item, inner, source, f"{path}.{key}", faults)
+            good[str(key)] = _checked_value(item, inner, source, f"{path}.{key}", faults)
     return good
 
 
@@ -177,8 +187,8 @@ def _override(
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    if _section_of_map(kind):
-        _nested(merged, path, _checked_map(value, kind, source, ".".join(path), faults))
+    if _holds_sections(kind):
+        _nested(merged, path, _checked_value(value, kind, source, ".".join(path), faults))
         return
     if value is not None and not isinstance(value, str) and not _fault(text, kind):
         value = text  # a text key whose value looks like a number, a date or a block
@@ -222,9 +232,12 @@ def _is_section(kind: object) -> typing.TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _section_of_map(kind: object) -> bool:
-    """Whether a key holds a map of blocks."""
-    return typing.get_origin(kind) is dict and _is_section(typing.get_args(kind)[1])
+def _holds_sections(kind: object) -> bool:
+    """Whether a key holds a map or a list of blocks, or of such maps and lists."""
+    if typing.get_origin(kind) not in (dict, list):
+        return False
+    inner = typing.get_args(kind)[-1]
+    return _is_section(inner) or _holds_sections(inner)
 
 
 def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
@@ -234,6 +247,8 @@ def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
         return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else describe_type(part) for part in arguments)
+    if origin is list:
+        return f"a list of {describe_type(arguments[0])}"
     if origin is Annotated:
         return describe_type(arguments[0]) + "".join(_bounds(m) for m in arguments[1:] if isinstance(m, Meta))
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -243,6 +258,8 @@ def describe_type(kind: Any) -> str:  # noqa: ANN401  any type form
 def _bounds(meta: Meta) -> str:
     if meta.pattern == "^/":
         return " that starts with / (an absolute path)"
+    if meta.pattern and meta.pattern.startswith("^[a-z0-9]"):
+        return " of lower-case letters, digits, dots, dashes and underscores"
     if meta.pattern == "^[0-9]{1,4}$":
         return " of one to four digits"
     low = meta.ge if meta.ge is not None else meta.gt

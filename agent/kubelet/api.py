@@ -73,6 +73,9 @@ class ResourcePlugin(Protocol):
     # The newest ListAndWatchResponse, encoded. Every publication goes to the kubelet as it is.
     lists: Cell[bytes]
 
+    async def run(self) -> None:
+        """Keep `lists` true, for ever."""
+
     def refresh(self) -> None:
         """Bring `lists` up to date now, rather than when the plugin's own task gets its turn."""
 

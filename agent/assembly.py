@@ -1,0 +1,269 @@
+"""Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.inventory.actor import Inventory
+from agent.inventory.scanner import Scanner
+from agent.kit.cell import Cell
+from agent.kit.supervise import FatalError, Supervisor
+from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.holdings import HoldingsWatch
+from agent.model.layout import Entry
+from agent.model.modes import Assignment, Mode
+from agent.modes.desired import Vocabulary
+from agent.modes.figures import NodeFigures
+from agent.modes.node_labels import labels_of
+from agent.modes.report import Reporter
+from agent.modes.resources import ResourceSet
+from agent.modes.sources import DesiredSource
+from agent.modes.switcher import ModeSwitcher
+from agent.nvml.lane import Lane
+from agent.nvml.port import NvmlPort
+from agent.plugins.inject import Injector, NodeSoftware
+from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
+from agent.settings import Settings
+from agent.telemetry.page import MetricsPage
+from agent.telemetry.reading import Sources
+from agent.telemetry.sampler import Sampler
+from agent.web.server import HttpServer
+
+if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
+    from agent.cluster.events import EventRecorder
+    from agent.cluster.node import NodeObject
+    from agent.cluster.pods import PodCache
+
+log = structlog.get_logger()
+
+EndpointFactory = Callable[[ResourcePlugin], Endpoint]
+CaughtCheck = Callable[[], Awaitable[bool]]
+
+# The first list should be the true one: an empty list first would make the kubelet's figures dip.
+FIRST_LOOK_SECONDS = 2.0
+# How long an API server that does not answer is waited for before the last known wish is taken up.
+FIRST_WISH_SECONDS = 3.0
+
+
+@dataclass
+class ClusterAccess:
+    """What the agent has of the Kubernetes API."""
+
+    api: "KubeApi"
+    node: "NodeObject"
+    pods: "PodCache"
+    events: "EventRecorder"
+
+
+@dataclass
+class Agent:
+    """A running agent, as probes, metrics and tests see it."""
+
+    settings: Settings
+    inventory: Inventory
+    holdings: HoldingsWatch
+    supervisor: Supervisor
+    calls: Lane
+    http: HttpServer
+    endpoints: list[Endpoint] = field(default_factory=list)
+    cluster: ClusterAccess | None = None
+    desired: DesiredSource | None = None
+    switcher: ModeSwitcher | None = None
+    figures: NodeFigures | None = None
+    stopping: bool = False
+
+    @property
+    def http_port(self) -> int:
+        """The port of /metrics, /healthz and /readyz."""
+        return self.http.port
+
+    def blockers(self) -> list[str]:
+        """Why the node cannot serve, each in a sentence; empty: it can."""
+        found = ["the agent is stopping"] if self.stopping else []
+        problem = self.inventory.snapshot.value.problem
+        if problem:
+            found.append(problem)
+        if self.holdings.problem:
+            found.append(self.holdings.problem)
+        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
+        return found
+
+
+async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
+    """Start everything but the inventory actor and the HTTP server, which run already."""
+    settings, spawn = agent.settings, agent.supervisor.restarting
+    inventory = agent.inventory
+    group.start_soon(spawn, "scanner", Scanner(nvml, agent.calls, inventory).run)
+    sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
+    group.start_soon(spawn, "sampler", sampler.run)
+    sources = Sources(inventory, sampler, [agent.calls], agent.endpoints, agent.supervisor, agent.blockers)
+    MetricsPage(sources).add_to(agent.http)
+    agent.cluster = await _reach_cluster(settings)
+    if agent.cluster:
+        group.start_soon(spawn, "node watch", agent.cluster.node.run)
+        group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
+        group.start_soon(spawn, "events", agent.cluster.events.run)
+    injector = Injector(settings)
+    await anyio.to_thread.run_sync(injector.look, None)
+    if agent.cluster:
+        group.start_soon(spawn, "injection", _follow_node_software, agent.cluster.node, injector)
+    with anyio.move_on_after(FIRST_LOOK_SECONDS):
+        await agent.holdings.refresh()
+        await inventory.snapshot.wait_change(0)
+    group.start_soon(spawn, "holdings", agent.holdings.run)
+    await _start_modes(agent, injector, group)
+
+
+async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> None:
+    settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
+    agent.desired = DesiredSource(vocabulary_of(settings))
+    assignment: Cell[Assignment] = Cell(Assignment())
+    plugins = _plugins(agent, assignment, injector)
+    resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
+    if agent.cluster:
+        from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
+
+        own = OwnNode(agent.cluster.node, agent.cluster.events)
+        agent.figures = NodeFigures(own, resources.figures, assignment, _caught(agent, agent.cluster.pods))
+    agent.switcher = ModeSwitcher(
+        snapshot,
+        agent.desired.cell,
+        assignment,
+        agent.holdings,
+        resources,
+        announcer=agent.figures,
+        when_busy=settings.when_busy,
+    )
+    if settings.mode_file:
+        group.start_soon(spawn, "mode file", agent.desired.follow_file, Path(settings.mode_file))
+    elif agent.cluster:
+        group.start_soon(spawn, "mode label", agent.desired.follow_node, own)
+    else:
+        agent.desired.from_default()
+    with anyio.move_on_after(FIRST_WISH_SECONDS):
+        await agent.desired.known.wait()
+    group.start_soon(spawn, "mode switcher", agent.switcher.run)
+    if agent.cluster and agent.figures:
+        labels: Cell[Mapping[str, str]] = Cell({})
+        group.start_soon(spawn, "node figures", agent.figures.run)
+        group.start_soon(spawn, "figures follow", resources.follow_lists, agent.figures.wake)
+        group.start_soon(spawn, "node report", Reporter(own, agent.switcher.state, labels).run)
+        if settings.node_labels:
+            group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
+
+
+def vocabulary_of(settings: Settings) -> Vocabulary:
+    """What may be asked for under a configuration."""
+    allowed = settings.modes
+    modes = [mode for mode in (Mode.PGPU, Mode.VGPU, Mode.MPS) if getattr(allowed, mode.value)]
+    layouts = {
+        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
+        for name, entries in settings.layouts.items()
+    }
+    return Vocabulary(layouts, tuple(modes), settings.default_mode)
+
+
+def _plugins(
+    agent: Agent, assignment: Cell[Assignment], injector: Injector
+) -> dict[Mode, list[ResourcePlugin]]:
+    """The plugins of each mode; none is registered before its mode is first used."""
+    slicing = agent.settings.time_slicing
+    snapshot, holdings = agent.inventory.snapshot, agent.holdings.cell
+
+    def pgpu(resource: str, whole: bool, replicas: bool) -> PgpuPlugin:
+        return PgpuPlugin(
+            snapshot,
+            assignment,
+            holdings,
+            injector,
+            resource=resource,
+            whole=whole,
+            replicas=replicas,
+            refuse_more_than_one=slicing.refuse_more_than_one,
+        )
+
+    whole = [pgpu(RESOURCE, whole=True, replicas=not slicing.rename)]
+    shared = [pgpu(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else []
+    return {Mode.PGPU: [*whole, *shared]}
+
+
+def _endpoint_of(settings: Settings) -> EndpointFactory:
+    def endpoint(plugin: ResourcePlugin) -> Endpoint:
+        return Endpoint(
+            plugin,
+            Path(settings.kubelet.root),
+            settings.device_plugins_folder,
+            settings.kubelet.registration,
+            settings.kubelet.registry_wait_seconds,
+        )
+
+    return endpoint
+
+
+async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
+    """Build the rooms of the Kubernetes API where there is a way to it; makes no call."""
+    wish = settings.cluster
+    if wish.access == "off":
+        return None
+    # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
+    from agent.cluster.api import connect  # noqa: PLC0415
+    from agent.cluster.events import EventRecorder  # noqa: PLC0415
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+    from agent.cluster.node import NodeObject  # noqa: PLC0415
+    from agent.cluster.pods import PodCache  # noqa: PLC0415
+
+    try:
+        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+    except NoClusterAccess as error:
+        if wish.access == "required":
+            raise FatalError(f"cluster.access is required, but {error}") from error
+        log.info("no_cluster_access", reason=str(error))
+        return None
+    name = wish.node_name or os.uname().nodename
+    return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
+
+
+async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
+    """Tell the injector the versions of kubelet and runtime whenever the Node object tells new ones."""
+    async for _ in node.reflector.items.values():
+        if node.value:
+            info = node.value.status.node_info
+            software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+            if software != injector.software:
+                await anyio.to_thread.run_sync(injector.look, software)
+
+
+async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
+    """Describe driver and GPUs in labels, for ever."""
+    async for snapshot in agent.inventory.snapshot.values():
+        node = agent.cluster.node.value if agent.cluster else None
+        found = labels_of(snapshot, node.metadata.labels if node else {})
+        if found and found != labels.value:
+            labels.publish(found)
+
+
+def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
+    """Whether a pod is bound to this node, wants resources of ours and has not got them yet."""
+
+    async def caught() -> bool:
+        listed = await agent.holdings.refresh()
+        if listed is None or pods.reflector.problem:
+            return False
+        served = {(holding.namespace, holding.pod) for holding in listed.holdings}
+        ours = {endpoint.plugin.resource for endpoint in agent.endpoints}
+        return any(
+            pod.asks_for(ours) and (pod.metadata.namespace, pod.metadata.name) not in served
+            for pod in pods.pods().values()
+            if pod.pending
+        )
+
+    return caught

@@ -1,0 +1,143 @@
+"""Tells the scheduler at once what the kubelet will tell it at its next tick.
+
+The kubelet copies device lists into node.status every 10 s by default. Until then pods wait for room
+that is there, or are bound to room that is gone and die at admission. So capacity and allocatable of our
+own resources are patched: after a list that grew, and before one that shrinks. A tick that began before
+a list writes the old figure back; whatever the status says is therefore compared and patched again.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+import anyio
+import structlog
+
+from agent.kit.cell import Cell
+from agent.model.modes import Assignment
+
+log = structlog.get_logger()
+
+Figures = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
+
+PATCH_SPACING_SECONDS = 1.0
+SHRINK_SECONDS = 2.0  # how long a shrink is held up for pods that are caught between
+BINDING_SECONDS = 0.1  # what the scheduler may still bind after it could have seen the patch
+
+
+class FiguresFailed(Exception):
+    """The node's status could not be patched; the text says why."""
+
+
+class NodeStatusPort(Protocol):
+    """The own node's status."""
+
+    @property
+    def changes(self) -> Cell[Any]:
+        """Published whenever the node changed."""
+
+    def figures(self, resources: frozenset[str]) -> Figures | None:
+        """Capacity and allocatable as the node's status has them (0 where absent); None: not known now."""
+
+    async def patch_resources(self, figures: Figures) -> None:
+        """Write them. Raises FiguresFailed."""
+
+
+class NodeFigures:
+    """Keeps node.status true to our lists; an `Announcer` for the switcher."""
+
+    def __init__(
+        self,
+        node: NodeStatusPort,
+        lists: Callable[[Assignment], Figures],
+        assignment: Cell[Assignment],
+        caught: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._node = node
+        self._lists = lists
+        self._assignment = assignment
+        self._caught = caught
+        self._ahead: Assignment | None = None
+        self._closing = False
+        self._wake = anyio.Event()
+        self._problem: str | None = None
+        self.patches = 0
+        self.failures = 0
+
+    def wake(self) -> None:
+        """A list or the node changed: compare."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Compare and patch for ever: the first time at once, then at most once a second."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_node)
+            while True:
+                self._wake = anyio.Event()
+                if await self._patch_differences():
+                    await anyio.sleep(PATCH_SPACING_SECONDS)
+                    continue
+                with anyio.move_on_after(5 * PATCH_SPACING_SECONDS):
+                    await self._wake.wait()
+
+    async def shrink(self, assignment: Assignment) -> None:
+        """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
+        self._ahead = assignment
+        with anyio.move_on_after(SHRINK_SECONDS):
+            if not await self._patch_differences():
+                return
+            while not self._agrees():
+                await self._changed()
+            await anyio.sleep(BINDING_SECONDS)
+            while await self._caught():
+                await anyio.sleep(BINDING_SECONDS / 2)
+                await self._patch_differences()
+
+    def settled(self) -> None:
+        """The lists carry what was announced: they are the measure again."""
+        self._ahead = None
+        self.wake()
+
+    async def close(self) -> None:
+        """Announce that nothing is sold here any more, for an agent that is about to stop."""
+        self._closing = True
+        await self._patch_differences()
+
+    async def _changed(self) -> None:
+        with anyio.move_on_after(0.2):
+            await self._node.changes.wait_change(self._node.changes.version)
+
+    async def _follow_node(self) -> None:
+        async for _ in self._node.changes.values():
+            self.wake()
+
+    def _wanted(self) -> Figures:
+        figures = self._lists(self._ahead or self._assignment.value)
+        if self._closing:
+            return {name: (capacity, 0) for name, (capacity, _) in figures.items()}
+        return figures
+
+    def _agrees(self) -> bool:
+        wanted = self._wanted()
+        return self._node.figures(frozenset(wanted)) == wanted
+
+    async def _patch_differences(self) -> bool:
+        """Patch what differs; answers whether a patch was made."""
+        wanted = self._wanted()
+        found = self._node.figures(frozenset(wanted))
+        if found is None:
+            return False
+        differing = {name: figures for name, figures in wanted.items() if found.get(name) != figures}
+        if not differing:
+            return False
+        try:
+            await self._node.patch_resources(differing)
+        except FiguresFailed as error:
+            self.failures += 1
+            if self._problem is None:
+                log.warning("node_status_not_patched", problem=str(error))
+            self._problem = str(error)
+            await anyio.sleep(PATCH_SPACING_SECONDS)
+            return False
+        self._problem = None
+        self.patches += 1
+        return True

@@ -1,0 +1,33 @@
+"""Labels that describe driver and GPUs, for people's node selectors."""
+
+import re
+from collections.abc import Mapping
+
+from agent.inventory.snapshot import Snapshot
+
+MIB = 1 << 20
+# GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
+GFD_MARK = "nvidia.com/gfd.timestamp"
+
+
+def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
+    """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver."""
+    if snapshot.driver is None or not snapshot.gpus:
+        return {}
+    major, minor = snapshot.driver.cuda_version
+    labels = {"cuda-major-version": str(major), "cuda-minor-version": str(minor)}
+    if GFD_MARK not in present:
+        first = snapshot.gpus[0].gpu
+        labels |= {
+            "nvidia.com/gpu.product": label_value(first.product),
+            "nvidia.com/gpu.count": str(len(snapshot.gpus)),
+            "nvidia.com/gpu.memory": str(first.memory_bytes // MIB),
+            "nvidia.com/gpu.compute.major": str(first.compute_capability[0]),
+            "nvidia.com/gpu.compute.minor": str(first.compute_capability[1]),
+        }
+    return labels
+
+
+def label_value(text: str) -> str:
+    """Text as a label's value: letters, digits, dash, dot, underscore; 63 at most (Kubernetes' labels)."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:63].strip("-._")

@@ -1,0 +1,53 @@
+"""What the switcher needs of other rooms; the composition root hands it over."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from agent.model.gpu import Gpu
+from agent.model.modes import Assignment, Mode
+
+
+class SetUpFailed(Exception):
+    """A mode could not be set up on a GPU; the text names cause and remedy."""
+
+
+class Backend(Protocol):
+    """What must be running for a mode before its units are sold, MPS daemons for one."""
+
+    async def set_up(self, gpu: Gpu) -> None:
+        """Make the GPU ready; bounded in time. Raises SetUpFailed."""
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        """Leave the GPU as `set_up` found it; never fails, never hangs."""
+
+
+class Resources(Protocol):
+    """All resources of the node as one."""
+
+    def enable(self, mode: Mode) -> None:
+        """Register the resources of a mode, for the life of the process; again is nothing."""
+
+    def refresh(self) -> None:
+        """Bring all lists up to date with the assignment."""
+
+    async def delivered(self) -> None:
+        """Return when all lists as they are now have left for the kubelet, or cannot (bounded)."""
+
+    def granted_lately(self) -> frozenset[str]:
+        """Device IDs that were handed out within the last moments."""
+
+
+class Announcer(Protocol):
+    """Tells the scheduler before the kubelet does."""
+
+    async def shrink(self, assignment: Assignment) -> None:
+        """Announce the figures under an assignment that sells less, and wait until no pod is caught between.
+
+        Bounded in time; without the API server it returns at once.
+        """
+
+    def settled(self) -> None:
+        """The lists now carry what was announced."""
+
+
+NO_BACKENDS: Mapping[Mode, Backend] = {}

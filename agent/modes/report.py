@@ -1,0 +1,169 @@
+"""Tells the Node object how far the mode is: a label, an annotation, a condition, events."""
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import anyio
+import structlog
+
+from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.modes.state import GpuSwitch, Phase, SwitchState
+
+log = structlog.get_logger()
+
+MODE_LABEL = "gpu-node-agent.io/mode"
+STATE_ANNOTATION = "gpu-node-agent.io/state"
+CONDITION = "GPUModeReady"
+SPACING_SECONDS = 1.0
+RETRY_SECONDS = 5.0
+LONGEST_MESSAGE = 400
+
+EVENT_REASONS = {
+    Phase.APPLIED: "ModeApplied",
+    Phase.SWITCHING: "ModeSwitching",
+    Phase.BLOCKED: "ModeBlocked",
+    Phase.FAILED: "ModeFailed",
+}
+CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
+
+
+class ReportFailed(Exception):
+    """The Node object could not be written; the text says why."""
+
+
+class NodePort(Protocol):
+    """What is written of the own node."""
+
+    @property
+    def changes(self) -> Cell[Any]:
+        """Published whenever the node changed."""
+
+    def labels(self) -> Mapping[str, str] | None:
+        """The node's labels; None: not known yet."""
+
+    def annotations(self) -> Mapping[str, str]:
+        """The node's annotations."""
+
+    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+        """Set labels (None removes one) and annotations. Raises ReportFailed."""
+
+    async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
+        """Write one condition. Raises ReportFailed."""
+
+    def event(self, reason: str, message: str, warning: bool) -> None:
+        """An event about the node; never waits."""
+
+
+class Reporter:
+    """Level-triggered: writes what differs from what the Node object says, at most once a second."""
+
+    def __init__(
+        self, node: NodePort, state: Cell[SwitchState], extra_labels: Cell[Mapping[str, str]]
+    ) -> None:
+        self._node = node
+        self._state = state
+        self._extra = extra_labels
+        self._condition: tuple[str, str, str] | None = None
+        self._changed_at = ""
+        self._told: tuple[Phase, str, str] | None = None
+        self._problem: str | None = None
+
+    async def run(self) -> None:
+        """Report for ever."""
+        async with anyio.create_task_group() as group:
+            wake = [anyio.Event()]
+
+            async def follow(cell: Cell[SwitchState] | Cell[object] | Cell[Mapping[str, str]]) -> None:
+                async for _ in cell.values():
+                    wake[0].set()
+
+            group.start_soon(follow, self._state)
+            group.start_soon(follow, self._node.changes)
+            group.start_soon(follow, self._extra)
+            while True:
+                wake[0] = anyio.Event()
+                pause = await self._report()
+                await anyio.sleep(pause)
+                await wake[0].wait()
+
+    async def _report(self) -> float:
+        """Write what differs; how long to leave the API server alone, in seconds."""
+        state = self._state.value
+        self._tell_event(state)
+        known = self._node.labels()
+        if known is None:
+            return 0.0
+        labels = {MODE_LABEL: mode_in_force(state), **self._extra.value}
+        wrong = {key: value for key, value in labels.items() if known.get(key) != value}
+        annotation = encode(state)
+        stale = self._node.annotations().get(STATE_ANNOTATION) != annotation
+        condition = (
+            "True" if state.phase is Phase.APPLIED else "False",
+            CONDITION_REASONS[state.phase],
+            state.message[:LONGEST_MESSAGE],
+        )
+        if not wrong and not stale and condition == self._condition:
+            return 0.0
+        try:
+            if wrong or stale:
+                await self._node.write_metadata(wrong, {STATE_ANNOTATION: annotation})
+            if condition != self._condition:
+                if self._condition is None or self._condition[0] != condition[0]:
+                    self._changed_at = now()
+                await self._node.write_condition(CONDITION, *condition, self._changed_at)
+                self._condition = condition
+        except ReportFailed as error:
+            if self._problem is None:
+                log.warning("node_not_written", problem=str(error))
+            self._problem = str(error)
+            return RETRY_SECONDS
+        self._problem = None
+        return SPACING_SECONDS
+
+    def _tell_event(self, state: SwitchState) -> None:
+        told = (state.phase, state.desired, state.message)
+        if told == self._told:
+            return
+        self._told = told
+        text = f"mode {state.desired}: {state.message}" if state.message else f"mode {state.desired}"
+        self._node.event(EVENT_REASONS[state.phase], text, state.phase in (Phase.BLOCKED, Phase.FAILED))
+
+
+def mode_in_force(state: SwitchState) -> str:
+    """The value of the mode label: the applied word, or `switching` while GPUs differ from it."""
+    if state.phase in (Phase.APPLIED, Phase.BLOCKED):
+        return state.applied
+    return "switching"
+
+
+def encode(state: SwitchState) -> str:
+    """The state annotation: compact JSON, the same text for the same state."""
+    document: dict[str, object] = {
+        "state": state.phase.value,
+        "desired": state.desired,
+        "message": state.message[:LONGEST_MESSAGE],
+        "gpus": {str(gpu.index): _gpu(gpu) for gpu in state.gpus},
+    }
+    return json.dumps(document, separators=(",", ":"), sort_keys=True)
+
+
+def _gpu(gpu: GpuSwitch) -> dict[str, object]:
+    told: dict[str, object] = {"active": gpu.active.mode.value}
+    if gpu.active.replicas > 1:
+        told["replicas"] = gpu.active.replicas
+    if gpu.wanted.mode is not gpu.active.mode:
+        told["desired"] = gpu.wanted.mode.value
+    if gpu.waiting_for:
+        told["waitingFor"] = list(gpu.waiting_for[:5])
+    reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else "")
+    if reason:
+        told["reason"] = reason[:120]
+    return told
+
+
+def now() -> str:
+    """The present time in RFC 3339."""
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

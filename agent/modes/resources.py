@@ -1,0 +1,98 @@
+"""All resources of the node: which are registered, and their lists as one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
+from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.endpoint import Endpoint
+from agent.model.modes import Assignment, Mode
+
+
+class ResourceSet:
+    """Registers the resources of a mode when the mode is first used, and keeps them registered for life.
+
+    A resource that stays registered can be switched on and off by its list alone, within milliseconds
+    and with no stream broken.
+    """
+
+    def __init__(
+        self,
+        plugins: Mapping[Mode, Sequence[ResourcePlugin]],
+        endpoints: list[Endpoint],
+        endpoint_of: Callable[[ResourcePlugin], Endpoint],
+        supervisor: Supervisor,
+        group: TaskGroup,
+    ) -> None:
+        self._plugins = plugins
+        self._endpoint_of = endpoint_of
+        self._supervisor = supervisor
+        self._group = group
+        self._enabled: set[Mode] = set()
+        self._pending: set[Mode] = set()
+        self._grown = anyio.Event()
+        self.endpoints = endpoints  # grows as modes are first used
+
+    def enable(self, mode: Mode) -> None:
+        """Have the resources of a mode registered; their first list goes out with the next `refresh`."""
+        if mode not in self._enabled:
+            self._pending.add(mode)
+
+    def refresh(self) -> None:
+        """Bring all lists up to date with the assignment; then let newly enabled resources appear.
+
+        In that order: the first list that the kubelet reads of a resource is already the true one.
+        """
+        for plugins in self._plugins.values():
+            for plugin in plugins:
+                plugin.refresh()
+        for mode in self._pending:
+            for plugin in self._plugins.get(mode, ()):
+                endpoint = self._endpoint_of(plugin)
+                self.endpoints.append(endpoint)
+                name = plugin.resource
+                self._group.start_soon(self._supervisor.restarting, f"plugin {name}", plugin.run)
+                self._group.start_soon(self._supervisor.restarting, f"endpoint {name}", endpoint.run)
+        if self._pending:
+            self._enabled |= self._pending
+            self._pending.clear()
+            grown, self._grown = self._grown, anyio.Event()
+            grown.set()
+
+    async def follow_lists(self, action: Callable[[], None]) -> None:
+        """Call `action` whenever a list has changed or the kubelet came or went, for ever."""
+
+        async def each(cell: Cell[Any]) -> None:
+            async for _ in cell.values():
+                action()
+
+        async with anyio.create_task_group() as group:
+            followed = 0
+            while True:
+                for endpoint in self.endpoints[followed:]:
+                    group.start_soon(each, endpoint.plugin.lists)
+                    group.start_soon(each, endpoint.service.streams)
+                followed = len(self.endpoints)
+                await self._grown.wait()
+
+    async def delivered(self) -> None:
+        """Return when all lists as they are now have left on every open stream."""
+        async with anyio.create_task_group() as group:
+            for endpoint in self.endpoints:
+                group.start_soon(endpoint.service.delivered)
+
+    def granted_lately(self) -> frozenset[str]:
+        """Device IDs that were handed out within the last moments."""
+        return frozenset().union(*(endpoint.service.granted_lately() for endpoint in self.endpoints))
+
+    def figures(self, assignment: Assignment) -> dict[str, tuple[int, int]]:
+        """Capacity and allocatable of each resource that the kubelet listens to, under an assignment."""
+        return {
+            endpoint.plugin.resource: endpoint.plugin.figures(assignment)
+            for endpoint in self.endpoints
+            if endpoint.registered
+        }

@@ -1,0 +1,105 @@
+"""Where the wish for a mode comes from: the node's label, a file, or the configuration alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import structlog
+
+from agent.kit.cell import Cell
+from agent.kit.inotify import FolderGone, watching
+from agent.modes.desired import Desired, Vocabulary
+
+log = structlog.get_logger()
+
+# A label that is flapped settles at this pace; a single change is taken at once.
+SPACING_SECONDS = 1.0
+FILE_LOOK_SECONDS = 10.0
+LONGEST_WORD = 63  # a label value
+
+
+class LabelledNode(Protocol):
+    """The own Node object, as far as it is needed here."""
+
+    @property
+    def changes(self) -> Cell[Any]:
+        """Published whenever the node changed."""
+
+    def labels(self) -> Mapping[str, str] | None:
+        """The node's labels; None: not known yet."""
+
+
+class DesiredSource:
+    """Publishes what is wanted. What was read last stays in force while a source is away."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._last: float | None = None
+        self.cell: Cell[Desired] = Cell(vocabulary.named("none", ""))
+        self.known = anyio.Event()  # set with the first wish
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What may be asked for."""
+        return self._vocabulary
+
+    def use(self, vocabulary: Vocabulary) -> None:
+        """Read wishes by a new configuration from now on."""
+        self._vocabulary = vocabulary
+
+    def from_default(self) -> None:
+        """No label and no file: the configuration's default mode."""
+        self._publish(self._vocabulary.of_labels({}))
+
+    async def follow_node(self, node: LabelledNode) -> None:
+        """Follow the node's labels for ever."""
+        async for _ in node.changes.values():
+            labels = node.labels()
+            if labels is None or (self.known.is_set() and self._wish(labels) == self.cell.value):
+                continue
+            await self._spaced()
+            self._publish(self._wish(node.labels() or labels))
+
+    async def follow_file(self, file: Path) -> None:
+        """Follow a file that holds one word, for ever. An absent or empty file means the default mode."""
+        while True:
+            wish = await self._read(file)
+            if wish != self.cell.value or not self.known.is_set():
+                await self._spaced()
+                self._publish(await self._read(file))
+            try:
+                with anyio.move_on_after(FILE_LOOK_SECONDS):
+                    async with watching(file.parent) as folder:
+                        if await self._read(file) != self.cell.value:
+                            continue
+                        async for change in folder.changes():
+                            if change.name in ("", file.name):
+                                break
+            except (FolderGone, OSError):
+                await anyio.sleep(SPACING_SECONDS)
+
+    async def _read(self, file: Path) -> Desired:
+        try:
+            word = (await anyio.Path(file).read_text(encoding="utf-8")).strip()
+        except FileNotFoundError:
+            word = ""
+        except (OSError, UnicodeDecodeError) as error:
+            return Desired("?", problem=f"mode file {file} cannot be read: {error}")
+        if not word:
+            return self._vocabulary.of_labels({})
+        return self._vocabulary.named(word[:LONGEST_WORD], f"mode file {file}: value")
+
+    def _wish(self, labels: Mapping[str, str]) -> Desired:
+        return self._vocabulary.of_labels(labels)
+
+    async def _spaced(self) -> None:
+        if self._last is not None:
+            await anyio.sleep_until(self._last + SPACING_SECONDS)
+
+    def _publish(self, desired: Desired) -> None:
+        if desired != self.cell.value:
+            self._last = anyio.current_time()
+            log.info("mode_wanted", desired=desired.name, problem=desired.problem)
+            self.cell.publish(desired)
+        self.known.set()

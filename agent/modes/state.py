@@ -1,0 +1,41 @@
+"""How far the node is on its way to what is wanted: for people, the Node object, metrics and status."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from agent.model.modes import GpuMode
+
+
+class Phase(Enum):
+    """The node's mode as a whole; the value stands in the state annotation."""
+
+    APPLIED = "applied"
+    SWITCHING = "switching"
+    BLOCKED = "blocked"  # nothing will change until somebody acts
+    FAILED = "failed"  # setting up failed; it is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSwitch:
+    """One GPU: what it is sold as, what it shall be sold as, and what stands between."""
+
+    index: int
+    uuid: str
+    active: GpuMode
+    wanted: GpuMode
+    waiting_for: tuple[str, ...] = ()  # pods (namespace/name) that hold it in the old mode
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchState:
+    """The whole."""
+
+    phase: Phase
+    desired: str  # the word that was asked for
+    message: str
+    gpus: tuple[GpuSwitch, ...] = ()
+    applied: str = "none"  # the word that was in force last
+
+
+STARTING = SwitchState(Phase.SWITCHING, "none", "the agent is starting")
