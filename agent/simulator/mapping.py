@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +86,7 @@ class Mapping:
             value = read(self.state)
             if before % 2 == 0 and self.state.sequence == before:
                 return value
-            time.sleep(0)
+            os.sched_yield()
         return read(self.state)
 
     def gpu(self, slot: int) -> GpuState:

@@ -6,7 +6,7 @@ injected fault strikes both faces alike.
 
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
-from agent.nvml.port import EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
+from agent.nvml.port import ComputeMode, EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
 from agent.simulator import events
 from agent.simulator.calls import ANY, number_of
 from agent.simulator.events import EventReader
@@ -156,9 +156,15 @@ class SimulatedNvml:
         gpu = self._mapping.gpu(slot)
         found = []
         for number in range(gpu.link_count + 1):
-            link = gpu.links[number] if number < gpu.link_count else None
-            if not self._offered("nvmlDeviceGetNvLinkState", slot, has=link is not None) or link is None:
+            try:
+                self._device("nvmlDeviceGetNvLinkState", slot)
+            except NvmlError as error:
+                if error.code == NvmlCode.INVALID_ARGUMENT or isinstance(error, NvmlNotSupported):
+                    break
+                raise
+            if number == gpu.link_count:
                 break
+            link = gpu.links[number]
             if not link.active:
                 continue
             typed = self._offered("nvmlDeviceGetNvLinkRemoteDeviceType", slot)
@@ -198,6 +204,21 @@ class SimulatedNvml:
             return None
         kind = next(kind for kind, bit in _KINDS.items() if bit == event.kind)
         return NvmlEvent(self._machine.uuid(event.slot), kind, event.data if kind is EventKind.XID else 0)
+
+    def compute_mode(self, uuid: str) -> ComputeMode:
+        """See the port."""
+        slot = self._handle(uuid)
+        self._device("nvmlDeviceGetComputeMode", slot)
+        return ComputeMode(self._mapping.gpu(slot).compute_mode)
+
+    def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
+        """See the port."""
+        call = "nvmlDeviceSetComputeMode"
+        slot = self._handle(uuid)
+        self._device(call, slot)
+        if mode is ComputeMode.EXCLUSIVE_THREAD or self._mapping.gpu(slot).mig_mode:
+            raise error_for(NvmlCode.NOT_SUPPORTED, call)
+        self._mapping.gpu(slot).compute_mode = int(mode)
 
     # -- what every NVML call does ------------------------------------------------------------------
 
@@ -240,7 +261,11 @@ class SimulatedNvml:
             slot = next((slot for slot in self._described if self._machine.uuid(slot) == uuid), None)
             if error.code != NvmlCode.GPU_IS_LOST or slot is None:
                 raise
-        self._device("nvmlDeviceGetHandleByPciBusId", slot)
+        call = "nvmlDeviceGetHandleByPciBusId"
+        if slot not in self._slots:
+            self._call(call)
+            raise error_for(NvmlCode.NOT_FOUND, call)
+        self._device(call, slot)
         self._device("nvmlDeviceGetUUID", slot)
         return slot
 

@@ -111,11 +111,10 @@ nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *found) {
             slot = (int32_t)order[index];
         }
     }
-    nvmlReturn_t result = look_up(SIM_nvmlDeviceGetHandleByUUID, slot, NVML_ERROR_NOT_FOUND, found);
-    if ((result == NVML_SUCCESS || result == NVML_ERROR_NOT_FOUND) && lost && machine->lost_breaks_uuid_lookup) {
-        return NVML_ERROR_GPU_IS_LOST; /* the search asks every GPU: see nvml.h */
-    }
-    return result;
+    lost = lost && machine->lost_breaks_uuid_lookup; /* the search asks every GPU: see nvml.h */
+    nvmlReturn_t missing = lost ? NVML_ERROR_GPU_IS_LOST : NVML_ERROR_NOT_FOUND;
+    nvmlReturn_t result = look_up(SIM_nvmlDeviceGetHandleByUUID, slot, missing, found);
+    return result == NVML_SUCCESS && lost ? NVML_ERROR_GPU_IS_LOST : result;
 }
 
 nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, nvmlDevice_t *found) {

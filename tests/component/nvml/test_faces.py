@@ -1,0 +1,175 @@
+"""The real binding over the C library and the Python face agree, well and sick, on every machine."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
+from agent.nvml.port import EventKind, NvmlEvent
+from agent.simulator.calls import CALLS
+from agent.simulator.machine import SimulatedMachine
+from agent.simulator.profiles import PROFILES
+from tests.component.nvml.conftest import Faces, outcome
+
+every_machine = pytest.mark.parametrize("faces", list(PROFILES), indirect=True)
+
+
+def everything(faces: Faces) -> list[object]:
+    """Every answer of the port about every GPU, agreed on by both faces."""
+    answers = [faces.agree("count")]
+    answers += [faces.agree("describe", index) for index in range(len(faces.machine.slots) + 1)]
+    for uuid in faces.uuids:
+        answers += [faces.agree("probe", uuid)]
+        answers += [faces.agree("sample", uuid)]
+        answers += [faces.agree("links", uuid)]
+        answers += [faces.agree("ancestor", uuid, other) for other in faces.uuids]
+    return answers
+
+
+@every_machine
+def test_a_healthy_machine(faces: Faces) -> None:
+    answers = everything(faces)
+    errors = [answer for answer in answers if isinstance(answer, tuple) and NvmlError in answer]
+    assert errors == [(NvmlError, NvmlCode.INVALID_ARGUMENT, "nvmlDeviceGetHandleByIndex")]  # beyond the last
+    for uuid in faces.uuids:
+        assert faces.agree("watch", uuid) == set(EventKind)
+    assert faces.agree("wait", 0) is None
+
+
+@every_machine
+def test_a_machine_at_work(faces: Faces) -> None:
+    seeded = random.Random(7)
+    idle = everything(faces)
+    for uuid in faces.uuids:
+        faces.machine.load(
+            uuid,
+            utilization=seeded.randrange(101),
+            memory_utilization=seeded.randrange(101),
+            memory_used_mib=seeded.randrange(20_000),
+            power_w=seeded.uniform(20, 600),
+            temperature_c=seeded.randrange(25, 95),
+        )
+        faces.machine.remap_pending(uuid)
+        faces.machine.ecc_double(uuid, seeded.randrange(8))
+    assert everything(faces) != idle
+
+
+def _sicknesses(machine: SimulatedMachine, seeded: random.Random) -> list[Callable[[], object]]:
+    slot = seeded.randrange(8)
+    call = seeded.choice(CALLS)
+    code = seeded.choice(list(NvmlCode))
+    gpu = seeded.choice([None, slot])
+    return [
+        lambda: machine.lose(slot),
+        lambda: machine.fall_off_bus(slot),
+        lambda: machine.restore(slot),
+        lambda: machine.ecc_double(slot),
+        lambda: machine.remap_pending(slot, failed=seeded.random() < 0.5),
+        lambda: machine.hide(slot),
+        lambda: machine.add(slot),
+        lambda: machine.renumber(
+            seeded.sample(machine.slots, len(machine.slots)), minors={slot: seeded.randrange(99)}
+        ),
+        lambda: machine.set_mig(slot, enabled=seeded.random() < 0.5),
+        lambda: machine.fail(call, code, gpu),
+        lambda: machine.lost_breaks_uuid_lookup(broken=seeded.random() < 0.5),
+        machine.clear_faults,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_sequence_of_sicknesses(faces: Faces, seed: int) -> None:
+    seeded = random.Random(seed)
+    for _ in range(30):
+        seeded.choice(_sicknesses(faces.machine, seeded))()
+        everything(faces)
+
+
+@every_machine
+def test_a_lost_gpu_hides_no_other(faces: Faces) -> None:
+    healthy = everything(faces)
+    faces.machine.lose(0)
+    for answer in (
+        faces.agree("describe", 0),
+        faces.agree("probe", faces.uuids[0]),
+    ):
+        assert isinstance(answer, tuple)
+        assert answer[:2] == (NvmlGpuLost, NvmlCode.GPU_IS_LOST)
+    assert faces.agree("describe", 1) in healthy
+    faces.machine.restore(0)
+    assert everything(faces) == healthy
+
+
+def test_a_counted_failure_strikes_each_face_alike(faces: Faces) -> None:
+    answers = []
+    for nvml in (faces.real, faces.python):
+        faces.machine.fail("nvmlDeviceGetMemoryInfo", NvmlCode.UNKNOWN, times=2)
+        answers.append([outcome(nvml, "probe", faces.uuids[0]) for _ in range(3)])
+    assert answers[0] == answers[1]
+    assert [isinstance(answer, tuple) for answer in answers[0]] == [True, True, False]
+
+
+def test_one_lost_gpu_may_break_the_lookup_of_all(faces: Faces) -> None:
+    faces.machine.lost_breaks_uuid_lookup()
+    faces.machine.lose(5)
+    answer = faces.agree("probe", faces.uuids[1])
+    assert isinstance(answer, tuple)
+    assert answer[0] is NvmlGpuLost
+    everything(faces)
+    # Once described, the healthy ones are found by their PCI address.
+    found = faces.agree("probe", faces.uuids[1])
+    assert not isinstance(found, tuple)
+
+
+def test_a_driver_that_enumerates_when_opened(faces: Faces) -> None:
+    faces.machine.enumerates_at_open()
+    faces.machine.hide(0)
+    assert faces.agree("count") == 8
+    everything(faces)
+    faces.agree("close")
+    faces.agree("open")
+    assert faces.agree("count") == 7
+    everything(faces)
+
+
+def test_events_reach_both_faces(faces: Faces) -> None:
+    machine, uuids = faces.machine, faces.uuids
+    machine.xid(0, 13)  # before anybody registered
+    for uuid in uuids[:3]:
+        faces.agree("watch", uuid)
+    machine.xid(7, 13)  # of a GPU that nobody registered
+    machine.xid(1, 94)
+    machine.ecc_double(2)
+    machine.ecc_single(0)
+    machine.fall_off_bus(2)
+    told = [faces.agree("wait", 0) for _ in range(5)]
+    assert told == [
+        NvmlEvent(uuids[1], EventKind.XID, 94),
+        NvmlEvent(uuids[2], EventKind.ECC_DOUBLE),
+        NvmlEvent(uuids[0], EventKind.ECC_SINGLE),
+        NvmlEvent(uuids[2], EventKind.XID, 79),  # though the GPU cannot be asked for its UUID any more
+        None,
+    ]
+    faces.agree("unwatch_all")
+    assert faces.agree("wait", 0) == (NvmlError, NvmlCode.UNINITIALIZED, "nvmlEventSetWait")
+    faces.agree("watch", uuids[0])
+    machine.xid(0, 48)
+    assert faces.agree("wait", 0) == NvmlEvent(uuids[0], EventKind.XID, 48)
+
+
+def test_a_gpu_without_events(faces: Faces) -> None:
+    faces.machine.gpu(0).supported_events = 0
+    faces.machine.gpu(1).supported_events = 0x8
+    answer = faces.agree("watch", faces.uuids[0])
+    assert isinstance(answer, tuple)
+    assert answer[1] == NvmlCode.NOT_SUPPORTED
+    assert faces.agree("watch", faces.uuids[1]) == {EventKind.XID}
+
+
+def test_nothing_answers_after_close(faces: Faces) -> None:
+    faces.agree("close")
+    faces.agree("close")
+    for answer in (faces.agree("count"), faces.agree("describe", 0), faces.agree("probe", faces.uuids[0])):
+        assert isinstance(answer, tuple)
+        assert answer[1] == NvmlCode.UNINITIALIZED
