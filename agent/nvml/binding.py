@@ -17,7 +17,7 @@ from agent.nvml.errors import (
     NvmlNotSupported,
     error_for,
 )
-from agent.nvml.port import EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
+from agent.nvml.port import ComputeMode, EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
 
 Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
@@ -237,6 +237,14 @@ class Binding:
             return None
         uuid = self._watched.get(_address(data.device)) or _call("nvmlDeviceGetUUID", data.device)
         return NvmlEvent(uuid, kind, int(data.eventData) if kind is EventKind.XID else 0)
+
+    def compute_mode(self, uuid: str) -> ComputeMode:
+        """See the port."""
+        return ComputeMode(_call("nvmlDeviceGetComputeMode", self._handle(uuid)))
+
+    def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
+        """See the port."""
+        _call("nvmlDeviceSetComputeMode", self._handle(uuid), int(mode))
 
     def _handle(self, uuid: str) -> Opaque:
         """A fresh handle: a kept one goes on answering for a GPU that was reset under it."""

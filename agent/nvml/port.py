@@ -72,6 +72,15 @@ class LinkPeer(Enum):
     OTHER = "other"
 
 
+class ComputeMode(IntEnum):
+    """Who may open a GPU (`nvmlComputeMode_t`); only processes started after a change heed it."""
+
+    DEFAULT = 0  # any number of processes
+    EXCLUSIVE_THREAD = 1  # long gone
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3  # one process, such as an MPS server
+
+
 @dataclass(frozen=True, slots=True)
 class NvLink:
     """One active NVLink of a GPU. `remote_bus_id` is in sysfs form."""
@@ -118,3 +127,12 @@ class NvmlPort(Protocol):
 
     def wait(self, timeout_ms: int) -> NvmlEvent | None:
         """Block until an event comes or the time is over (None)."""
+
+    def compute_mode(self, uuid: str) -> ComputeMode:
+        """Who may open a GPU. Raises NvmlNotSupported."""
+
+    def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
+        """Say who may open a GPU from now on; needs root, and is lost at a reboot.
+
+        Raises NvmlNotSupported, NvmlError with NO_PERMISSION.
+        """
