@@ -1,0 +1,58 @@
+"""The compute mode of a GPU under MPS: EXCLUSIVE_PROCESS while its daemon serves, DEFAULT after.
+
+Without it MPS fails open: a process that cannot reach the daemon would run beside it, without limits.
+"""
+
+from typing import Protocol
+
+from agent.mps.errors import MpsError
+from agent.nvml.errors import NvmlError, NvmlNotSupported
+from agent.nvml.lane import Lane
+from agent.nvml.port import ComputeMode, NvmlPort
+
+
+class ComputeModes(Protocol):
+    """Compute modes as a daemon's supervisor needs them."""
+
+    async def get(self, uuid: str) -> ComputeMode | None:
+        """The mode; None: this GPU or driver has none. Raises MpsError."""
+
+    async def set(self, uuid: str, mode: ComputeMode) -> None:
+        """Change it. Raises MpsError with the remedy."""
+
+
+class NvmlComputeModes:
+    """Compute modes through NVML, in the worker lane."""
+
+    def __init__(self, nvml: NvmlPort, lane: Lane) -> None:
+        self._nvml = nvml
+        self._lane = lane
+
+    async def get(self, uuid: str) -> ComputeMode | None:
+        """See ComputeModes."""
+        try:
+            return await self._lane.run(self._nvml.compute_mode, uuid)
+        except NvmlNotSupported:
+            return None
+        except NvmlError as error:
+            raise MpsError(f"the compute mode cannot be read: {error}") from error
+
+    async def set(self, uuid: str, mode: ComputeMode) -> None:
+        """See ComputeModes."""
+        try:
+            await self._lane.run(self._nvml.set_compute_mode, uuid, mode)
+        except NvmlError as error:
+            raise MpsError(
+                f"compute mode {mode.name} cannot be set ({error}); the agent must run as root, privileged"
+            ) from error
+
+
+class NoComputeModes:
+    """Leaves compute modes alone (`mps.exclusiveProcess: false`)."""
+
+    async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
+        """Nothing to hold."""
+        return None
+
+    async def set(self, uuid: str, mode: ComputeMode) -> None:
+        """Nothing to do."""

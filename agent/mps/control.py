@@ -1,0 +1,232 @@
+"""The control daemon's command protocol, over NVIDIA's own program as a client.
+
+What it does not promise, and what is done about it: its exit code says nothing (answers are read and every
+setting is read back), it serves one client at a time and drops others with an empty answer (one lock per
+daemon, tries within a deadline, and every session ends in a question that always has an answer), a bad memory
+value silently clears the limit (none is passed on unchecked), and commands differ between versions (they are
+tried).
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+
+from agent.kit.backoff import Backoff
+from agent.model.mps import LOG_DIRECTORY, PIPE_DIRECTORY
+from agent.mps import answers
+from agent.mps.answers import Client, ServerState
+from agent.mps.binary import Program
+from agent.mps.directories import Directories
+from agent.mps.errors import CommandRefused, NotSupported, Unanswered
+
+ANSWER_SECONDS = 2.0
+TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
+QUESTION = "get_default_active_thread_percentage"
+_DEVICE = re.compile(r"\d{1,2}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def environment(program: Program, folders: Directories) -> dict[str, str]:
+    """The environment in which the program finds its daemon and its server program; nothing else gets in."""
+    inner = str(Path(program.inner).parent)
+    inherited = os.environ.get("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+    return {
+        "PATH": f"{inner}:{inherited}",
+        PIPE_DIRECTORY: str(folders.pipe),
+        LOG_DIRECTORY: str(folders.log),
+    }
+
+
+class Control:
+    """Talks to one daemon. Every method raises Unanswered, and CommandRefused where the daemon says no."""
+
+    def __init__(self, program: Program, folders: Directories, deadline: float = ANSWER_SECONDS) -> None:
+        self._program = program
+        self._environment = environment(program, folders)
+        self._pipe = folders.pipe
+        self._deadline = deadline
+        self._turn = anyio.Lock()
+        self._lacking: set[str] = set()  # commands that this version does not know
+
+    async def alive(self) -> float:
+        """The daemon's default percentage: the cheapest question that has an answer always."""
+        return self._percentage(await self._ask())
+
+    async def servers(self) -> tuple[int, ...]:
+        """PIDs of the servers, none or one."""
+        return answers.pids(await self._ask("get_server_list"))
+
+    async def server_state(self, server: int) -> ServerState:
+        """What a server says of itself. Raises NotSupported before driver 550."""
+        return answers.server_state(await self._ask(f"get_server_status {server:d}"))
+
+    async def client_pids(self, server: int) -> tuple[int, ...]:
+        """PIDs of a server's clients."""
+        return answers.pids(await self._ask(f"get_client_list {server:d}"))
+
+    async def clients(self) -> tuple[Client, ...]:
+        """All clients with their server and device; empty where there is no server."""
+        text = await self._ask("ps", checked=False)
+        found = answers.clients(text)
+        if not found and "server not found" not in text.lower():
+            answers.check("ps", text)
+        return found
+
+    async def default_percentage(self) -> float:
+        """What clients of the next server may use at most, in percent of the GPU's SMs."""
+        return await self.alive()
+
+    async def set_default_percentage(self, percent: int) -> None:
+        """Set what clients of the next server may use at most, 1..100."""
+        if not 1 <= percent <= 100:
+            raise ValueError(f"{percent} is not a percentage from 1 to 100")
+        now = self._percentage(await self._ask(f"set_default_active_thread_percentage {percent:d}"))
+        self._read_back("active thread percentage", percent, now)
+
+    async def default_memory_limit(self, device: str = "0") -> int | None:
+        """Bytes that each client of the next server may have on a device; None: no limit."""
+        return answers.memory_bytes(
+            await self._ask(f"get_default_device_pinned_mem_limit {_checked(device)}")
+        )
+
+    async def set_default_memory_limit(self, mebibytes: int, device: str = "0") -> None:
+        """Set that limit. There is no way back to no limit but a new daemon."""
+        value = _mebibytes(mebibytes)
+        asked = f"default_device_pinned_mem_limit {_checked(device)}"
+        answer = await self._ask(f"set_{asked} {value}", f"get_{asked}")
+        self._read_back("pinned memory limit", mebibytes << 20, answers.memory_bytes(answer))
+
+    async def server_percentage(self, server: int) -> float:
+        """What new clients of a running server may use at most, in percent."""
+        return self._percentage(await self._ask(f"get_active_thread_percentage {server:d}"))
+
+    async def set_server_percentage(self, server: int, percent: int) -> None:
+        """Set it, 1..100."""
+        if not 1 <= percent <= 100:
+            raise ValueError(f"{percent} is not a percentage from 1 to 100")
+        asked = f"active_thread_percentage {server:d}"
+        answer = await self._ask(f"set_{asked} {percent:d}", f"get_{asked}")
+        self._read_back("active thread percentage", percent, self._percentage(answer))
+
+    async def server_memory_limit(self, server: int, device: str = "0") -> int | None:
+        """Bytes that each new client of a running server may have on a device; None: no limit."""
+        command = f"get_device_pinned_mem_limit {server:d} {_checked(device)}"
+        return answers.memory_bytes(await self._ask(command))
+
+    async def set_server_memory_limit(self, server: int, mebibytes: int, device: str = "0") -> None:
+        """Set that limit."""
+        value = _mebibytes(mebibytes)
+        asked = f"device_pinned_mem_limit {server:d} {_checked(device)}"
+        answer = await self._ask(f"set_{asked} {value}", f"get_{asked}")
+        self._read_back("pinned memory limit", mebibytes << 20, answers.memory_bytes(answer))
+
+    async def start_server(self, uid: int = 0) -> None:
+        """Ask for a server before the first client does; whether it lives is seen in `servers`."""
+        await self._ask(f"start_server -uid {uid:d}")
+
+    async def shutdown_server(self, server: int, force: bool = False) -> None:
+        """End a server; without `force` it waits for its clients."""
+        await self._ask(f"shutdown_server {server:d}{' -f' if force else ''}")
+
+    async def terminate_client(self, server: int, client: int) -> None:
+        """Destroy a client's contexts, so that its process may be killed without harm to its neighbours."""
+        command = f"terminate_client {server:d} {client:d}"
+        answer = await self._ask(command, deadline=TERMINATE_SECONDS)
+        words = answer.split()
+        if words and words[-1] not in ("0", str(client)):
+            raise CommandRefused(f"MPS control daemon on {command!r}: {' '.join(words)}")
+
+    async def quit(self, timeout_seconds: int | None = None) -> None:
+        """End the daemon; `timeout_seconds` for its clients to leave. Its PID shows whether it went."""
+        text = "quit\n" if timeout_seconds is None else f"quit -t {timeout_seconds:d}\n"
+        async with self._turn:
+            await self._session(text, self._deadline + (timeout_seconds or 0))
+
+    async def _ask(self, *commands: str, deadline: float | None = None, checked: bool = True) -> str:
+        """Send commands in one session; their answers, without that to the question at the end."""
+        for command in commands:
+            if command.split()[0] in self._lacking:
+                raise NotSupported(f"this MPS control daemon has no command {command.split()[0]!r}")
+        seconds = self._deadline if deadline is None else deadline
+        text = "".join(f"{command}\n" for command in (*commands, QUESTION))
+        backoff = Backoff(first=0.02, longest=0.3)
+        said = "no answer"
+        with anyio.move_on_after(seconds):
+            # One client at a time: a second is turned away, often with an empty answer.
+            async with self._turn:
+                while True:
+                    out, complaint = await self._session(text, seconds)
+                    lines = out.splitlines()
+                    if lines and answers.percentage(lines[-1]) is not None:
+                        return self._checked(commands, lines, checked)
+                    said = complaint or out or "an empty answer"
+                    await anyio.sleep(backoff.next())
+        raise Unanswered(
+            f"the MPS control daemon on {self._pipe} did not answer within {seconds:g} s: {said}"
+        )
+
+    def _checked(self, commands: tuple[str, ...], lines: list[str], checked: bool) -> str:
+        if not commands:
+            return lines[-1]
+        answer = "\n".join(lines[:-1])
+        if checked:
+            try:
+                answers.check(commands[0], answer)
+            except NotSupported:
+                self._lacking.add(commands[0].split()[0])
+                raise
+        return answer
+
+    async def _session(self, text: str, seconds: float) -> tuple[str, str]:
+        """One run of the program: what it wrote to its output and to its error output."""
+        # A hanging session would block every other one: it is killed at the deadline.
+        with anyio.move_on_after(seconds), _stdin(text) as stdin:
+            done = await anyio.run_process(
+                [str(self._program.path)], stdin=stdin, check=False, env=self._environment, cwd="/"
+            )
+            return (
+                done.stdout.decode(errors="replace").strip(),
+                done.stderr.decode(errors="replace").strip(),
+            )
+        return "", f"the session hung for {seconds:g} s"
+
+    @staticmethod
+    def _percentage(answer: str) -> float:
+        found = answers.percentage(answer)
+        if found is None:
+            raise CommandRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
+        return found
+
+    @staticmethod
+    def _read_back(what: str, wanted: float, found: float | None) -> None:
+        if found != wanted:
+            raise CommandRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
+
+
+@contextmanager
+def _stdin(text: str) -> Iterator[int]:
+    """A descriptor to read `text` from; it is in the pipe already: nobody writes while the program runs."""
+    read, write = os.pipe()
+    try:
+        os.set_blocking(write, False)
+        os.write(write, text.encode())
+        os.close(write)
+        yield read
+    finally:
+        os.close(read)
+
+
+def _checked(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f"{device!r} is neither the index nor the UUID of a GPU")
+    return device
+
+
+def _mebibytes(number: int) -> str:
+    # The daemon turns 1T into 1M and wraps negative values; M with plain digits is read right everywhere.
+    if not 1 <= number < 1 << 22:
+        raise ValueError(f"a memory limit of {number} MiB is out of range")
+    return f"{number:d}M" if number % 1024 else f"{number // 1024:d}G"

@@ -1,0 +1,388 @@
+"""Looks after the control daemon of one GPU: starts or adopts it, watches it, restarts it, stops it.
+
+Being cancelled leaves the daemon running: it outlives the agent, and the next one adopts it. Only `stop`
+ends it.
+"""
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.kit.backoff import Backoff
+from agent.kit.cell import Cell
+from agent.kit.lock import Taken, exclusive
+from agent.mps import launch, processes
+from agent.mps.answers import ServerState
+from agent.mps.binary import Program
+from agent.mps.compute import ComputeModes
+from agent.mps.control import Control, environment
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError, NotSupported, StartFailed, Unanswered
+from agent.mps.launch import SharedMemory
+from agent.mps.processes import Process
+from agent.mps.serverlog import ServerLog, Tail
+from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.nvml.port import ComputeMode
+
+log = structlog.get_logger()
+
+ANSWER_SECONDS = 5.0  # a daemon that just started
+HEALTHY_AFTER_SECONDS = 60.0  # it served this long: the next restart is tried at once
+HANG_SECONDS = 60.0  # without an answer, and without a server that clients could depend on
+SERVER_SECONDS = 15.0  # the first context on a cold GPU takes seconds
+GONE_SECONDS = 3.0
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How daemons are run; seconds throughout."""
+
+    cgroups: Path = Path("/sys/fs/cgroup")
+    shared_memory: SharedMemory = "auto"
+    prestart: bool = True  # start the server before the first client, and hold it to be up
+    probe_seconds: float = 5.0
+    log_seconds: float = 1.0
+    orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
+    quit_seconds: int = 5  # for clients to leave when the daemon is stopped
+
+
+class Daemon:
+    """The supervisor of one GPU's daemon; `status` is the newest truth about it."""
+
+    def __init__(
+        self,
+        uuid: str,
+        program: Program,
+        folders: Directories,
+        compute: ComputeModes,
+        report: Reporter,
+        options: Options,
+    ) -> None:
+        self.uuid = uuid
+        self.folders = folders
+        self.control = Control(program, folders)
+        self.status: Cell[DaemonStatus] = Cell(DaemonStatus())
+        self._program = program
+        self._compute = compute
+        self._report = report
+        self._options = options
+        self._multi_user: bool | None = None
+        self._server_log = ServerLog()
+        self._tails = (Tail(folders.log / "server.log"), Tail(folders.log / "control.log"))
+
+    async def run(self) -> None:
+        """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""
+        async with _Locked(self.folders):
+            backoff = Backoff(first=0.5, longest=30.0)
+            while True:
+                started = anyio.current_time()
+                try:
+                    process = await self._adopted() or await self._started()
+                    await self._watch(process)
+                    problem = "the MPS control daemon ended"
+                except MpsError as error:
+                    problem = str(error)
+                if anyio.current_time() - started >= HEALTHY_AFTER_SECONDS:
+                    backoff.reset()
+                self._failed(problem)
+                await anyio.sleep(backoff.next())
+
+    async def stop(self) -> None:
+        """End daemon and servers; leave no socket, mount or cgroup; restore the compute mode. Never fails."""
+        before = self.status.value
+        self._publish(replace(before, state=DaemonState.STOPPING, reason="its GPU leaves MPS mode"))
+        try:
+            async with _Locked(self.folders):
+                await self._stop()
+        except MpsError as error:
+            log.error("mps_stop_incomplete", gpu=self.uuid, problem=str(error))
+        self._publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
+
+    # -- start -------------------------------------------------------------------------------------
+
+    async def _adopted(self) -> Process | None:
+        """The daemon of an earlier agent, if there is one on our pipe folder."""
+        found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
+        if not found:
+            return None
+        process = min(found, key=lambda each: each.started)
+        words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
+        shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self.folders)
+        await anyio.to_thread.run_sync(self._skip_logs)
+        await self._exclusive()
+        self._publish(
+            replace(
+                self.status.value,
+                state=DaemonState.STARTING,
+                reason="it was adopted and is being looked at",
+                pid=process.pid,
+                adopted=True,
+                multi_user=launch.MULTI_USER in words,
+                private_shm=shared,
+            )
+        )
+        log.info("mps_daemon_adopted", gpu=self.uuid, pid=process.pid)
+        return process
+
+    async def _started(self) -> Process:
+        """Start one. Raises MpsError."""
+        options = self._options
+        self._publish(
+            replace(
+                self.status.value,
+                state=DaemonState.STARTING,
+                reason="the MPS control daemon starts",
+                pid=None,
+            )
+        )
+        await anyio.to_thread.run_sync(self.folders.make)
+        await self._no_orphans()
+        await anyio.to_thread.run_sync(self.folders.clear)
+        await anyio.to_thread.run_sync(self._skip_logs)
+        await self._exclusive()
+        variables = environment(self._program, self.folders) | {"CUDA_VISIBLE_DEVICES": self.uuid}
+        launched = await launch.launch(
+            self._program, self.folders, variables, options.cgroups, options.shared_memory, self._multi_user
+        )
+        self._multi_user = launched.multi_user
+        process = await self._appeared()
+        for what, problem in launched.problems.items():
+            log.warning("mps_daemon_degraded", gpu=self.uuid, lacks=what, problem=problem)
+        self._publish(
+            replace(
+                self.status.value,
+                pid=process.pid,
+                adopted=False,
+                multi_user=launched.multi_user,
+                private_shm="namespace" not in launched.problems,
+            )
+        )
+        return process
+
+    async def _no_orphans(self) -> None:
+        """Wait until no server of a dead daemon is left: it would hold the GPU against a new one."""
+        told = False
+        with anyio.move_on_after(self._options.orphan_seconds):
+            while orphans := await anyio.to_thread.run_sync(processes.servers, self.folders.pipe):
+                if not told:
+                    told = True
+                    names = ", ".join(str(each.pid) for each in orphans)
+                    self._publish(
+                        replace(self.status.value, reason=f"server {names} of the dead daemon still runs")
+                    )
+                await anyio.sleep(5 * POLL_SECONDS)
+            return
+        log.warning("mps_orphans_ended", gpu=self.uuid, waited_seconds=self._options.orphan_seconds)
+        await self._end(orphans)
+
+    async def _appeared(self) -> Process:
+        with anyio.move_on_after(ANSWER_SECONDS):
+            while True:
+                found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
+                if found:
+                    await self.control.alive()
+                    return min(found, key=lambda each: each.started)
+                await anyio.sleep(POLL_SECONDS / 10)
+        raise StartFailed(
+            f"the MPS control daemon of GPU {self.uuid} ended at once; see {self.folders.log}/control.log"
+        )
+
+    async def _exclusive(self) -> None:
+        mode = await self._compute.get(self.uuid)
+        if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
+            await self._compute.set(self.uuid, ComputeMode.EXCLUSIVE_PROCESS)
+
+    # -- watch -------------------------------------------------------------------------------------
+
+    async def _watch(self, process: Process) -> None:
+        """Return when the daemon has ended."""
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._probing, process)
+                await anyio.wait_readable(descriptor)
+                group.cancel_scope.cancel()
+        finally:
+            anyio.notify_closing(descriptor)
+            os.close(descriptor)
+
+    async def _probing(self, process: Process) -> None:
+        answered = anyio.current_time()
+        while True:
+            try:
+                await self._probe()
+                answered = anyio.current_time()
+            except MpsError as error:
+                self._publish(replace(self.status.value, state=DaemonState.STARTING, reason=str(error)))
+                if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
+                    await self._end_hung(process)
+            with anyio.move_on_after(self._options.probe_seconds):
+                await self._until_log_tells()
+
+    async def _until_log_tells(self) -> None:
+        """Return when a fault begins or ends by the logs."""
+        before = self._server_log.fault
+        while (self._server_log.fault is None) == (before is None):
+            await anyio.sleep(self._options.log_seconds)
+            await anyio.to_thread.run_sync(self._read_logs)
+
+    async def _probe(self) -> None:
+        """Look once and publish what was seen. Raises MpsError."""
+        mode = await self._compute.get(self.uuid)
+        if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
+            log.warning("mps_compute_mode_lost", gpu=self.uuid, found=mode.name if mode else None)
+            await self._compute.set(self.uuid, ComputeMode.EXCLUSIVE_PROCESS)
+        server = await self._server()
+        state: ServerState | None = None
+        if server is not None:
+            try:
+                state = await self.control.server_state(server)
+            except NotSupported:
+                state = None
+        if state is ServerState.ACTIVE:
+            self._server_log.clear()
+        fault = self._server_log.fault or ("its server says FAULT" if state is ServerState.FAULT else None)
+        before = self.status.value
+        self._publish(
+            replace(
+                before,
+                state=DaemonState.FAULT if fault else DaemonState.SERVING,
+                reason=f"a client's fatal error: {fault}" if fault else "",
+                server=server,
+                server_state=state,
+                faults=before.faults + (fault is not None and before.state is not DaemonState.FAULT),
+            )
+        )
+
+    async def _server(self) -> int | None:
+        """The server's PID; started where there is none and one is wanted. Raises MpsError."""
+        found = await self.control.servers()
+        if found or not self._options.prestart:
+            return found[0] if found else None
+        failed = self._server_log.failed_servers
+        await self.control.start_server()
+        with anyio.move_on_after(SERVER_SECONDS):
+            while not (found := await self.control.servers()):
+                await anyio.to_thread.run_sync(self._read_logs)
+                if self._server_log.failed_servers > failed:
+                    break
+                await anyio.sleep(POLL_SECONDS)
+            else:
+                return found[0]
+        raise StartFailed(
+            f"the MPS server of GPU {self.uuid} does not start; see {self.folders.log}/control.log and "
+            "server.log (often: libcuda is missing, or a process without MPS holds the GPU)"
+        )
+
+    def _read_logs(self) -> None:
+        for tail in self._tails:
+            self._server_log.feed(tail.lines())
+
+    def _skip_logs(self) -> None:
+        for tail in self._tails:
+            tail.skip()
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    async def _end_hung(self, process: Process) -> None:
+        """A daemon that answers nobody is of no use, unless clients live by its server."""
+        if not await anyio.to_thread.run_sync(processes.servers, self.folders.pipe):
+            log.error("mps_daemon_hangs", gpu=self.uuid, pid=process.pid, seconds=HANG_SECONDS)
+            await self._end((process,))
+
+    async def _stop(self) -> None:
+        found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
+        if found:
+            await self.control.quit(self._options.quit_seconds)
+            with anyio.move_on_after(self._options.quit_seconds + GONE_SECONDS):
+                await _gone(found)
+            await self._end(found)
+        await self._end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
+        await anyio.to_thread.run_sync(self._clear_up)
+        if await self._compute.get(self.uuid) is ComputeMode.EXCLUSIVE_PROCESS:
+            await self._compute.set(self.uuid, ComputeMode.DEFAULT)
+
+    async def _end(self, doomed: tuple[Process, ...]) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            doomed = tuple([each for each in doomed if await anyio.to_thread.run_sync(each.alive)])
+            for process in doomed:
+                await anyio.to_thread.run_sync(process.send, number)
+            with anyio.move_on_after(GONE_SECONDS):
+                await _gone(doomed)
+
+    def _clear_up(self) -> None:
+        launch.unmount(self.folders.shm)
+        if self.folders.existing():
+            self.folders.clear()
+            self.folders.remove()
+        launch.leave_no_cgroup(self._options.cgroups)
+
+    # -- told --------------------------------------------------------------------------------------
+
+    def _failed(self, problem: str) -> None:
+        before = self.status.value
+        self._publish(
+            replace(
+                before,
+                state=DaemonState.STARTING,
+                reason=f"{problem}; it is restarted",
+                pid=None,
+                server=None,
+                server_state=None,
+                adopted=False,
+                restarts=before.restarts + 1,
+            )
+        )
+        self._server_log.clear()
+        if before.reason != self.status.value.reason:
+            self._report(Kind.FAILED, self.uuid, problem)
+
+    def _publish(self, after: DaemonStatus) -> None:
+        before = self.status.value
+        if after == before:
+            return
+        self.status.publish(after)
+        if (after.state, after.reason) == (before.state, before.reason):
+            return
+        log.info(
+            "mps_daemon", gpu=self.uuid, state=after.state.value, reason=after.reason or None, pid=after.pid
+        )
+        if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
+            self._report(Kind.FAULT, self.uuid, after.reason, frozenset(self._server_log.culprits))
+        elif after.serving and (
+            before.state is DaemonState.FAULT or (before.restarts and not before.serving)
+        ):
+            self._report(Kind.RECOVERED, self.uuid, "the MPS control daemon serves again")
+
+
+async def _gone(doomed: tuple[Process, ...]) -> None:
+    while any([await anyio.to_thread.run_sync(each.alive) for each in doomed]):
+        await anyio.sleep(POLL_SECONDS / 2)
+
+
+class _Locked:
+    """One agent at a time for one daemon."""
+
+    def __init__(self, folders: Directories) -> None:
+        self._lock = exclusive(folders.lock)
+        self._folders = folders
+
+    async def __aenter__(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._lock.__enter__)
+        except Taken as error:
+            raise MpsError(f"another agent looks after this MPS daemon: {error}") from error
+        except OSError as error:
+            raise MpsError(f"{self._folders.lock}: cannot be locked: {error.strerror}") from error
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.__exit__(None, None, None)

@@ -1,0 +1,168 @@
+"""Starting and clearing up around one control daemon: mounts, cgroups, the launcher."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+
+from agent.mps import launcher
+from agent.mps.binary import Program
+from agent.mps.directories import Directories
+from agent.mps.errors import StartFailed
+
+CGROUP = "gpu-node-agent-mps"
+START_SECONDS = 10.0
+MNT_DETACH = 2
+MULTI_USER = "-multiuser-server"
+# What a version without the flag says: it takes any further argument for a wish to be a client.
+NOT_A_DAEMON = "cannot find mps control daemon"
+
+SharedMemory = Literal["auto", "tmpfs", "directory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A daemon went into the background. `problems` name what it had to do without."""
+
+    multi_user: bool
+    problems: Mapping[str, str]
+
+
+async def launch(
+    program: Program,
+    folders: Directories,
+    environment: Mapping[str, str],
+    cgroups: Path,
+    shared_memory: SharedMemory,
+    multi_user: bool | None,
+) -> Launched:
+    """Start the daemon detached. `multi_user` None: find out whether it has the flag. Raises StartFailed."""
+    problems = dict(await anyio.to_thread.run_sync(prepare_shared_memory, folders, shared_memory))
+    for flagged in (True, False) if multi_user is None else (multi_user,):
+        order = {
+            "program": program.inner,
+            "arguments": ["-d", MULTI_USER] if flagged else ["-d"],
+            "environment": dict(environment),
+            "root": str(program.root),
+            "folder": str(folders.root),
+            "shm": str(folders.shm),
+            "cgroups": [
+                str(folder / CGROUP) for folder in await anyio.to_thread.run_sync(hierarchies, cgroups)
+            ],
+            "namespace_required": shared_memory == "tmpfs",
+        }
+        code, out, complaint = await _run(order)
+        if code == 0:
+            return Launched(flagged, problems | dict(_problems(out)))
+        if not (flagged and NOT_A_DAEMON in complaint.lower()):
+            break
+    said = complaint or "it said nothing"
+    raise StartFailed(f"{program.path} -d ended with {code}: {said}; see {folders.log}/control.log")
+
+
+async def _run(order: Mapping[str, object]) -> tuple[int | None, str, str]:
+    # -I and -S: nothing of the environment or of installed packages is read, which halves the start.
+    command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)]
+    with anyio.move_on_after(START_SECONDS):
+        done = await anyio.run_process(command, check=False, stdin=subprocess.DEVNULL, env={}, cwd="/")
+        texts = (done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+        return done.returncode, texts[0], " ".join(texts[1].split())
+    return None, "", f"it did not go into the background within {START_SECONDS:g} s"
+
+
+def _problems(out: str) -> Mapping[str, str]:
+    try:
+        found = json.loads(out.splitlines()[0])
+    except (ValueError, IndexError):
+        return {}
+    return {str(key): str(value) for key, value in found.items()}
+
+
+def hierarchies(cgroups: Path) -> tuple[Path, ...]:
+    """Roots of the cgroup hierarchies: one on v2, one per controller on v1. Blocks."""
+    if (cgroups / "cgroup.controllers").exists():
+        return (cgroups,)
+    if not cgroups.is_dir():
+        return ()
+    return tuple(
+        sorted(
+            folder
+            for folder in cgroups.iterdir()
+            if not folder.is_symlink() and (folder / "cgroup.procs").exists()
+        )
+    )
+
+
+def leave_no_cgroup(cgroups: Path) -> None:
+    """Remove the daemons' cgroup where nobody is in it any more. Blocks."""
+    for folder in hierarchies(cgroups):
+        try:
+            (folder / CGROUP).rmdir()
+        except OSError:
+            continue  # another GPU's daemon is in it, or there is none
+
+
+def prepare_shared_memory(folders: Directories, wish: SharedMemory) -> Mapping[str, str]:
+    """Put a tmpfs of its own at the shm folder where pods would see it, too. Blocks. Raises StartFailed."""
+    if wish == "directory" or folders.shm.is_mount():
+        return {}
+    problem = _mount_tmpfs(folders.shm)
+    if problem is None and wish == "auto" and not _seen_by_host(folders.shm):
+        unmount(folders.shm)
+        problem = (
+            "mounts made here do not reach the host: give the run folder mountPropagation Bidirectional "
+            "for a tmpfs of its own"
+        )
+    if problem is None:
+        return {}
+    if wish == "tmpfs":
+        raise StartFailed(f"{folders.shm}: mps.sharedMemory asks for a tmpfs, but {problem}")
+    folders.shm.chmod(0o1777)
+    return {"tmpfs": problem}
+
+
+def unmount(folder: Path) -> None:
+    """Take a mount away, if there is one, even while a pod still holds it. Blocks."""
+    if folder.is_mount():
+        ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(folder), MNT_DETACH)
+
+
+def private_shared_memory(pid: int, folders: Directories) -> bool:
+    """Whether a running daemon has the shm folder as its /dev/shm. Blocks."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/root/dev/shm", folders.shm)  # noqa: PTH121
+    except OSError:
+        return False
+
+
+def _mount_tmpfs(folder: Path) -> str | None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # nosuid and nodev, as /dev/shm has everywhere; the size stays at the kernel's half of memory.
+    flags = ctypes.c_ulong(0x2 | 0x4)
+    if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", flags, b"mode=1777"):
+        return f"it cannot be mounted: {os.strerror(ctypes.get_errno())}"
+    return None
+
+
+def _seen_by_host(folder: Path) -> bool:
+    """Whether the container runtime sees mounts made here: our namespace is its, or passes them on."""
+    try:
+        if os.path.samefile("/proc/self/ns/mnt", "/proc/1/ns/mnt"):  # noqa: PTH121
+            return True
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123
+            for line in mounts:
+                before, _, _ = line.partition(" - ")
+                words = before.split()
+                if words[4] == str(folder):
+                    return any(word.startswith("shared:") for word in words[6:])
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,87 @@
+"""Starts a control daemon so that it outlives whoever starts it. Run as a program.
+
+Argument: an order as JSON. In turn: a session of its own, a cgroup of its own in every hierarchy (what ends
+a container kills what is in its cgroup), a private mount namespace in which the GPU's shared-memory folder
+is /dev/shm, the driver's root, and the program, which goes into the background by itself. Its exit code is
+this program's. Standard output gets one line of JSON first: what could not be had, by name.
+"""
+
+# pathlib takes longer to import than all the rest of this.
+# ruff: noqa: PTH103, PTH110, PTH118, PTH120, PTH121, PTH123
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+CLONE_NEWNS = 0x20000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  where libcuda looks
+
+
+def main(order: dict[str, Any]) -> None:
+    """Do it; never returns."""
+    os.setsid()
+    problems: dict[str, str] = {}
+    for folder in order["cgroups"]:
+        try:
+            join(folder)
+        except OSError as error:
+            problems.setdefault("cgroup", f"{folder}: {error.strerror}")
+    root = order["root"]
+    try:
+        private_mounts(root, order["folder"], order["shm"])
+    except OSError as error:
+        problems["namespace"] = str(error)
+        if root != "/" or order["namespace_required"]:
+            print(json.dumps(problems), flush=True)
+            sys.exit(f"no private mount namespace: {error}")
+    print(json.dumps(problems), flush=True)
+    if root != "/":
+        os.chroot(root)
+    os.chdir("/")
+    os.execve(order["program"], [order["program"], *order["arguments"]], order["environment"])  # noqa: S606
+
+
+def join(folder: str) -> None:
+    """Move this process into a cgroup, made if absent."""
+    os.makedirs(folder, exist_ok=True)
+    parent = os.path.dirname(folder)
+    # On v1 a new cpuset admits no process until it is given what its parent has.
+    for name in ("cpuset.cpus", "cpuset.mems"):
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and not os.path.exists(os.path.join(folder, "cgroup.controllers")):
+            with open(os.path.join(parent, name)) as source, open(path, "w") as target:
+                target.write(source.read())
+    with open(os.path.join(folder, "cgroup.procs"), "w") as file:
+        file.write(str(os.getpid()))
+
+
+def private_mounts(root: str, folder: str, shm: str) -> None:
+    """Enter a mount namespace of our own where `shm` is /dev/shm and `folder` is seen inside `root`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        failed("unshare")
+    mount(libc, None, "/", MS_REC | MS_PRIVATE)
+    inside = root.rstrip("/") + folder
+    if root != "/" and not (os.path.exists(inside) and os.path.samefile(folder, inside)):
+        os.makedirs(inside, exist_ok=True)
+        mount(libc, folder, inside, MS_BIND | MS_REC)
+    mount(libc, shm, root.rstrip("/") + SHARED_MEMORY, MS_BIND)
+
+
+def mount(libc: ctypes.CDLL, source: str | None, target: str, flags: int) -> None:
+    """mount(2). Raises OSError."""
+    if libc.mount(source.encode() if source else None, target.encode(), None, ctypes.c_ulong(flags), None):
+        failed(f"mount {source or ''} {target}")
+
+
+def failed(what: str) -> None:
+    """Raise the libc call's error."""
+    number = ctypes.get_errno()
+    raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

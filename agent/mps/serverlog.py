@@ -1,0 +1,75 @@
+"""Following control.log and server.log: what the daemon tells nobody else.
+
+A fatal error of one client is reported to all clients of the server; the server takes no new ones until they
+have left, then makes its contexts anew. Drivers before 550 say so in the log only.
+"""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_BYTES = 1 << 20  # of one look; a log that grew by more is read from its last MiB on
+_PREFIX = re.compile(r"^\[[^\]]*?(\w+)\s+\d+\]\s*")
+_CLIENT = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
+_EXITED = re.compile(r"(?i)server (\d+) exited with status (-?\d+)")
+
+
+@dataclass
+class Tail:
+    """New lines of a growing file. Survives truncation, replacement and a file that is not there yet."""
+
+    path: Path
+    _offset: int = 0
+    _inode: int = 0
+    _rest: bytes = b""
+
+    def skip(self) -> None:
+        """Pass over what stands there now. Blocks."""
+        self.lines()
+
+    def lines(self) -> list[str]:
+        """Whole lines that were added since the last call. Blocks."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset, self._rest = status.st_ino, 0, b""
+                if status.st_size - self._offset > MOST_BYTES:
+                    self._offset, self._rest = status.st_size - MOST_BYTES, b""
+                file.seek(self._offset)
+                data = file.read(MOST_BYTES)
+        except OSError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+@dataclass
+class ServerLog:
+    """What the lines say about faults and servers; fed line by line."""
+
+    fault: str | None = None  # the newest line that tells of a fault that is not over
+    culprits: set[int] = field(default_factory=set)  # PIDs that the log names with the fault
+    failed_servers: int = 0  # servers that ended with another status than 0
+
+    def feed(self, lines: list[str]) -> None:
+        """Take in new lines of either log."""
+        for line in lines:
+            text = _PREFIX.sub("", line.strip())
+            lowered = text.lower()
+            if "fatal gpu error" in lowered or "fatal exception" in lowered or "sticky error" in lowered:
+                self.fault = text
+            elif self.fault and "creating server context" in lowered:
+                self.clear()
+            elif found := _EXITED.search(text):
+                self.clear()
+                self.failed_servers += found[2] != "0"
+            if self.fault:
+                self.culprits |= {int(pid) for pid, _ in _CLIENT.findall(text) if int(pid)}
+
+    def clear(self) -> None:
+        """The fault is over: the server said so, or it is gone."""
+        self.fault = None
+        self.culprits = set()

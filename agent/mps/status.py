@@ -1,0 +1,59 @@
+"""How one GPU's daemon is doing, as plugins, metrics and `status` see it."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from agent.mps.answers import ServerState
+from agent.mps.directories import Directories
+
+
+class DaemonState(Enum):
+    """The life of a daemon."""
+
+    STOPPED = "stopped"
+    STARTING = "starting"
+    SERVING = "serving"
+    FAULT = "fault"  # a client's fatal error: no new clients until the affected ones have left
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonStatus:
+    """One daemon at one moment. Only `serving` ones take pods."""
+
+    state: DaemonState = DaemonState.STOPPED
+    reason: str = ""  # in words; empty when serving
+    pid: int | None = None
+    server: int | None = None
+    server_state: ServerState | None = None  # None: driver before 550, or no server yet
+    adopted: bool = False  # it was started by an earlier agent
+    restarts: int = 0
+    faults: int = 0
+    multi_user: bool | None = None  # None: not known, as of an adopted one
+    private_shm: bool = True  # False: it shares /dev/shm with the node
+
+    @property
+    def serving(self) -> bool:
+        """Whether a pod that starts now would find it."""
+        return self.state is DaemonState.SERVING
+
+
+class Kind(Enum):
+    """What a supervisor reports; the values are reasons of Kubernetes events."""
+
+    FAILED = "MPSDaemonFailed"
+    FAULT = "MPSFault"
+    RECOVERED = "MPSRecovered"
+
+
+class Reporter(Protocol):
+    """Tells people."""
+
+    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        """`pids` are processes that the message is about."""
+
+
+def shared_memory_source(status: DaemonStatus, folders: Directories) -> str:
+    """The host folder that pods must have as /dev/shm: the one that the daemon has."""
+    return str(folders.shm) if status.private_shm else "/dev/shm"  # noqa: S108

@@ -1,0 +1,105 @@
+"""A supervisor with everything around it that a test looks at."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from agent.mps import processes
+from agent.mps.binary import Program
+from agent.mps.daemon import Daemon, Options
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError
+from agent.mps.processes import Process
+from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.nvml.port import ComputeMode
+
+UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
+# No server without a GPU; no cgroup unless a test is about cgroups.
+OPTIONS = Options(
+    cgroups=Path("/nonexistent"),
+    shared_memory="tmpfs",
+    prestart=False,
+    probe_seconds=0.2,
+    log_seconds=0.05,
+    quit_seconds=1,
+)
+
+
+@dataclass
+class Modes:
+    """Compute modes in memory. `broken` makes changes fail."""
+
+    modes: dict[str, ComputeMode] = field(default_factory=dict)
+    broken: bool = False
+
+    async def get(self, uuid: str) -> ComputeMode | None:
+        return self.modes.get(uuid, ComputeMode.DEFAULT)
+
+    async def set(self, uuid: str, mode: ComputeMode) -> None:
+        if self.broken:
+            raise MpsError("compute modes cannot be set on this test machine")
+        self.modes[uuid] = mode
+
+
+@dataclass
+class Reports:
+    """What the supervisor told people."""
+
+    told: list[tuple[Kind, str, str, frozenset[int]]] = field(default_factory=list)
+
+    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        self.told.append((kind, uuid, message, pids))
+
+    def kinds(self) -> list[Kind]:
+        return [kind for kind, *_ in self.told]
+
+
+@dataclass
+class Bench:
+    """One run folder and what the supervisors on it share."""
+
+    run: Path
+    program: Program
+    modes: Modes = field(default_factory=Modes)
+    reports: Reports = field(default_factory=Reports)
+
+    def daemon(self, uuid: str = UUID, options: Options = OPTIONS) -> Daemon:
+        folders = Directories.of(self.run, uuid)
+        return Daemon(uuid, self.program, folders, self.modes, self.reports, options)
+
+    @contextlib.asynccontextmanager
+    async def kept(self, *daemons: Daemon) -> AsyncIterator[None]:
+        """Supervise while the context is open; the daemons live on after it."""
+        async with anyio.create_task_group() as group:
+            for daemon in daemons:
+                group.start_soon(daemon.run)
+            yield
+            group.cancel_scope.cancel()
+
+
+async def reached(daemon: Daemon, state: DaemonState, deadline: float = 20.0, **also: Any) -> DaemonStatus:
+    """Wait for a state, with the named fields of the status having the given values."""
+    with anyio.move_on_after(deadline):
+        return await daemon.status.wait_for(
+            lambda status: (
+                status.state is state and all(getattr(status, key) == value for key, value in also.items())
+            )
+        )
+    raise TimeoutError(
+        f"not {state.value} with {also} within {deadline:g} s; last seen: {daemon.status.value}"
+    )
+
+
+async def daemons_of(daemon: Daemon) -> tuple[Process, ...]:
+    """Control daemons that run on the supervisor's pipe folder."""
+    return await anyio.to_thread.run_sync(processes.daemons, daemon.folders.pipe)
+
+
+async def servers_of(daemon: Daemon) -> tuple[Process, ...]:
+    """Servers that were started for the supervisor's pipe folder."""
+    return await anyio.to_thread.run_sync(processes.servers, daemon.folders.pipe)
