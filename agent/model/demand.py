@@ -1,0 +1,208 @@
+"""What pods ask of a pair of fractional resources, and what of it can be granted: pure.
+
+The rules of vGPU are those that gpu-manager's users know (its `pkg/services/allocator`): 1..99 cores are a
+share of one GPU, 100, 200, ... whole GPUs. What it guessed at or granted silently is refused or said.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from agent.model.ids import Unit
+
+CORES = 100  # per GPU, in both pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A pair of resources whose units lie on one GPU."""
+
+    name: str  # as people say it
+    core: str
+    memory: str
+    core_unit: Unit
+    memory_unit: Unit
+    block_bytes: int  # of one unit of memory
+    reserved_bytes: int = 0  # of each GPU, never sold
+    whole_gpus: bool = False  # whether 100, 200, ... cores stand for whole GPUs
+    memory_alone: bool = False  # whether memory may be asked for without cores
+
+    def blocks(self, memory_bytes: int) -> int:
+        """Units of memory that a GPU of that size has."""
+        return max(0, (memory_bytes - self.reserved_bytes) // self.block_bytes)
+
+
+GIB = 1 << 30
+VGPU = Kind(
+    "vGPU",
+    "tencent.com/vcuda-core",
+    "tencent.com/vcuda-memory",
+    Unit.VGPU_CORE,
+    Unit.VGPU_MEMORY,
+    block_bytes=256 << 20,
+    whole_gpus=True,
+    memory_alone=True,
+)
+# One GiB of each GPU stays for the MPS server itself.
+MPS = Kind(
+    "MPS",
+    "nvidia.com/mps-core",
+    "nvidia.com/mps-memory",
+    Unit.MPS_CORE,
+    Unit.MPS_MEMORY,
+    block_bytes=GIB,
+    reserved_bytes=GIB,
+)
+
+
+class Impossible(Exception):
+    """A request that no state of the node can grant; the text names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Units that one container asks for. `whole` above 0: that many GPUs with all their cores and memory."""
+
+    cores: int
+    blocks: int
+    whole: int = 0
+
+    def told(self) -> str:
+        """In words, for messages."""
+        if self.whole:
+            return f"{self.whole} whole GPU{'s' if self.whole > 1 else ''}"
+        cores = f"{self.cores} cores and " if self.cores else ""
+        return f"{cores}{self.blocks} memory blocks"
+
+
+class Stage(Enum):
+    """When a container of a pod runs."""
+
+    INIT = "init"  # ends before the app containers start: the kubelet hands its units on to them
+    SIDECAR = "sidecar"  # an init container with restartPolicy Always
+    APP = "app"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container and its limits, counted in whole units of extended resources."""
+
+    name: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    stage: Stage = Stage.APP
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod of this node; `containers` in the order in which the kubelet admits them."""
+
+    namespace: str
+    name: str
+    containers: tuple[Container, ...]
+    uid: str = ""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    phase: str = "Pending"
+    ending: bool = False  # deletion was asked for
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return (self.namespace, self.name)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it runs no more, and so holds nothing."""
+        return self.phase in ("Succeeded", "Failed")
+
+    def container(self, name: str) -> Container | None:
+        """The container of that name."""
+        return next((each for each in self.containers if each.name == name), None)
+
+
+def demand_of(kind: Kind, container: Container) -> Demand | None:
+    """What a container asks of a pair; None if nothing. Raises Impossible."""
+    cores, blocks = container.limits.get(kind.core, 0), container.limits.get(kind.memory, 0)
+    if not cores and not blocks:
+        return None
+    who = f"container {container.name}"
+    if cores > CORES and (not kind.whole_gpus or cores % CORES):
+        rule = (
+            f"more than {CORES} must be a multiple of {CORES}, which stands for whole GPUs"
+            if kind.whole_gpus
+            else f"a share lies on one GPU, which has {CORES}"
+        )
+        raise Impossible(f"{who} asks for {cores} of {kind.core}: {rule}")
+    if kind.whole_gpus and cores and cores % CORES == 0:
+        return Demand(cores, blocks, whole=cores // CORES)
+    if not blocks:
+        raise Impossible(
+            f"{who} asks for {cores} of {kind.core} without {kind.memory}: add {kind.memory} to its limits"
+            + (f", or ask for {CORES} cores to get a whole GPU" if kind.whole_gpus else "")
+        )
+    if not cores and not kind.memory_alone:
+        raise Impossible(
+            f"{who} asks for {blocks} of {kind.memory} without {kind.core}: add {kind.core} to its limits"
+        )
+    return Demand(cores, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What the containers that inherit units from init containers need together, on the same GPUs."""
+
+    peak: Demand
+    members: frozenset[str]  # names of those containers
+
+
+def anchor_of(kind: Kind, pod: Pod) -> Anchor | None:
+    """The part of a pod that init containers tie together; None without init containers that ask.
+
+    The kubelet gives a container first what plain init containers before it had, unasked, and only then asks
+    for more (pkg/kubelet/cm/devicemanager, `devicesToAllocate`): whoever inherits must share the GPU, which
+    therefore must have room for all of them from the start. Raises Impossible.
+    """
+    reuse_cores = reuse_blocks = cores = blocks = whole = span = 0
+    members: list[str] = []
+    for container in pod.containers:
+        demand = demand_of(kind, container)
+        if demand is None:
+            continue
+        init = container.stage is Stage.INIT
+        inherits = bool((demand.cores and reuse_cores) or (demand.blocks and reuse_blocks))
+        if not init and not inherits:
+            continue
+        if inherits and span > 1 and demand.whole < span:
+            raise Impossible(
+                f"container {container.name} would inherit units of {span} GPUs from an init container: "
+                f"let it ask for {span * CORES} cores or more, or the init container for one GPU at most"
+            )
+        members.append(container.name)
+        cores += max(0, demand.cores - reuse_cores)
+        blocks += max(0, demand.blocks - reuse_blocks)
+        whole = max(whole, demand.whole)
+        if init:
+            span = max(span, demand.whole, 1)
+            reuse_cores, reuse_blocks = max(reuse_cores, demand.cores), max(reuse_blocks, demand.blocks)
+        else:
+            reuse_cores, reuse_blocks = (
+                max(0, reuse_cores - demand.cores),
+                max(0, reuse_blocks - demand.blocks),
+            )
+    if whole and cores > whole * CORES:
+        raise Impossible(
+            f"containers {', '.join(members)} share the GPUs of an init container and need {cores} cores "
+            f"there, of which {whole * CORES} exist; ask for fewer, or for none in the init containers"
+        )
+    return Anchor(Demand(cores, blocks, whole), frozenset(members)) if members else None
+
+
+_SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def units(quantity: str) -> int:
+    """A Kubernetes quantity of an extended resource (a whole number, perhaps as `1k`). Raises ValueError."""
+    digits = quantity.rstrip("kKMGi")
+    suffix = quantity[len(digits) :]
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"{quantity!r} is not a whole number of units")
+    return int(digits) * _SUFFIXES[suffix]

@@ -1,0 +1,179 @@
+"""On which GPU a share goes: pure, deterministic policies over the room that each GPU has left."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agent.model.demand import CORES, Demand, Pod, Stage
+from agent.model.ledger import Room
+
+# Free GPUs by UUID, which of them must be among the chosen, how many are wanted -> the best set.
+WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
+
+# gpu-admission's annotations (tkestack/gpu-admission, pkg/util): the choice of a scheduler.
+HINT = "tencent.com/predicate-gpu-idx-"
+HINT_TIME = "tencent.com/predicate-time"
+HINT_NODE = "tencent.com/predicate-node"
+ASSIGNED = "tencent.com/gpu-assigned"
+POLICY = "gpu-node-agent.io/placement"
+
+
+class Policy(StrEnum):
+    """How a share chooses among the GPUs that have room for it."""
+
+    BINPACK = "binpack"  # the fullest one
+    SPREAD = "spread"  # the emptiest one
+    FRAGMENTATION = "fragmentation"  # the one whose remainder stays most useful
+
+
+class NoRoom(Exception):
+    """No GPU has room; the text says what the largest free share is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """GPUs that a scheduler chose for a container, by index."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """GPUs in order of index, and why a hint was not followed (empty: it was, or there was none)."""
+
+    gpus: tuple[str, ...]
+    hint_ignored: str = ""
+
+
+def hint_of(pod: Pod, container: str, node: str = "") -> Hint | None:
+    """The scheduler's choice for a container; None without one, with a used one, or one for another node.
+
+    The annotation's number counts app containers alone, as gpu-admission does.
+    """
+    if pod.annotations.get(ASSIGNED) == "true":
+        return None
+    if node and pod.annotations.get(HINT_NODE, node) != node:
+        return None
+    names = [each.name for each in pod.containers if each.stage is Stage.APP]
+    if container not in names:
+        return None
+    text = pod.annotations.get(f"{HINT}{names.index(container)}", "")
+    parts = [part.strip() for part in text.split(",")]
+    return Hint(tuple(int(part) for part in parts)) if parts and all(p.isdigit() for p in parts) else None
+
+
+def policy_of(pod: Pod | None, default: Policy) -> Policy:
+    """The pod's own policy, or the node's where it names none that exists."""
+    wanted = pod.annotations.get(POLICY, "") if pod else ""
+    return Policy(wanted) if wanted in tuple(Policy) else default
+
+
+def place(
+    rooms: Mapping[str, Room],
+    demand: Demand,
+    policy: Policy = Policy.BINPACK,
+    hint: Hint | None = None,
+    whole: WholeChooser | None = None,
+    tied: Collection[str] = (),
+) -> Choice:
+    """GPUs for a demand. `tied`: GPUs that must be among them, since the container has units there.
+
+    Raises NoRoom.
+    """
+    chooser = whole or lowest
+    if demand.whole:
+        return _whole(rooms, demand, hint, chooser, tied)
+    fitting = [room for room in rooms.values() if room.fits(demand) and (not tied or room.gpu in tied)]
+    if not fitting or len(tied) > 1:
+        raise NoRoom(_no_room(rooms, demand, tied))
+    ignored = ""
+    if hint and not tied:
+        hinted = [room for room in fitting if hint.indices == (room.index,)]
+        if hinted:
+            return Choice((hinted[0].gpu,))
+        ignored = f"the scheduler chose GPU {_listed(hint.indices)}, which has no room for {demand.told()}"
+    return Choice((min(fitting, key=_order(policy, demand)).gpu,), ignored)
+
+
+def lowest(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    """A chooser that knows nothing of links: the first ones."""
+    return [*must_include, *(each for each in free if each not in must_include)][:size]
+
+
+def _whole(
+    rooms: Mapping[str, Room],
+    demand: Demand,
+    hint: Hint | None,
+    chooser: WholeChooser,
+    tied: Collection[str],
+) -> Choice:
+    free = sorted((room for room in rooms.values() if room.untouched), key=lambda room: room.index)
+    uuids = [room.gpu for room in free]
+    if len(free) < demand.whole or any(uuid not in uuids for uuid in tied) or len(tied) > demand.whole:
+        text = f"no {demand.told()} free: {len(free)} of {len(rooms)} GPUs are wholly free"
+        raise NoRoom(f"{text}; wait until pods end, or ask for fewer")
+    ignored = ""
+    if hint and not tied:
+        hinted = tuple(room.gpu for room in free if room.index in hint.indices)
+        if len(hinted) == len(set(hint.indices)) == demand.whole:
+            return Choice(hinted)
+        ignored = f"the scheduler chose GPUs {_listed(hint.indices)}, which are not all wholly free"
+    chosen = set(chooser(uuids, sorted(tied), demand.whole))
+    return Choice(tuple(uuid for uuid in uuids if uuid in chosen), ignored)
+
+
+def _order(policy: Policy, demand: Demand) -> Callable[[Room], tuple[float, ...]]:
+    if policy is Policy.SPREAD:
+        return lambda room: (-room.cores, -room.blocks, room.index)
+    if policy is Policy.FRAGMENTATION:
+        return lambda room: (_loss(room, demand), room.cores, room.blocks, room.index)
+    return lambda room: (room.cores, room.blocks, room.index)
+
+
+# Shares that people commonly ask for, as a part of a GPU, and what weight each has: a convention, not a
+# measurement; a node whose pods ask for other shares loses little by it.
+COMMON = ((1.0, 2.0), (0.5, 3.0), (0.25, 3.0), (0.1, 1.0))
+
+
+def _loss(room: Room, demand: Demand) -> float:
+    """How many common demands, weighted by their size, fit no longer once `demand` is placed.
+
+    The idea of fragmentation gradient descent (Weng and others, USENIX ATC 2023).
+    """
+    left = (room.cores - demand.cores, room.blocks - demand.blocks)
+
+    def usable(cores: int, blocks: int) -> float:
+        total = 0.0
+        for part, weight in COMMON:
+            count = min(cores // round(part * CORES), blocks // max(1, round(part * room.all_blocks)))
+            total += weight * part * count
+        return total
+
+    return round(usable(room.cores, room.blocks) - usable(*left), 6)
+
+
+def _no_room(rooms: Mapping[str, Room], demand: Demand, tied: Collection[str]) -> str:
+    candidates = [room for room in rooms.values() if not tied or room.gpu in tied]
+    if len(tied) > 1:
+        return f"the container has units of {len(tied)} GPUs, and {demand.told()} must lie on one"
+    if not candidates:
+        where = f"GPU {next(iter(tied))}, where the pod has units already, is not sold now" if tied else ""
+        return f"no room for {demand.told()}: {where or 'no GPU of this node is sold in this mode now'}"
+
+    def share(room: Room) -> tuple[float, int, int]:
+        parts = [
+            have / want for have, want in ((room.cores, demand.cores), (room.blocks, demand.blocks)) if want
+        ]
+        return (min(parts), room.cores + room.blocks, -room.index)
+
+    best = max(candidates, key=share)
+    scope = "the GPU where the pod has units already" if tied else "any single GPU"
+    return (
+        f"{demand.told()} do not fit on {scope}: the largest free share is {best.cores} cores and "
+        f"{best.blocks} memory blocks, on GPU {best.gpu} (index {best.index}); "
+        "ask for less, or wait until pods end"
+    )
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))

@@ -1,0 +1,213 @@
+"""The two resources of a pair as the kubelet sees them: what is listed, and what a container gets.
+
+Neutral to the mode: vGPU is made of it here, MPS hands its own conditions and answers in. No unit carries
+NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+import structlog
+
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.api import Allocation, PreferenceRequest
+from agent.model.demand import Kind
+from agent.model.gpu import Gpu
+from agent.model.ledger import Half, Stock
+from agent.model.modes import Assignment, Mode
+from agent.plugins import encode
+from agent.plugins.follow import follow
+from agent.plugins.inject import Injector
+from agent.plugins.pairing import Pairing
+from agent.plugins.pairing_identity import resource_of
+
+log = structlog.get_logger()
+
+RECONCILE_SECONDS = 5.0
+# While units are kept off the lists, or promises stand open, somebody may be waiting for them.
+PRESSED_RECONCILE_SECONDS = 1.0
+
+
+def _no_extras(half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
+    return Allocation()
+
+
+def _no_obstacle(uuid: str) -> str:  # noqa: ARG001
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What makes a mode of a pair: conditions and answers of its own."""
+
+    kind: Kind
+    mode: Mode
+    # Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy.
+    unready: Callable[[str], str] = _no_obstacle
+    # Why no more units of a GPU are sold now, in words; empty: they are.
+    full: Callable[[str], str] = _no_obstacle
+    # What a container gets for a half beside its GPUs. Keys of the two halves must differ.
+    extras: Callable[[Half, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One GPU's part of a list: `key` says what it was made from."""
+
+    key: object
+    data: bytes
+    listed: int
+    healthy: int
+
+
+class Shares:
+    """One pair of resources of the node: keeps stocks true and compares with the kubelet's records."""
+
+    def __init__(
+        self, sharing: Sharing, inventory: Cell[Snapshot], modes: Cell[Assignment], pairing: Pairing
+    ) -> None:
+        self.sharing = sharing
+        self.inventory = inventory
+        self.modes = modes
+        self.pairing = pairing
+        self._bare: dict[tuple[str, int], Stock] = {}
+        self._stocks: dict[str, Stock] = {}
+
+    def restock(self) -> None:
+        """Tell pairing what there is to sell now."""
+        stocks = {state.uuid: self._stock(state) for state in self.inventory.value.gpus}
+        if stocks != self._stocks:
+            self._stocks = stocks
+            self.pairing.stock(stocks.values())
+
+    def _stock(self, state: GpuState) -> Stock:
+        gpu, sharing = state.gpu, self.sharing
+        key = (gpu.uuid, gpu.memory_bytes)
+        if key not in self._bare:
+            self._bare[key] = Stock.of(sharing.kind, gpu.uuid, gpu.index, gpu.memory_bytes)
+        mode = self.modes.value.of(gpu.uuid)
+        keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
+        sellable = keeps and mode.selling and not sharing.full(gpu.uuid)
+        return replace(self._bare[key], index=gpu.index, sellable=sellable, keeps=keeps)
+
+    async def run(self) -> None:
+        """Compare with the kubelet's records for ever."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(follow, self.restock, self.inventory, self.modes)
+            while True:
+                await self.pairing.reconcile()
+                await anyio.sleep(PRESSED_RECONCILE_SECONDS if self._pressed() else RECONCILE_SECONDS)
+
+    def _pressed(self) -> bool:
+        ledger = self.pairing.view.ledger
+        return bool(ledger.reservations or ledger.whole) or any(
+            mode.mode is self.sharing.mode and not mode.selling for mode in self.modes.value.gpus.values()
+        )
+
+
+class SharePlugin:
+    """One half of a pair as a resource."""
+
+    offers_preference = True
+    needs_pre_start = False
+
+    def __init__(self, shares: Shares, half: Half, injector: Injector) -> None:
+        self.resource = resource_of(shares.sharing.kind, half)
+        self._shares = shares
+        self._half = half
+        self._injector = injector
+        self._chunks: dict[str, _Chunk] = {}
+        shares.restock()
+        self.lists: Cell[bytes] = Cell(self._encoded())
+
+    async def run(self) -> None:
+        """Keep the list true: one publication for each change that the kubelet would notice."""
+        shares = self._shares
+        await follow(self.refresh, shares.inventory, shares.modes, shares.pairing.changes)
+
+    def refresh(self) -> None:
+        """Bring the list up to date now; only parts of GPUs that changed are made anew."""
+        self._shares.restock()
+        encoded = self._encoded()
+        if encoded != self.lists.value:
+            self.lists.publish(encoded)
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        """Capacity and allocatable as the kubelet will count them under an assignment."""
+        chunks = list(self._parts(assignment))
+        return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        """IDs on the GPU that has room for both halves."""
+        return await self._shares.pairing.prefer(self._half, request)
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        """What the container gets: the same GPUs from both halves, and what this half adds."""
+        chosen = await self._shares.pairing.allocate(self._half, ids)
+        by_uuid = self._shares.inventory.value.by_uuid
+        gpus = [by_uuid[uuid].gpu for uuid in chosen]
+        seen, extra = self._injector.allocation(gpus), self._shares.sharing.extras(self._half, ids, gpus)
+        return Allocation(
+            environment={**seen.environment, **extra.environment},
+            mounts=(*seen.mounts, *extra.mounts),
+            device_nodes=(*seen.device_nodes, *extra.device_nodes),
+            annotations={**seen.annotations, **extra.annotations},
+            cdi_devices=(*seen.cdi_devices, *extra.cdi_devices),
+        )
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """Nothing to do: not asked for."""
+
+    def _encoded(self) -> bytes:
+        return b"".join(each.data for each in self._parts(self._shares.modes.value))
+
+    def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
+        """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
+        view = self._shares.pairing.view
+        ledger, stocks = view.ledger, view.ledger.stocks
+        kept = ledger.held_ids | ledger.promised_ids | view.hidden
+        opened = {
+            gpu for each in ledger.reservations if each.granted and not each.complete for gpu in each.gpus
+        }
+        for state in self._shares.inventory.value.gpus:
+            stock = stocks.get(state.uuid)
+            if stock is None:
+                continue
+            mode = assignment.of(state.uuid)
+            mine = mode.mode is self._shares.sharing.mode
+            well = mine and state.healthy and not self._shares.sharing.unready(state.uuid)
+            # A pod that the kubelet is admitting gets its second half, even from a GPU that drains.
+            if mine and (mode.selling or state.uuid in opened):
+                keep = kept & stock.id_set(self._half) if self._sold_out(stock, kept, ledger.whole) else None
+            else:
+                keep, well = kept & stock.id_set(self._half), False
+            yield self._chunk(stock, keep, well)
+
+    def _sold_out(self, stock: Stock, kept: frozenset[str], whole: frozenset[str]) -> bool:
+        """Whether the free units of this half are of no use to anybody."""
+        if self._shares.sharing.full(stock.gpu):
+            return True
+        if self._half is Half.MEMORY:
+            return stock.gpu in whole or (
+                not self._shares.sharing.kind.memory_alone and stock.core_set <= kept
+            )
+        return stock.block_set <= kept
+
+    def _chunk(self, stock: Stock, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
+        """The encoded part of a GPU; `keep` None: all of its units."""
+        key = (keep, healthy, len(stock.ids(self._half)))
+        known = self._chunks.get(stock.gpu)
+        if known is None or known.key != key:
+            ids = stock.ids(self._half)
+            listed = ids if keep is None else [each for each in ids if each in keep]
+            count = len(listed)
+            known = _Chunk(key, encode.devices(listed, healthy), count, count if healthy else 0)
+            self._chunks[stock.gpu] = known
+        return known
+
+
+def plugins_of(shares: Shares, injector: Injector) -> Mapping[Half, SharePlugin]:
+    """The two resources of a pair."""
+    return {half: SharePlugin(shares, half, injector) for half in Half}

@@ -1,0 +1,147 @@
+"""Which container is asking: pure, from the kubelet's records and the pods' specs.
+
+The kubelet takes a pod into its records just before it admits it, one pod after the other, and admits its
+containers in order. So the container that asks is the first of its pod that lacks the resource, and of all
+pods in the records only the one that is being admitted has such a container.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from agent.kubelet.podresources import PodList
+from agent.model.demand import Anchor, Container, Demand, Kind, Pod, Stage, anchor_of, demand_of
+from agent.model.ledger import Half, Held, Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """A container that may be the one that asks."""
+
+    pod: Pod
+    container: Container
+
+    @property
+    def holder(self) -> Holder:
+        """Its names."""
+        return Holder(self.pod.namespace, self.pod.name, self.container.name)
+
+    def demand(self, kind: Kind) -> Demand:
+        """What it asks of the pair. Raises Impossible."""
+        found = demand_of(kind, self.container)
+        assert found is not None  # it was found by its limits
+        return found
+
+    def anchor(self, kind: Kind) -> Anchor | None:
+        """The part of its pod that it shares GPUs with, if it inherits units. Raises Impossible."""
+        anchor = anchor_of(kind, self.pod)
+        return anchor if anchor and self.container.name in anchor.members else None
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What the kubelet's records say about one pair of resources."""
+
+    held: tuple[Held, ...]
+    holders: frozenset[tuple[Holder, Half]]
+    containers: frozenset[Holder]  # all that are listed
+    pods: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, kind: Kind, listed: PodList) -> "Records":
+        """The records for `kind` out of a PodResources answer."""
+        halves = {kind.core: Half.CORE, kind.memory: Half.MEMORY}
+        held = tuple(
+            Held(Holder(each.namespace, each.pod, each.container), halves[each.resource], frozenset(each.ids))
+            for each in listed.holdings
+            if each.resource in halves
+        )
+        containers = frozenset(Holder(*names) for names in listed.containers)
+        return cls(
+            held,
+            frozenset((each.holder, each.half) for each in held),
+            containers,
+            frozenset((each.namespace, each.pod) for each in containers),
+        )
+
+    def ids(self, holder: Holder, half: Half) -> frozenset[str]:
+        """What a container holds of a half."""
+        found = (each.ids for each in self.held if each.holder == holder and each.half is half)
+        return next(found, frozenset())
+
+    def lacking(self, pod: tuple[str, str], half: Half) -> list[Holder]:
+        """Listed containers of a pod that hold nothing of a half."""
+        return [
+            each
+            for each in self.containers
+            if (each.namespace, each.pod) == pod and (each, half) not in self.holders
+        ]
+
+
+def resource_of(kind: Kind, half: Half) -> str:
+    """The resource's name."""
+    return kind.core if half is Half.CORE else kind.memory
+
+
+def askers(
+    kind: Kind,
+    half: Half,
+    size: int,
+    records: Records | None,
+    pods: Mapping[tuple[str, str], Pod],
+    served: Collection[tuple[str, str, Half]],
+) -> list[Asker]:
+    """Containers that may be asking for `size` units. `served`: pod UID, container and half granted before.
+
+    Without records every waiting pod of the node may be asking.
+    """
+    found = [
+        asker
+        for key, pod in pods.items()
+        if not pod.finished
+        and not pod.ending
+        and (records is None or key in records.pods)
+        and (asker := _asker(kind, half, size, records, pod, served))
+    ]
+    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
+    waiting = [asker for asker in found if asker.pod.phase == "Pending"]
+    return waiting or found
+
+
+def _asker(
+    kind: Kind,
+    half: Half,
+    size: int,
+    records: Records | None,
+    pod: Pod,
+    served: Collection[tuple[str, str, Half]],
+) -> Asker | None:
+    resource = resource_of(kind, half)
+    wanting = [each for each in pod.containers if each.limits.get(resource)]
+    if records is not None:
+        holding = [
+            place
+            for place, each in enumerate(wanting)
+            if (Holder(pod.namespace, pod.name, each.name), half) in records.holders
+        ]
+        # Containers before one that holds the resource were served, plain init containers among them.
+        wanting = wanting[max(holding) + 1 :] if holding else wanting
+    for container in wanting:
+        if (pod.uid, container.name, half) in served:
+            continue
+        if container.limits[resource] == size:
+            return Asker(pod, container)
+        if container.stage is not Stage.INIT:
+            return None
+        # An init container is not in the records: it may have been served before this agent started.
+    return None
+
+
+def same_outcome(kind: Kind, candidates: Collection[Asker]) -> bool:
+    """Whether it makes no difference which of them is asking. Raises Impossible."""
+    outcomes = {(each.demand(kind), each.anchor(kind), _wishes(each.pod)) for each in candidates}
+    return len(outcomes) == 1
+
+
+def _wishes(pod: Pod) -> frozenset[tuple[str, str]]:
+    prefixes = ("tencent.com/", "gpu-node-agent.io/")
+    return frozenset(item for item in pod.annotations.items() if item[0].startswith(prefixes))
