@@ -23,13 +23,15 @@ class AgentProcess:
         env: Mapping[str, str],
         started: Callable[[int], None],
         arguments: Sequence[str] = (),
+        interpreter: Sequence[str] = (sys.executable,),
     ) -> None:
         """`folder` takes configuration and log; `started` is told the pid of every process.
 
-        `arguments` follow on the command line.
+        `arguments` follow on the command line; `interpreter` is Python and its options.
         """
         self._folder = folder
         self._arguments = tuple(arguments)
+        self._interpreter = tuple(interpreter)
         self._env = dict(env)
         self._started = started
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,7 +57,7 @@ class AgentProcess:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agent", "run", f"--config={config}", *self._arguments],
+                [*self._interpreter, "-m", "agent", "run", f"--config={config}", *self._arguments],
                 cwd=REPOSITORY,
                 env=environment | self._env,
                 stdin=subprocess.DEVNULL,

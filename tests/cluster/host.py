@@ -197,8 +197,8 @@ def _remember_shared() -> None:
 
 def _restore_shared() -> None:
     path = STATE / "host.json"
-    # While another cluster is up, removing a mount point would take its mount away.
-    if records() or not path.exists():
+    # Any record counts here, even one that another version of this code wrote and `records` cannot read.
+    if any(STATE.glob("*/record.json")) or not path.exists():
         return
     before = json.loads(path.read_text())
     if before["boot"] == boot_id():
@@ -207,6 +207,16 @@ def _restore_shared() -> None:
             if setting.read_text() != value:
                 setting.write_text(value)
     for point in before["made"]:
-        with suppress(OSError):  # not ours any more when something else lies in it
-            Path(point).rmdir()
+        # Removing a mount point would take away the mount of anybody who uses it in a namespace of his own.
+        if not _is_mount_point_anywhere(point):
+            with suppress(OSError):  # not ours any more when something else lies in it
+                Path(point).rmdir()
     path.unlink()
+
+
+def _is_mount_point_anywhere(path: str) -> bool:
+    for table in Path("/proc").glob("[0-9]*/mountinfo"):
+        with suppress(OSError):  # the process may end while its table is read
+            if any(line.split(" ", 5)[4] == path for line in table.read_text().splitlines()):
+                return True
+    return False

@@ -75,8 +75,8 @@ class Cluster(Objects):
         def reached(stage: str) -> None:
             self.timings[stage] = time.monotonic() - started
 
-        host.claim(self._record)
         try:
+            host.claim(self._record)
             self._start(reached)
         except BaseException:
             self.save_logs(REPOSITORY / "build" / "cluster-logs")
@@ -136,18 +136,19 @@ class Cluster(Objects):
 
     def down(self) -> None:
         """Stop everything and remove every trace; harmless when called again."""
-        # Orderly where it is cheap (the kubelet unmounts nothing on exit, so there is nothing to wait for):
-        # process 1 dies and takes every program and pod with it.
-        self.namespace.stop()
-        for program in self._programs.values():
-            program.stop()
-        if self.layout.root.exists():
-            host.release(self._record)
-        if self._reaper is not None:
-            assert self._reaper.stdin is not None
-            self._reaper.stdin.close()
-            self._reaper.wait(10)
-            self._reaper = None
+        try:
+            # Nothing is gained by stopping in order: process 1 dies and takes every program and pod with it.
+            self.namespace.stop()
+            for program in self._programs.values():
+                program.stop()
+        finally:
+            if self.layout.root.exists():
+                host.release(self._record)
+            if self._reaper is not None:
+                assert self._reaper.stdin is not None
+                self._reaper.stdin.close()
+                self._reaper.wait(10)
+                self._reaper = None
 
     def adopt(self, pid: int) -> None:
         """Have a process outside the namespace end with the cluster at the latest, pytest killed or not."""
@@ -191,7 +192,8 @@ class Cluster(Objects):
 
     def save_logs(self, folder: Path) -> None:
         """Copy every program's log into `folder`, where they outlive the cluster."""
-        shutil.copytree(self.layout.logs, folder, dirs_exist_ok=True)
+        if self.layout.logs.exists():
+            shutil.copytree(self.layout.logs, folder, dirs_exist_ok=True)
 
     def _program(self, name: str) -> Program:
         if name not in self._programs:
