@@ -7,36 +7,27 @@ closes the newer one when the older ends:
 - kubelet.sock: we call Register. Only for kubelets that do not look into plugins_registry.
 """
 
-from enum import Enum
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
 import anyio
 import structlog
-from grpclib.client import Channel
-from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from agent._proto import v1beta1
 from agent.kit.backoff import Backoff
 from agent.kit.inotify import FolderGone, watching
 from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.registration import KubeletSocket, RegistrationFailed, Way
 from agent.kubelet.server import DrainableServer
-from agent.kubelet.service import API_VERSION, DevicePluginService
+from agent.kubelet.service import DevicePluginService
 
 log = structlog.get_logger()
 
-REGISTER_SECONDS = 10.0  # the kubelet dials back within the call and allows itself as long
 # A kubelet that restarts asks again by itself; one that dropped our stream and lives on never does.
 SILENCE_SECONDS = 5.0
 LOOK_SECONDS = 30.0  # inotify may miss a change (overflow, a folder made anew): look anyway
-FOLDER_RETRY_SECONDS = 1.0
-
-
-class Way(Enum):
-    """How the kubelet comes to know a resource."""
-
-    REGISTRY = "plugins_registry"
-    SOCKET = "kubelet.sock"
+BLIND_LOOK_SECONDS = 1.0  # without inotify: many nodes run out of its instances
+FOLDER_RETRY_SECONDS = 0.5
 
 
 class Endpoint:
@@ -55,6 +46,7 @@ class Endpoint:
         self.way = Way.SOCKET if registration == "socket" else Way.REGISTRY
         self._may_fall_back = registration == "auto"
         self._registry_wait = registry_wait_seconds
+        self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._folders = {Way.REGISTRY: kubelet_root / "plugins_registry", Way.SOCKET: device_plugins}
         self._obstacle: str | None = "it has not been tried yet"
         vendor, _, name = plugin.resource.partition("/")
@@ -75,90 +67,116 @@ class Endpoint:
         """Why this resource is not registered, in words; None when it is."""
         if self.registered:
             return None
-        return f"{self.plugin.resource} is not registered with the kubelet: {self._obstacle}"
+        told = self.service.last_status_error
+        why = f"the kubelet refused it: {told}" if told else self._obstacle
+        return f"{self.plugin.resource} is not registered with the kubelet: {why}"
 
     async def run(self) -> None:
         """Serve and stay registered until cancelled; then end streams and remove the socket."""
         backoff = Backoff(first=0.01, longest=30.0, factor=3.0)
         while True:
+            self.service.resume()
             server = DrainableServer(self.service.handlers(), self.path)
             try:
-                await self._folder_exists()
-                await server.start()
-                if await self._registered_once(server):
-                    backoff.reset()
-                    await self._while_registered(server)
+                if await self._folder_exists():
+                    await server.start()
+                    if await self._registered_once(server):
+                        backoff.reset()
+                        await self._while_registered(server)
             except OSError as error:
                 self._hinder(f"{self.path}: {error.strerror or error}")
-            except (GRPCError, StreamTerminatedError, TimeoutError) as error:
-                self._hinder(f"Register on {self._kubelet_socket} failed: {_told(error)}")
+            except RegistrationFailed as error:
+                self._hinder(str(error))
             finally:
                 self.service.drain()
                 await server.stop()
-            self.service.resume()
-            await anyio.sleep(backoff.next())
+            await self._pause(backoff.next())
 
-    @property
-    def _kubelet_socket(self) -> Path:
-        return self._folders[Way.SOCKET] / "kubelet.sock"
-
-    def _hinder(self, obstacle: str) -> None:
+    def _hinder(self, obstacle: str, *, usual: bool = False) -> None:
+        """Remember what stands in the way; `usual`: it does at every start, for a moment."""
         if obstacle != self._obstacle:
             self._obstacle = obstacle
-            log.warning("not_registered", resource=self.plugin.resource, obstacle=obstacle)
+            tell = log.info if usual else log.warning
+            tell("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
 
-    async def _folder_exists(self) -> None:
-        """Wait for the kubelet's folder: before its first start there is none, and we make none for it."""
+    async def _pause(self, seconds: float) -> None:
+        """Wait; for a kubelet.sock that is made anew no longer than that takes."""
+        if self.way is Way.REGISTRY:
+            await anyio.sleep(seconds)
+            return
+        before = await self._kubelet.identity()
+
+        async def same() -> bool:
+            return await self._kubelet.identity() == before
+
+        with anyio.move_on_after(seconds):
+            while await same():
+                await self._folder_changed(self._kubelet.path.name, same)
+
+    async def _folder_exists(self) -> bool:
+        """Wait for the kubelet's folder: before its first start there is none, and we make none for it.
+
+        False: a kubelet serves that makes no such folder, so the other way was taken.
+        """
         folder = anyio.Path(self.path.parent)
+        until = anyio.current_time() + self._registry_wait
+        serving = await self._kubelet.serves()
         while not await folder.is_dir():
             self._hinder(f"{folder} does not exist; is the kubelet running with this root folder?")
             await anyio.sleep(FOLDER_RETRY_SECONDS)
+            if anyio.current_time() >= until:
+                until += self._registry_wait
+                serving, before = await self._kubelet.serves(), serving
+                if self._falls_back(before, serving):
+                    return False
+        return True
+
+    def _falls_back(self, before: object, after: object) -> bool:
+        """Take the other way if one kubelet, alive all the time, has not looked into plugins_registry.
+
+        A kubelet that is down, or that has just started, is none that ignores it; its old kubelet.sock
+        stays as a file.
+        """
+        if self.way is Way.SOCKET or not self._may_fall_back or before is None or before != after:
+            return False
+        log.warning("registry_unread", resource=self.plugin.resource, waited_seconds=self._registry_wait)
+        self.way = Way.SOCKET
+        return True
 
     async def _registered_once(self, server: DrainableServer) -> bool:
         """Wait until the kubelet listens. False: begin anew, perhaps the other way."""
-        streams = self.service.streams
+        streams, service = self.service.streams, self.service
         if self.way is Way.SOCKET:
-            self._hinder(f"waiting for {self._kubelet_socket}")
-            await self._register()
+            self._hinder(f"waiting for {self._kubelet.path}", usual=True)
+            await self._kubelet.register(self.plugin, self._file)
+            service.stats.registrations += 1
+            log.info("registered", resource=self.plugin.resource, way=self.way.value)
             with anyio.move_on_after(SILENCE_SECONDS):
                 await streams.wait_for(lambda open_now: open_now > 0)
                 return True
             self._hinder("the kubelet accepted the registration but does not listen")
             return False
-        infos = self.service.infos_given.value
-        self._hinder(f"the kubelet has not asked {self.path} yet")
+        infos = service.infos_given.value
+        self._hinder(f"the kubelet has not asked {self.path} yet", usual=True)
+        serving = await self._kubelet.serves()
         while True:
             with anyio.move_on_after(self._registry_wait):
                 await streams.wait_for(lambda open_now: open_now > 0)
                 return True
-            asked = self.service.infos_given.value != infos
-            if asked or self.service.last_status_error or not server.in_place():
-                self._hinder(self.service.last_status_error or "the kubelet asked but does not listen")
+            if service.infos_given.value != infos or service.last_status_error:
+                with anyio.move_on_after(SILENCE_SECONDS):  # it may have asked just now
+                    await streams.wait_for(lambda open_now: open_now > 0)
+                    return True
+                self._hinder(service.last_status_error or "the kubelet asked but does not listen")
                 return False
-            if self._may_fall_back and await anyio.Path(self._kubelet_socket).is_socket():
-                log.info("registry_unread", resource=self.plugin.resource, waited_seconds=self._registry_wait)
-                self.way = Way.SOCKET
+            if not await server.in_place():
+                self._hinder(f"{self.path} was removed")
                 return False
-
-    async def _register(self) -> None:
-        channel = Channel(path=str(self._kubelet_socket))
-        try:
-            await v1beta1.RegistrationStub(channel).register(
-                v1beta1.RegisterRequest(
-                    version=API_VERSION,
-                    endpoint=self._file,
-                    resource_name=self.plugin.resource,
-                    options=v1beta1.DevicePluginOptions(
-                        pre_start_required=self.plugin.needs_pre_start,
-                        get_preferred_allocation_available=self.plugin.offers_preference,
-                    ),
-                ),
-                timeout=REGISTER_SECONDS,
-            )
-        finally:
-            channel.close()
-        self.service.stats.registrations += 1
-        log.info("registered", resource=self.plugin.resource, way=Way.SOCKET.value)
+            serving, before = await self._kubelet.serves(), serving
+            if self._falls_back(before, serving):
+                return False
+            state = "serves, but has" if serving else "does not serve, and has"
+            self._hinder(f"the kubelet {state} not asked {self.path} within {self._registry_wait:g} s")
 
     async def _while_registered(self, server: DrainableServer) -> None:
         """Return when the kubelet stopped listening for good, or our socket is gone."""
@@ -174,27 +192,28 @@ class Endpoint:
             with anyio.move_on_after(SILENCE_SECONDS):
                 await streams.wait_for(lambda open_now: open_now > 0)
                 continue
+            log.warning("kubelet_silent", resource=self.plugin.resource, silent_seconds=SILENCE_SECONDS)
             done.cancel()
             return
 
     async def _until_socket_gone(self, server: DrainableServer, done: anyio.CancelScope) -> None:
-        while server.in_place():
-            try:
-                with anyio.move_on_after(LOOK_SECONDS):
-                    async with watching(self.path.parent) as folder:
-                        if not server.in_place():
-                            break
-                        async for change in folder.changes():
-                            if change.name in ("", self._file):
-                                break
-            except (FolderGone, OSError):
-                break
+        while await server.in_place():
+            await self._folder_changed(self._file, server.in_place)
+        log.warning("socket_gone", resource=self.plugin.resource, socket=str(self.path))
         done.cancel()
 
+    async def _folder_changed(self, name: str, still: Callable[[], Awaitable[bool]]) -> None:
+        """Return soon after an entry of the socket's folder changed, and after a while anyway.
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, GRPCError):
-        return f"{error.message} ({error.status.name})"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {REGISTER_SECONDS:g} s"
-    return str(error) or type(error).__name__
+        `still` is asked once the watch stands: nothing that happened before it is missed.
+        """
+        try:
+            with anyio.move_on_after(LOOK_SECONDS):
+                async with watching(self.path.parent) as folder:
+                    if not await still():
+                        return
+                    async for change in folder.changes():
+                        if change.name in ("", name):
+                            return
+        except (FolderGone, OSError):
+            await anyio.sleep(BLIND_LOOK_SECONDS)

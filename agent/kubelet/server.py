@@ -6,20 +6,26 @@ handlers return first (the peer reads a clean end of stream), then the listener 
 transports are dropped. This file alone touches private names of grpclib, whose version is pinned.
 """
 
+import asyncio
+import contextlib
 import os
 import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import anyio
+import anyio.to_thread
 from grpclib.const import Handler
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 
 from agent.kubelet.wire import Codec
 
-DRAIN_SECONDS = 1.0
+# A call that is under way at the stop has its own deadline of 2 s: it may use that up.
+DRAIN_SECONDS = 2.0
+CLOSE_SECONDS = 0.5
 
 
 class Handlers:
@@ -32,18 +38,42 @@ class Handlers:
         return self._mapping
 
 
+class _Connection(H2Protocol):
+    """A connection that its server knows of for as long as it is open."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, plain: H2Protocol, server: "_TrackingServer") -> None:
+        super().__init__(plain.handler, plain.config, plain.h2_config)
+        self._known = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
+        self._known.connections.add(self)
+        if self._known.closing:  # it was accepted just before the listener closed
+            transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._known.connections.discard(self)
+        super().connection_lost(exc)
+
+    def busy(self) -> bool:
+        """Whether handlers run, or their answers have not left yet."""
+        running = any(not task.done() for task in self.handler._tasks.values())  # type: ignore[attr-defined]  # noqa: SLF001
+        return running or self.transport.get_write_buffer_size() > 0
+
+
 class _TrackingServer(Server):
     """Remembers the connections that it accepted."""
 
     def __init__(self, handlers: Handlers) -> None:
         super().__init__([handlers], codec=Codec())
-        self.connections: list[H2Protocol] = []
+        self.connections: set[_Connection] = set()
+        self.closing = False
 
     def _protocol_factory(self) -> H2Protocol:
-        protocol = super()._protocol_factory()
-        self.connections = [known for known in self.connections if _open(known)]
-        self.connections.append(protocol)
-        return protocol
+        return _Connection(super()._protocol_factory(), self)
 
 
 class DrainableServer:
@@ -55,6 +85,11 @@ class DrainableServer:
         self._server: _TrackingServer | None = None
         self._inode: int | None = None
 
+    @property
+    def connections(self) -> int:
+        """How many peers are connected."""
+        return len(self._server.connections) if self._server else 0
+
     async def start(self) -> None:
         """Listen. The socket appears at its path only once it accepts, so that a watcher can dial at once.
 
@@ -62,60 +97,89 @@ class DrainableServer:
         """
         # Folder watchers ignore names that begin with a dot, the kubelet's among them.
         hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        hidden.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(str(hidden))
-            hidden.chmod(0o600)
-            self._server = _TrackingServer(self._handlers)
-            await self._server.start(sock=listener)
-            self._inode = hidden.stat().st_ino
-            hidden.rename(self.path)
-        except BaseException:
-            listener.close()
-            hidden.unlink(missing_ok=True)
-            raise
+        # Cancelled halfway, a listener would stay behind that nobody knows of. Nothing here waits for others.
+        with anyio.CancelScope(shield=True):
+            listener = await anyio.to_thread.run_sync(_bound, hidden)
+            try:
+                server = _TrackingServer(self._handlers)
+                await server.start(sock=listener)
+            except BaseException:
+                listener.close()
+                await anyio.to_thread.run_sync(_remove, hidden)
+                raise
+            self._server = server
+            try:
+                self._inode = await anyio.to_thread.run_sync(_reveal, hidden, self.path)
+            except BaseException:
+                await self.stop()
+                await anyio.to_thread.run_sync(_remove, hidden)
+                raise
 
-    def in_place(self) -> bool:
+    async def in_place(self) -> bool:
         """Whether the socket at the path is still this server's."""
-        try:
-            found = self.path.lstat()
-        except OSError:
-            return False
-        return stat.S_ISSOCK(found.st_mode) and found.st_ino == self._inode
+        return self._inode is not None and await anyio.to_thread.run_sync(_inode, self.path) == self._inode
 
-    def unlink(self) -> None:
+    async def unlink(self) -> None:
         """Take the socket away from its path, if it is still ours; open connections stay."""
-        if self.in_place():
-            self.path.unlink(missing_ok=True)
+        if await self.in_place():
+            # Where it cannot be removed it does no harm: nobody answers, and the next start replaces it.
+            with contextlib.suppress(OSError):
+                await anyio.to_thread.run_sync(_remove, self.path)
+        self._inode = None
 
     async def stop(self) -> None:
-        """Close. Streaming handlers must have been told to return before (`DevicePluginService.drain`)."""
-        self.unlink()
-        server, self._server = self._server, None
-        if server is None:
-            return
+        """Close. Streaming handlers must have been told to return before (`DevicePluginService.drain`).
+
+        Takes `DRAIN_SECONDS` and twice `CLOSE_SECONDS` at most, cancelled or not.
+        """
         with anyio.CancelScope(shield=True):
+            await self.unlink()
+            server, self._server = self._server, None
+            if server is None:
+                return
             with anyio.move_on_after(DRAIN_SECONDS):
-                while any(_busy(connection) for connection in server.connections):
+                while any(connection.busy() for connection in server.connections):
                     await anyio.sleep(0.005)
+            server.closing = True
             server.close()
-            for connection in server.connections:
-                if _open(connection):
-                    connection.connection._transport.close()  # noqa: SLF001  no public way; see the text above
-            with anyio.move_on_after(DRAIN_SECONDS):
+            for connection in tuple(server.connections):
+                connection.transport.close()
+            with anyio.move_on_after(CLOSE_SECONDS):
+                while server.connections:
+                    await anyio.sleep(0.005)
+            # A peer that reads nothing keeps a polite close waiting for ever.
+            for connection in tuple(server.connections):
+                connection.transport.abort()
+            with anyio.move_on_after(CLOSE_SECONDS):
                 await server.wait_closed()
 
 
-def _open(protocol: H2Protocol) -> bool:
-    connection = getattr(protocol, "connection", None)  # absent until the peer is connected
-    return connection is not None and not connection.is_closing()  # a closed one has no `_transport`
+def _bound(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        _remove(path)
+        raise
+    return listener
 
 
-def _busy(protocol: H2Protocol) -> bool:
-    """Whether handlers run on a connection, or their answers have not left yet."""
-    if not _open(protocol):
-        return False
-    handler = protocol.handler
-    running = any(not task.done() for task in handler._tasks.values())  # type: ignore[attr-defined]  # noqa: SLF001
-    return running or protocol.connection._transport.get_write_buffer_size() > 0  # noqa: SLF001
+def _reveal(hidden: Path, path: Path) -> int:
+    inode = hidden.lstat().st_ino
+    hidden.rename(path)
+    return inode
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The RPCs that the kubelet calls on a resource's socket: DevicePlugin v1beta1 and the plugin watcher's."""
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from grpclib.server import Stream
 
 from agent._proto import pluginregistration, v1beta1
 from agent.kit.cell import Cell
+from agent.kit.supervise import describe
 from agent.kubelet import wire
 from agent.kubelet.api import Reason, Refused, ResourcePlugin
 from agent.kubelet.server import Handlers
@@ -26,6 +28,8 @@ API_VERSION = "v1beta1"
 CALL_SECONDS = 2.0
 PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
 SEND_SECONDS = 30.0
+# PodResources shows a container's devices some milliseconds after Allocate; this is ample.
+GRANT_SECONDS = 2.0
 
 
 @dataclass
@@ -58,6 +62,9 @@ class DevicePluginService:
         self.streams: Cell[int] = Cell(0)
         self.last_status_error: str | None = None
         self._waiting: set[anyio.CancelScope] = set()
+        self._delivered: Cell[tuple[int, ...]] = Cell(())  # newest list version sent on each open stream
+        # Device IDs granted lately, with the time: the kubelet records them a moment after we answer.
+        self._granted: deque[tuple[float, str]] = deque()
         self._draining = False
 
     def handlers(self) -> Handlers:
@@ -96,33 +103,50 @@ class DevicePluginService:
             scope.cancel()
 
     def resume(self) -> None:
-        """Serve again after `drain`."""
+        """Serve again after `drain`; what the kubelet refused before does not count any more."""
         self._draining = False
+        self.last_status_error = None
+
+    async def delivered(self) -> None:
+        """Return once the list as it is now has left on every open stream; bound it with a cancel scope."""
+        version = self.plugin.lists.version
+        await self._delivered.wait_for(lambda sent: all(each >= version for each in sent))
+
+    def granted_lately(self) -> frozenset[str]:
+        """Device IDs whose Allocate was answered within the last `GRANT_SECONDS`."""
+        oldest = time.monotonic() - GRANT_SECONDS
+        while self._granted and self._granted[0][0] < oldest:
+            self._granted.popleft()
+        return frozenset(device for _, device in self._granted)
 
     async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
-        await stream.recv_message()
-        await stream.send_message(
+        await _received(stream)
+        await _send(
+            stream,
             v1beta1.DevicePluginOptions(
                 pre_start_required=self.plugin.needs_pre_start,
                 get_preferred_allocation_available=self.plugin.offers_preference,
-            )
+            ),
         )
 
     async def _list_and_watch(self, stream: Stream[v1beta1.Empty, bytes]) -> None:
-        await stream.recv_message()
+        await _received(stream)
         lists = self.plugin.lists
         self.stats.streams_opened += 1
         self.streams.publish(self.streams.value + 1)
         log.info("kubelet_listening", resource=self.plugin.resource, bytes=len(lists.value))
+        mine = -1
+        self._count_delivered(None, mine)
         try:
             while not self._draining:
                 sent = lists.version
                 message = lists.value
-                with anyio.fail_after(SEND_SECONDS):
-                    await stream.send_message(message)
+                await _send(stream, message)
                 self.stats.lists_sent += 1
                 self.stats.bytes_sent += len(message)
                 self.stats.last_list_bytes = len(message)
+                self._count_delivered(mine, sent)
+                mine = sent
                 # Only this wait is given up by `drain`: a message is never cut in half.
                 with anyio.CancelScope() as waiting:
                     self._waiting.add(waiting)
@@ -131,8 +155,17 @@ class DevicePluginService:
                     finally:
                         self._waiting.discard(waiting)
         finally:
+            self._count_delivered(mine, None)
             self.streams.publish(self.streams.value - 1)
             log.info("kubelet_stopped_listening", resource=self.plugin.resource, draining=self._draining)
+
+    def _count_delivered(self, before: int | None, after: int | None) -> None:
+        versions = list(self._delivered.value)
+        if before is not None:
+            versions.remove(before)
+        if after is not None:
+            versions.append(after)
+        self._delivered.publish(tuple(versions))
 
     async def _preferred(
         self, stream: Stream[wire.PreferenceRequests, v1beta1.PreferredAllocationResponse]
@@ -147,18 +180,20 @@ class DevicePluginService:
                 ]
             )
 
-        await stream.send_message(await self._bounded("GetPreferredAllocation", CALL_SECONDS, answer))
+        await _send(stream, await self._bounded("GetPreferredAllocation", CALL_SECONDS, answer))
 
     async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
         requests = await _received(stream)
 
         async def answer() -> v1beta1.AllocateResponse:
             granted = [await self.plugin.allocate(ids) for ids in requests.containers]
+            now = time.monotonic()
+            self._granted.extend((now, device) for ids in requests.containers for device in ids)
             return v1beta1.AllocateResponse(
                 container_responses=[wire.encode_allocation(allocation) for allocation in granted]
             )
 
-        await stream.send_message(await self._bounded("Allocate", CALL_SECONDS, answer))
+        await _send(stream, await self._bounded("Allocate", CALL_SECONDS, answer))
 
     async def _pre_start(
         self, stream: Stream[v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse]
@@ -169,16 +204,17 @@ class DevicePluginService:
             await self.plugin.pre_start(request.devices_ids)
             return v1beta1.PreStartContainerResponse()
 
-        await stream.send_message(await self._bounded("PreStartContainer", PRE_START_SECONDS, answer))
+        await _send(stream, await self._bounded("PreStartContainer", PRE_START_SECONDS, answer))
 
     async def _info(
         self, stream: Stream[pluginregistration.InfoRequest, pluginregistration.PluginInfo]
     ) -> None:
-        await stream.recv_message()
-        await stream.send_message(
+        await _received(stream)
+        await _send(
+            stream,
             pluginregistration.PluginInfo(
                 type="DevicePlugin", name=self.plugin.resource, endpoint="", supported_versions=[API_VERSION]
-            )
+            ),
         )
         self.infos_given.publish(self.infos_given.value + 1)
 
@@ -187,7 +223,7 @@ class DevicePluginService:
         stream: Stream[pluginregistration.RegistrationStatus, pluginregistration.RegistrationStatusResponse],
     ) -> None:
         status = await _received(stream)
-        await stream.send_message(pluginregistration.RegistrationStatusResponse())
+        await _send(stream, pluginregistration.RegistrationStatusResponse())
         if status.plugin_registered:
             self.last_status_error = None
             self.stats.registrations += 1
@@ -202,29 +238,48 @@ class DevicePluginService:
         started = time.perf_counter()
         outcome = "INTERNAL"
         try:
-            with anyio.fail_after(seconds):
+            with anyio.move_on_after(seconds):
                 result = await answer()
-            outcome = "ok"
+                outcome = "ok"
+                return result
+            outcome = Reason.LATE.value
+            text = f"{call} of {self.plugin.resource} took longer than {seconds:g} s; see the agent's log"
+            log.error("request_late", resource=self.plugin.resource, call=call, deadline_seconds=seconds)
+            raise GRPCError(Status.DEADLINE_EXCEEDED, text)
         except Refused as refusal:
             outcome = refusal.reason.value
             log.warning("request_refused", resource=self.plugin.resource, call=call, reason=str(refusal))
             raise GRPCError(Status[outcome], str(refusal)) from refusal
-        except TimeoutError as error:
-            outcome = Reason.LATE.value
-            text = f"{call} of {self.plugin.resource} took longer than {seconds:g} s; see the agent's log"
-            log.error("request_late", resource=self.plugin.resource, call=call, deadline_seconds=seconds)
-            raise GRPCError(Status.DEADLINE_EXCEEDED, text) from error
-        else:
-            return result
+        except GRPCError:
+            raise
+        except Exception as error:
+            log.exception("request_failed", resource=self.plugin.resource, call=call)
+            text = f"{call} of {self.plugin.resource} failed in the agent: {describe(error)}; see its log"
+            raise GRPCError(Status.INTERNAL, text) from error
         finally:
             self.stats.count(call, outcome, time.perf_counter() - started)
 
 
 async def _received(stream: Stream[M, Any]) -> M:
+    message: M | None = None
     try:
-        message = await stream.recv_message()
-    except (ValueError, TypeError, IndexError) as error:  # whatever a decoder says of broken bytes
-        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {error}") from error
+        with anyio.move_on_after(CALL_SECONDS) as waited:
+            message = await stream.recv_message()
+    # Whatever decoders and grpclib's framing say of broken bytes; the one is as much the caller's fault
+    # as the other, and a traceback in our log would not help to find it.
+    except Exception as error:
+        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {describe(error)}") from error
+    if waited.cancelled_caught:
+        raise GRPCError(Status.DEADLINE_EXCEEDED, f"no request came within {CALL_SECONDS:g} s")
     if message is None:
         raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
     return message
+
+
+async def _send(stream: Stream[Any, M], message: M) -> None:
+    """Send one message, to a peer that reads it: others must not keep a handler for ever."""
+    with anyio.move_on_after(SEND_SECONDS) as waited:
+        await stream.send_message(message)
+    if waited.cancelled_caught:
+        log.warning("peer_reads_nothing", waited_seconds=SEND_SECONDS)
+        raise GRPCError(Status.DEADLINE_EXCEEDED, f"the answer was not read within {SEND_SECONDS:g} s")

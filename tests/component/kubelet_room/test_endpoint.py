@@ -1,0 +1,303 @@
+"""The life of a resource's socket against the embedded kubelet: found, lost, found again, gone."""
+
+import errno
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from agent.kubelet import endpoint as endpoint_module
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.registration import Way
+from agent.simulator.kubelet import EmbeddedKubelet, Timings
+from tests.component.kubelet_room.parts import GPU, Peer, ScriptedPlugin, eventually, listing, running_tasks
+
+FAST = Timings(registry_poll=0.02, registry_retry=0.05, first_status=0.5)
+BLIND = Timings(registry_poll=3600, registry_retry=0.05, first_status=0.1)  # looks into the registry once
+WAYS: tuple[Literal["registry", "socket"], ...] = ("registry", "socket")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(endpoint_module, "FOLDER_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(endpoint_module, "BLIND_LOOK_SECONDS", 0.05)
+
+
+def _kubelet(folder: Path, timings: Timings = FAST) -> EmbeddedKubelet:
+    return EmbeddedKubelet(folder, status_tick=0.02, timings=timings)
+
+
+def _endpoint(
+    folder: Path,
+    registration: Literal["auto", "registry", "socket"] = "auto",
+    wait: float = 30.0,
+    resource: str = GPU,
+) -> Endpoint:
+    plugin = ScriptedPlugin("a", "b", resource=resource)
+    return Endpoint(plugin, folder, folder / "device-plugins", registration, wait)
+
+
+@asynccontextmanager
+async def _life(endpoint: Endpoint) -> AsyncIterator[Endpoint]:
+    """The endpoint running; at the end its socket must be gone."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(endpoint.run)
+        try:
+            yield endpoint
+        finally:
+            group.cancel_scope.cancel()
+    assert not endpoint.path.exists()
+
+
+def _listed(kubelet: EmbeddedKubelet, count: int = 2) -> bool:
+    return kubelet.allocatable.get(GPU) == count
+
+
+def _ours(folder: Path) -> set[str]:
+    """Names of our sockets in both folders, hidden ones included."""
+
+    def names() -> Iterator[str]:
+        for place in ("plugins_registry", "device-plugins"):
+            if (folder / place).is_dir():
+                yield from (
+                    f"{place}/{path.name}" for path in (folder / place).iterdir() if "gna-" in path.name
+                )
+
+    return set(names())
+
+
+async def test_the_registry_is_the_way(folder: Path, logs: Any) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        assert endpoint.registered
+        assert endpoint.blocker is None
+        assert endpoint.way is Way.REGISTRY
+        assert _ours(folder) == {"plugins_registry/gna-nvidia-gpu.sock"}
+        endpoint.plugin.lists.publish(listing("a"))
+        await eventually(lambda: _listed(kubelet, 1))
+    assert [event["log_level"] for event in logs if event["event"] == "registration_waits"] == ["info"]
+
+
+async def test_a_kubelet_that_ignores_the_registry_is_asked_over_its_socket(folder: Path) -> None:
+    kubelet = _kubelet(folder, BLIND)
+    async with kubelet.running(), anyio.create_task_group() as group:
+
+        async def never_both() -> None:
+            while True:
+                assert len(_ours(folder)) <= 1
+                await anyio.sleep(0.001)
+
+        group.start_soon(never_both)
+        async with _life(_endpoint(folder, wait=0.2)) as endpoint:
+            await eventually((folder / "plugins_registry/gna-nvidia-gpu.sock").exists)
+            await eventually(lambda: _listed(kubelet))
+            assert endpoint.way is Way.SOCKET
+        group.cancel_scope.cancel()
+
+
+async def test_registration_registry_never_falls_back(folder: Path) -> None:
+    kubelet = _kubelet(folder, BLIND)
+    async with kubelet.running(), _life(_endpoint(folder, "registry", wait=0.05)) as endpoint:
+        await eventually(lambda: "serves, but has not asked" in (endpoint.blocker or ""))
+        await anyio.sleep(0.3)
+        assert endpoint.way is Way.REGISTRY
+
+
+async def test_a_kubelet_that_is_down_is_not_taken_for_one_that_ignores_the_registry(folder: Path) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running():
+        await kubelet.stop()
+        assert (folder / "device-plugins/kubelet.sock").is_socket()  # as a dead kubelet leaves it
+        async with _life(_endpoint(folder, wait=0.05)) as endpoint:
+            await eventually(lambda: "does not serve" in (endpoint.blocker or ""))
+            await anyio.sleep(0.3)
+            assert endpoint.way is Way.REGISTRY
+            await kubelet.start()
+            await eventually(lambda: _listed(kubelet))
+            assert endpoint.way is Way.REGISTRY
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("down", [0.0, 1.0])
+async def test_the_kubelet_restarts(folder: Path, way: Literal["registry", "socket"], down: float) -> None:
+    """Down for longer than the silence is borne, too, and found again at once by either way."""
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        for _ in range(2):
+            opened = endpoint.service.stats.streams_opened
+            await kubelet.restart(down)
+            await eventually(lambda: endpoint.service.stats.streams_opened > opened)  # noqa: B023
+            await eventually(lambda: _listed(kubelet))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_our_socket_is_deleted(folder: Path, way: Literal["registry", "socket"]) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        await anyio.sleep(0.05)  # the watch stands
+        opened = endpoint.service.stats.streams_opened
+        await anyio.to_thread.run_sync(endpoint.path.unlink)
+        await eventually(endpoint.path.exists)
+        await eventually(lambda: endpoint.service.stats.streams_opened > opened)
+        await eventually(lambda: _listed(kubelet))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_node_out_of_inotify_instances(
+    folder: Path, way: Literal["registry", "socket"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(_: Path) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(endpoint_module, "watching", exhausted)
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        await anyio.sleep(0.3)
+        assert endpoint.service.stats.streams_opened == 1  # it does not take that for a lost socket
+        await anyio.to_thread.run_sync(endpoint.path.unlink)
+        await eventually(lambda: endpoint.service.stats.streams_opened == 2)
+
+
+@pytest.mark.parametrize("registration", ["auto", "registry", "socket"])
+async def test_the_agent_is_there_before_the_kubelet_ever_was(folder: Path, registration: Any) -> None:
+    root = folder / "k"
+    async with _life(_endpoint(root, registration)) as endpoint:
+        await eventually(lambda: "does not exist; is the kubelet running" in (endpoint.blocker or ""))
+        assert not root.exists()
+        kubelet = _kubelet(root)
+        async with kubelet.running():
+            await eventually(lambda: _listed(kubelet))
+
+
+async def test_a_kubelet_without_the_registry_folder(folder: Path) -> None:
+    kubelet = _kubelet(folder, BLIND)
+    async with kubelet.running():
+        assert kubelet._life is not None
+        await kubelet._life._registry.first_pass_done.wait()
+        (folder / "plugins_registry").rmdir()
+        async with _life(_endpoint(folder, wait=0.1)) as endpoint:
+            await eventually(lambda: _listed(kubelet))
+            assert endpoint.way is Way.SOCKET
+
+
+async def test_the_folder_vanishes_and_comes_back(folder: Path) -> None:
+    kubelet = _kubelet(folder, Timings(registry_poll=0.2, first_status=0.1))
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        await anyio.sleep(0.05)
+        await kubelet.stop()
+        await anyio.to_thread.run_sync(lambda: endpoint.path.parent.rename(folder / "old"))
+        await eventually(lambda: "does not exist" in (endpoint.blocker or ""))
+        await kubelet.start()
+        await eventually(lambda: _listed(kubelet))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_refused_registration_is_told_and_tried_again_ever_more_slowly(
+    folder: Path, way: Literal["registry", "socket"]
+) -> None:
+    kubelet = _kubelet(folder)
+    endpoint = _endpoint(folder, way, wait=0.05, resource="kubernetes.io/gpu")
+    async with kubelet.running(), _life(endpoint):
+        await eventually(
+            lambda: 'the ResourceName "kubernetes.io/gpu" is invalid' in (endpoint.blocker or "")
+        )
+        assert (endpoint.blocker or "").startswith("kubernetes.io/gpu is not registered with the kubelet: ")
+        await anyio.sleep(1.0)
+        assert not endpoint.registered
+        assert endpoint.service.infos_given.value < 30
+
+
+async def test_the_socket_of_a_dead_agent_is_replaced(folder: Path) -> None:
+    (folder / "plugins_registry").mkdir()
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(folder / "plugins_registry/gna-nvidia-gpu.sock"))
+    stale.close()
+    kubelet = _kubelet(folder)
+    async with kubelet.running():
+        await anyio.sleep(0.1)  # the kubelet dials it in vain
+        async with _life(_endpoint(folder)):
+            await eventually(lambda: _listed(kubelet))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_kubelet_that_drops_our_stream_and_lives_is_made_to_find_us_again(
+    folder: Path, way: Literal["registry", "socket"]
+) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+        for life in range(1, 4):
+            await eventually(lambda: endpoint.service.stats.streams_opened == life)  # noqa: B023
+            await eventually(lambda: _listed(kubelet))
+            assert kubelet._life is not None
+            kubelet._life._plugins.disconnect(GPU)
+            await eventually(lambda: not endpoint.registered)
+        await eventually(lambda: _listed(kubelet))
+
+
+async def test_short_gaps_between_streams_do_not_touch_the_socket(folder: Path) -> None:
+    """Whoever listens again within the silence that is borne finds the same socket."""
+    (folder / "plugins_registry").mkdir()
+    async with _life(_endpoint(folder)) as endpoint:
+        await eventually(endpoint.path.exists)
+        before = endpoint.path.stat().st_ino
+        for opened in range(1, 11):
+            async with Peer(endpoint.path) as kubelet:
+                kubelet.listen()
+                await eventually(lambda: endpoint.service.stats.streams_opened == opened)  # noqa: B023
+            await eventually(lambda: not endpoint.registered)
+        assert endpoint.path.stat().st_ino == before
+
+
+async def test_a_restart_by_the_supervisor_serves_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubelet = _kubelet(folder)
+    endpoint = _endpoint(folder)
+
+    async def fail(_: object) -> None:
+        raise RuntimeError("a fault of the agent")
+
+    async with kubelet.running():
+        with monkeypatch.context() as patched:
+            patched.setattr(endpoint, "_while_registered", fail)
+            with pytest.raises(RuntimeError):
+                await endpoint.run()
+        assert _ours(folder) == set()
+        await eventually(lambda: _listed(kubelet, 0))
+        async with _life(endpoint):
+            await eventually(lambda: _listed(kubelet))
+            await anyio.sleep(0.1)
+            assert endpoint.registered  # streams do not end at once, as in a drain
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("answering", [True, False])
+async def test_cancellation_at_any_moment_leaves_no_socket_and_no_task(
+    folder: Path, way: Literal["registry", "socket"], answering: bool
+) -> None:
+    kubelet = _kubelet(folder, Timings(registry_poll=0.005, first_status=0.1))
+    async with kubelet.running():
+        if not answering:
+            await kubelet.stop()
+        for turns in (*range(0, 40, 2), *range(40, 120, 8)):
+            endpoint = _endpoint(folder, way)
+            async with anyio.create_task_group() as group:
+                group.start_soon(endpoint.run)
+                for _ in range(turns):
+                    await anyio.sleep(0 if turns < 40 else 0.0005)
+                group.cancel_scope.cancel()
+            assert _ours(folder) == set()
+            assert endpoint.service.streams.value == 0
+        await kubelet.stop()
+        await eventually(lambda: running_tasks() <= 3)
