@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
-from agent.nvml.port import EventKind, NvmlEvent
+from agent.nvml.port import ComputeMode, EventKind, NvmlEvent
 from agent.simulator.calls import CALLS
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profiles import PROFILES
@@ -23,6 +23,7 @@ def everything(faces: Faces) -> list[object]:
         answers += [faces.agree("probe", uuid)]
         answers += [faces.agree("sample", uuid)]
         answers += [faces.agree("links", uuid)]
+        answers += [faces.agree("compute_mode", uuid)]
         answers += [faces.agree("ancestor", uuid, other) for other in faces.uuids]
     return answers
 
@@ -165,6 +166,18 @@ def test_a_gpu_without_events(faces: Faces) -> None:
     assert isinstance(answer, tuple)
     assert answer[1] == NvmlCode.NOT_SUPPORTED
     assert faces.agree("watch", faces.uuids[1]) == {EventKind.XID}
+
+
+def test_compute_modes_set_through_either_face(faces: Faces) -> None:
+    for setter in (faces.real, faces.python):
+        for mode in (ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED, ComputeMode.DEFAULT):
+            setter.set_compute_mode(faces.uuids[3], mode)
+            assert faces.agree("compute_mode", faces.uuids[3]) is mode
+    faces.machine.set_mig(3, enabled=True)
+    for mode in ComputeMode:
+        answer = faces.agree("set_compute_mode", faces.uuids[3], mode)
+        assert isinstance(answer, tuple)
+        assert answer[1] == NvmlCode.NOT_SUPPORTED
 
 
 def test_nothing_answers_after_close(faces: Faces) -> None:
