@@ -34,7 +34,7 @@ class Guard:
         self._inventory = inventory
         self._supervisor = supervisor
         self.lane = Lane("events")
-        self.events = EventWatch(nvml, self.lane, self._targets, self._deliver)
+        self.events = EventWatch(nvml, self.lane, self._targets, self._changed, self._deliver)
         kernel_log = settings.health.kernel_log
         self.keeper = Keeper(
             inventory,
@@ -75,6 +75,10 @@ class Guard:
 
     def _targets(self) -> frozenset[str]:
         return frozenset(state.uuid for state in self._inventory.snapshot.value.gpus if not state.health.away)
+
+    async def _changed(self) -> None:
+        cell = self._inventory.snapshot
+        await cell.wait_change(cell.version)
 
     async def _deliver(self, event: NvmlEvent) -> None:
         match event.kind:

@@ -26,18 +26,20 @@ FINE_AFTER_SECONDS: Final = 10.0  # a set that waited this long without a failur
 
 
 class EventWatch:
-    """The event loop. `targets` answers the UUIDs that should be watched now."""
+    """The event loop. `targets` answers the UUIDs that should be watched now, `changed` awaits others."""
 
     def __init__(
         self,
         nvml: NvmlPort,
         lane: Lane,
         targets: Callable[[], frozenset[str]],
+        changed: Callable[[], Awaitable[object]],
         deliver: Callable[[NvmlEvent], Awaitable[None]],
     ) -> None:
         self._nvml = nvml
         self._lane = lane
         self._targets = targets
+        self._changed = changed
         self._deliver = deliver
         self._registered: set[str] = set()
         self._stale: set[str] = set()  # registered, but gone since: their registration is worth nothing
@@ -64,7 +66,8 @@ class EventWatch:
                 try:
                     await self._keep_registered()
                     if not self._registered:
-                        await anyio.sleep(SLICE_SECONDS)
+                        with anyio.move_on_after(RETRY_SECONDS):
+                            await self._changed()
                         continue
                     event = await self._wait()
                 except NvmlHung as error:

@@ -1,0 +1,165 @@
+"""The watching half of the agent over a simulated machine, in one process: actor, guard, list plugin."""
+
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from agent import settings
+from agent._proto import v1beta1
+from agent.inventory.actor import Inventory
+from agent.inventory.guard import Guard
+from agent.inventory.rules import rules_from
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
+from agent.kubelet.podresources import PodList
+from agent.model.health import HealthState
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.nvml.lane import Lane
+from agent.nvml.port import NvmlPort
+from agent.plugins.inject import Injector
+from agent.plugins.pgpu import PgpuPlugin
+from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml import SimulatedNvml
+
+# Short enough for tests, long enough to be seen in between.
+QUICK: Mapping[str, object] = {
+    "health.probeSeconds": 0.2,
+    "health.kernelLog": None,
+    "health.quiet.needsReset": 0.5,
+    "health.quiet.needsReboot": 0.5,
+    "health.quiet.contained": 0.5,
+    "health.quiet.unknown": 0.5,
+    "health.quiet.ecc": 0.5,
+    "health.quiet.lost": 0.5,
+    "health.quiet.probe": 0.5,
+}
+
+
+@dataclass
+class Watched:
+    """A machine and the agent's picture of it. `lists` holds every list that a kubelet would have got."""
+
+    machine: SimulatedMachine
+    inventory: Inventory
+    guard: Guard
+    supervisor: Supervisor
+    lists: list[dict[str, bool]] = field(default_factory=list)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.inventory.snapshot.value
+
+    def state(self, slot: int) -> GpuState:
+        return self.snapshot.by_uuid[self.machine.uuid(slot)]
+
+    def states(self) -> dict[str, HealthState]:
+        return {state.uuid: state.health.state for state in self.snapshot.gpus}
+
+    async def until(self, slot: int, wanted: HealthState, deadline: float = 8.0) -> GpuState:
+        """Wait until a GPU is in that state."""
+        uuid = self.machine.uuid(slot)
+
+        def reached(snapshot: Snapshot) -> bool:
+            return uuid in snapshot.by_uuid and snapshot.by_uuid[uuid].health.state is wanted
+
+        await self.settled(reached, deadline)
+        return self.state(slot)
+
+    async def settled(self, predicate: Any, deadline: float = 8.0) -> None:
+        """Wait until the snapshot satisfies `predicate`."""
+        with anyio.move_on_after(deadline) as scope:
+            await self.inventory.snapshot.wait_for(predicate)
+        if scope.cancelled_caught:
+            raise TimeoutError(f"after {deadline:g} s: {self.snapshot.gpus}")
+
+    async def listed(self, slot: int, healthy: bool) -> None:
+        """Wait for a list with that GPU in that state; deadline 1 s."""
+        uuid = self.machine.uuid(slot)
+        with anyio.fail_after(1):
+            while self.lists[-1].get(uuid) is not healthy:
+                await anyio.sleep(0.001)
+
+    def steady(self, *slots: int) -> None:
+        """Assert that these GPUs were on every list, Healthy, from the first full list on."""
+        uuids = {self.machine.uuid(slot) for slot in slots}
+        full = [entry for entry in self.lists if entry]
+        assert full
+        for entry in full:
+            assert uuids <= {uuid for uuid, healthy in entry.items() if healthy}, entry
+
+
+def decoded(data: bytes) -> dict[str, bool]:
+    """A list message as ID -> healthy."""
+    return {
+        device.id: device.health == "Healthy" for device in v1beta1.ListAndWatchResponse.parse(data).devices
+    }
+
+
+@asynccontextmanager
+async def watching(
+    machine: SimulatedMachine | str = "dgx-h200",
+    *,
+    nvml: NvmlPort | None = None,
+    state: Path | None = None,
+    wishes: Mapping[str, object] | None = None,
+    without_events: int = 0,
+    ready: bool = True,
+) -> AsyncIterator[Watched]:
+    """Watch a machine while the context is open; `ready`: from the moment that its GPUs are known on."""
+    if isinstance(machine, str):
+        machine = SimulatedMachine.create(machine)
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {**QUICK, "host.state": str(state or folder), **(wishes or {})}
+        flags = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
+        loaded = settings.load(None, {}, flags)
+        inventory = Inventory(rules_from(loaded.health))
+        supervisor = Supervisor()
+        calls = Lane("calls")
+        guard = Guard(loaded, nvml or SimulatedNvml(machine), calls, inventory, supervisor)
+        watched = Watched(machine, inventory, guard, supervisor)
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(inventory.run)
+                await guard.start(group)
+                group.start_soon(_collect, watched, loaded)
+                if ready:
+                    await _ready(watched, without_events)
+                yield watched
+                group.cancel_scope.cancel()
+        finally:
+            calls.close()
+            guard.close()
+
+
+async def _ready(watched: Watched, without_events: int) -> None:
+    snapshot = watched.inventory.snapshot
+    with anyio.fail_after(10):
+        await snapshot.wait_for(lambda now: now.problem is None and bool(now.topology.gpus))
+        while len(watched.guard.events.watched) + without_events < len(snapshot.value.gpus):
+            await anyio.sleep(0.01)
+
+
+async def _collect(watched: Watched, loaded: settings.Settings) -> None:
+    """The pGPU plugin with all GPUs sold whole, and every list that it publishes."""
+    modes: Cell[Assignment] = Cell(Assignment())
+    holdings: Cell[PodList | None] = Cell(None)
+    plugin = PgpuPlugin(watched.inventory.snapshot, modes, holdings, Injector(loaded))
+    async with anyio.create_task_group() as group:
+        group.start_soon(plugin.run)
+        group.start_soon(_sell, watched.inventory.snapshot, modes)
+        async for encoded in plugin.lists.values():
+            watched.lists.append(decoded(encoded))
+
+
+async def _sell(snapshot: Cell[Snapshot], modes: Cell[Assignment]) -> None:
+    async for now in snapshot.values():
+        wanted = Assignment({state.uuid: GpuMode(Mode.PGPU) for state in now.gpus})
+        if wanted != modes.value:
+            modes.publish(wanted)

@@ -1,0 +1,88 @@
+"""NVML released for maintenance, and a driver that was replaced meanwhile."""
+
+from pathlib import Path
+
+import anyio
+
+from agent.inventory.clock import boot_seconds
+from agent.kit.supervise import FatalError, describe
+from agent.model.gpu import Driver
+from agent.model.health import HealthState
+from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml import SimulatedNvml
+from tests.component.health.bench import watching
+
+
+class Counted(SimulatedNvml):
+    """Knows whether NVML is open."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        super().__init__(machine)
+        self.opened = 0
+
+    def is_open(self) -> bool:
+        return self.opened > 0
+
+    def open(self) -> Driver:
+        driver = super().open()
+        self.opened += 1
+        return driver
+
+    def close(self) -> None:
+        super().close()
+        self.opened = 0
+
+
+async def test_a_release_closes_nvml_after_the_lists_and_ends_by_itself() -> None:
+    machine = SimulatedMachine.create("dgx-h200")
+    nvml = Counted(machine)
+    async with watching(machine, nvml=nvml) as watched:
+        machine.xid(1, 119)
+        await watched.until(1, HealthState.UNHEALTHY)
+        watched.guard.release(1.5)
+        with anyio.fail_after(4):
+            await watched.settled(lambda now: now.released_until is not None)
+            assert all(not state.healthy for state in watched.snapshot.gpus)
+            await watched.listed(0, healthy=False)
+            while nvml.is_open():
+                await anyio.sleep(0.01)
+        assert len(watched.lists[-1]) == 8
+        await watched.settled(lambda now: now.problem is None)
+        assert nvml.is_open()
+        await watched.listed(0, healthy=True)
+        assert not watched.state(1).healthy  # its own verdict stands
+
+
+async def test_a_release_can_be_ended_and_lasts_over_a_restart(tmp_path: Path) -> None:
+    machine = SimulatedMachine.create("l40s-2")
+    async with watching(machine, state=tmp_path) as watched:
+        watched.guard.release(600)
+        await watched.settled(lambda now: now.released_until is not None)
+        with anyio.fail_after(3):
+            while 'released_until": null' in (tmp_path / "verdicts.json").read_text():
+                await anyio.sleep(0.01)
+    nvml = Counted(machine)
+    async with watching(machine, nvml=nvml, state=tmp_path, ready=False) as watched:
+        await watched.settled(lambda now: (now.released_until or 0) > boot_seconds() + 500)
+        await anyio.sleep(0.3)
+        assert not nvml.is_open()
+        watched.guard.end_release()
+        await watched.settled(lambda now: now.problem is None)
+        assert all(state.healthy for state in watched.snapshot.gpus)
+
+
+async def test_a_driver_that_does_not_fit_ends_the_agent_in_words() -> None:
+    machine = SimulatedMachine.create("l40s-2")
+    caught: BaseException | None = None
+    try:
+        async with watching(machine) as watched:
+            watched.guard.release(0.3)
+            await watched.settled(lambda now: now.released_until is not None)
+            machine.driver_mismatch()
+            await anyio.sleep(10)
+    except BaseExceptionGroup as group:
+        caught = group
+    assert isinstance(caught, BaseExceptionGroup)
+    fatal = caught.subgroup(FatalError)
+    assert fatal is not None
+    assert "version mismatch" in str(describe(fatal))
