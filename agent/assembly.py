@@ -18,6 +18,7 @@ from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.podresources import PodResources
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes.desired import Vocabulary
@@ -29,11 +30,13 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+from agent.plugins import vgpu
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
+from agent.telemetry import pairs
 from agent.telemetry.page import MetricsPage
-from agent.telemetry.reading import Sources
+from agent.telemetry.reading import Part, Sources
 from agent.telemetry.sampler import Sampler
 from agent.web.server import HttpServer
 
@@ -79,6 +82,8 @@ class Agent:
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
     figures: NodeFigures | None = None
+    # What rooms beyond the common ones show at /metrics.
+    metric_parts: list[Part] = field(default_factory=list)
     stopping: bool = False
 
     @property
@@ -105,7 +110,15 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     group.start_soon(spawn, "scanner", Scanner(nvml, agent.calls, inventory).run)
     sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
     group.start_soon(spawn, "sampler", sampler.run)
-    sources = Sources(inventory, sampler, [agent.calls], agent.endpoints, agent.supervisor, agent.blockers)
+    sources = Sources(
+        inventory,
+        sampler,
+        [agent.calls],
+        agent.endpoints,
+        agent.supervisor,
+        agent.blockers,
+        agent.metric_parts,
+    )
     MetricsPage(sources).add_to(agent.http)
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
@@ -127,7 +140,10 @@ async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> No
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
     agent.desired = DesiredSource(vocabulary_of(settings))
     assignment: Cell[Assignment] = Cell(Assignment())
-    plugins = _plugins(agent, assignment, injector)
+    plugins = {
+        **_plugins(agent, assignment, injector),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, group),
+    }
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
     if agent.cluster:
         from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
@@ -194,6 +210,30 @@ def _plugins(
     whole = [pgpu(RESOURCE, whole=True, replicas=not slicing.rename)]
     shared = [pgpu(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else []
     return {Mode.PGPU: [*whole, *shared]}
+
+
+def _vgpu_plugins(
+    agent: Agent, assignment: Cell[Assignment], injector: Injector, group: TaskGroup
+) -> list[ResourcePlugin]:
+    settings, source, recorder = agent.settings, None, None
+    if agent.cluster:
+        from agent.plugins.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  loads the client
+
+        source = ClusterPods(agent.cluster.pods)
+        recorder = ClusterRecorder(agent.cluster.api, agent.cluster.events, settings.vgpu.write_choice)
+        group.start_soon(agent.supervisor.restarting, "choices", recorder.run)
+    shares, plugins = vgpu.build(
+        settings,
+        agent.inventory.snapshot,
+        assignment,
+        injector,
+        PodResources(Path(settings.kubelet.root)),
+        source,
+        recorder,
+        agent.cluster.node.name if agent.cluster else "",
+    )
+    agent.metric_parts.append(pairs.part("vgpu", shares.pairing.stats, enforced=False))
+    return list(plugins)
 
 
 def _endpoint_of(settings: Settings) -> EndpointFactory:

@@ -78,6 +78,8 @@ class Host(Section, frozen=True):
     state: AbsolutePath = "/var/lib/gpu-node-agent"
     run: AbsolutePath = "/run/gpu-node-agent"
     cdi: AbsolutePath = "/var/run/cdi"
+    # Where MPS daemons get a cgroup of their own, so that they outlive the agent's pod.
+    cgroups: AbsolutePath = "/sys/fs/cgroup"
 
 
 class Injection(Section, frozen=True):
@@ -135,6 +137,39 @@ class Modes(Section, frozen=True):
     mps: bool = True
 
 
+class Vgpu(Section, frozen=True):
+    """How fractions of GPUs are placed."""
+
+    placement: Literal["binpack", "spread", "fragmentation"] = "binpack"
+    # How long a GPU is kept for the second half of a pair whose first half was asked for.
+    reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
+    write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
+
+
+class Mps(Section, frozen=True):
+    """MPS control daemons and shares of their GPUs."""
+
+    placement: Literal["binpack", "spread", "fragmentation"] = "binpack"
+    reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
+    # nvidia-cuda-mps-control by full path; null: searched below driver.root, then on PATH.
+    control_program: AbsolutePath | None = None
+    # auto: a tmpfs of its own for each daemon where the host sees it, else a folder; tmpfs: fail without.
+    shared_memory: Literal["auto", "tmpfs", "directory"] = "auto"
+    # Start the MPS server with the daemon and hold it to be up.
+    prestart_server: bool = True
+    # Keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve, so that nothing runs beside MPS.
+    exclusive_process: bool = True
+    probe_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    # How long a dead daemon's server may still serve its clients before it is ended.
+    orphan_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    # How long clients may take to leave when a daemon is stopped.
+    quit_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
+    # Fewer holders per GPU than MPS can serve; null: as many as it can (48, or 60 with newer drivers).
+    most_clients: Annotated[int, Meta(ge=1, le=60)] | None = None
+    # Pods that may run as root reach the daemon's control socket: tell of them, or refuse them.
+    root_pods: Literal["report", "refuse"] = "report"
+
+
 class LayoutEntry(Section, frozen=True):
     """Some GPUs of a layout and their mode."""
 
@@ -162,6 +197,8 @@ class Settings(Section, frozen=True):
     modes: Modes = Modes()
     layouts: dict[LayoutName, list[LayoutEntry]] = msgspec.field(default_factory=dict)
     time_slicing: TimeSlicing = TimeSlicing()
+    vgpu: Vgpu = Vgpu()
+    mps: Mps = Mps()
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
     http: Http = Http()

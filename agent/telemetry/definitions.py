@@ -112,6 +112,17 @@ CALL_SECONDS = _counter(
     "Time spent in those calls; each holds up every pod of the node.",
 )
 
+# Pairs of core and memory (vGPU, MPS).
+PAIRS = _counter(
+    "pairs",
+    ("mode", "result"),
+    "Pairs of core and memory: granted; refused; expired, when the second half was never asked for; "
+    "told_by_order, when the asking container was known from the order of calls alone.",
+)
+ENFORCED = _gauge(
+    "limits_enforced", ("mode",), "1 if what a share may use is enforced, 0 if it is a promise."
+)
+
 # The agent itself.
 BUILD_INFO = _info("build", ("version", "python_version"), "The agent that runs.")
 READY = _gauge("ready", (), "1 if /readyz answers 200, 0 if something stands in the way.")

@@ -1,0 +1,30 @@
+"""Which CUDA versions go together: pure, for warnings only."""
+
+from agent.model.gpu import Driver
+
+# Users of gpu-manager are promised vGPU up to this CUDA version; newer images are untested there.
+VGPU_BASELINE = (12, 4)
+
+
+def vgpu_warning(driver: Driver | None) -> str | None:
+    """What to watch out for with vGPU under a driver; None: nothing, or no driver is known.
+
+    The product's rule: driver and runtime of the baseline's major version, the runtime no newer than the
+    baseline. The agent cannot see what runtime an image brings, so this is advice and refuses nothing.
+    """
+    if driver is None or driver.cuda_version[0] == VGPU_BASELINE[0]:
+        return None
+    baseline, served = _told(VGPU_BASELINE), _told(driver.cuda_version)
+    if driver.cuda_version < VGPU_BASELINE:
+        return (
+            f"driver {driver.version} serves CUDA {served}, older than the baseline {baseline} of vGPU: "
+            f"images built for CUDA {VGPU_BASELINE[0]} do not run; update the driver or use older images"
+        )
+    return (
+        f"driver {driver.version} serves CUDA {served}, the baseline of vGPU is {baseline}: images built for "
+        f"CUDA {VGPU_BASELINE[0]}.0 to {baseline} are covered, newer ones are not; whole GPUs take any"
+    )
+
+
+def _told(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,81 @@
+"""vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
+
+from collections.abc import Sequence
+
+import anyio
+import structlog
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.model.compat import vgpu_warning
+from agent.model.demand import VGPU
+from agent.model.gpu import Driver
+from agent.model.ledger import Half
+from agent.model.modes import Assignment, Mode
+from agent.model.placement import Policy
+from agent.model.preference import choose
+from agent.plugins.fractions import SharePlugin, Shares, Sharing
+from agent.plugins.inject import Injector
+from agent.plugins.pairing import Pairing
+from agent.plugins.pairing_facts import Identity, Lister
+from agent.plugins.pairing_ports import NoPods, PodSource, Recorder
+from agent.settings import Settings
+
+log = structlog.get_logger()
+
+# What a share promises is not held against its processes: that takes the enforcement library.
+ENFORCED = "no"
+
+
+class VgpuPlugin(SharePlugin):
+    """One half; that of the cores looks after what both share."""
+
+    def __init__(self, shares: Shares, half: Half, injector: Injector, inventory: Cell[Snapshot]) -> None:
+        self._snapshot = inventory
+        self._keeper = half is Half.CORE
+        super().__init__(shares, half, injector)
+
+    async def run(self) -> None:
+        """Keep the list true, and for the core half the stocks and the records of both."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(super().run)
+            if self._keeper:
+                log.info("vgpu_in_use", enforced=ENFORCED)
+                group.start_soon(self._shares.run)
+                group.start_soon(self._warn)
+
+    async def _warn(self) -> None:
+        known: Driver | None = None
+        async for snapshot in self._snapshot.values():
+            if snapshot.driver != known:
+                known = snapshot.driver
+                if warning := vgpu_warning(known):
+                    log.warning("cuda_baseline", problem=warning)
+
+
+def build(
+    settings: Settings,
+    inventory: Cell[Snapshot],
+    modes: Cell[Assignment],
+    injector: Injector,
+    lister: Lister,
+    source: PodSource | None = None,
+    recorder: Recorder | None = None,
+    node: str = "",
+) -> tuple[Shares, list[VgpuPlugin]]:
+    """The two resources and what they share."""
+
+    def whole(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        return choose(inventory.value.topology, free, must_include, size)
+
+    pairing = Pairing(
+        VGPU,
+        Identity(VGPU, lister, source or NoPods()),
+        policy=Policy(settings.vgpu.placement),
+        reservation_seconds=settings.vgpu.reservation_seconds,
+        recorder=recorder,
+        whole=whole,
+        node=node,
+    )
+    shares = Shares(Sharing(VGPU, Mode.VGPU), inventory, modes, pairing)
+    return shares, [VgpuPlugin(shares, half, injector, inventory) for half in Half]

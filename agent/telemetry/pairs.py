@@ -1,0 +1,37 @@
+"""Metrics of paired resources (vGPU, MPS): how many pairs were granted, refused, given up."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from agent.telemetry import definitions as d
+from agent.telemetry.reading import Add
+
+
+class PairStats(Protocol):
+    """Counts, as the pairing of a mode keeps them."""
+
+    granted: int
+    refused: int
+    expired: int
+    serial: int
+
+
+def part(mode: str, stats: PairStats, enforced: bool) -> Callable[[], Callable[[Add], None]]:
+    """What `mode` adds to a scrape."""
+
+    def read() -> Callable[[Add], None]:
+        counts = (
+            (stats.granted, "granted"),
+            (stats.refused, "refused"),
+            (stats.expired, "expired"),
+            (stats.serial, "told_by_order"),
+        )
+
+        def add(series: Add) -> None:
+            for value, result in counts:
+                series(d.PAIRS, value, (mode, result))
+            series(d.ENFORCED, enforced, (mode,))
+
+        return add
+
+    return read
