@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 from anyio.abc import TaskStatus
 
@@ -83,7 +84,7 @@ async def _alone(folder: Path) -> AsyncIterator[None]:
     while True:
         lock = exclusive(folder / "agent.lock")
         try:
-            lock.__enter__()
+            await anyio.to_thread.run_sync(lock.__enter__)  # it makes a folder and a file
         except Taken as error:
             if anyio.current_time() >= deadline:
                 raise FatalError(f"another agent serves this node ({error}); stop it first") from error

@@ -150,6 +150,10 @@ class EmbeddedKubelet:
         """`status.capacity` of the node."""
         return self.api.capacity
 
+    def known_devices(self, resource: str) -> int:
+        """Healthy devices that the running kubelet knows of, whatever the node's status still says."""
+        return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
+
     def observing_node(self, observer: NodeObserver) -> AbstractContextManager[None]:
         """Call `observer(capacity, allocatable)` at every change of the node's status."""
         return self.api.observing_node(observer)

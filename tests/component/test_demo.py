@@ -1,0 +1,159 @@
+"""`gpu-node-agent simulate`: it tells what happened and what did not, and leaves nothing behind."""
+
+import io
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent.simulator import demo
+from agent.simulator.demo.screen import Screen
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 30
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: the demo would turn to /tmp from a long one."""
+    made = Path(tempfile.mkdtemp(prefix="gna-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
+    return kept | {"TMPDIR": str(folder)} | more
+
+
+def simulate(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "agent", "simulate", *arguments],
+        cwd=ROOT,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("profile", "gpus"), [("dgx-h200", 8), ("t4-4", 4), ("l40s-2", 2)])
+def test_demo_tells_the_whole_story(folder: Path, profile: str, gpus: int) -> None:
+    done = simulate(folder, "--profile", profile)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for told in (
+        f"the node offers nvidia.com/gpu: {gpus}.",
+        "training asked for",
+        "it stays Pending",
+        "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
+        "late runs on GPU",
+        "no dip",
+        "GPU 0 Unhealthy, all others Healthy",
+        "Nothing is left behind.",
+    ):
+        assert told in done.stdout
+    assert "\x1b" not in done.stdout
+    assert list(folder.iterdir()) == []
+
+
+def test_unknown_profile_names_those_there_are(folder: Path) -> None:
+    done = simulate(folder, "--profile", "dgx-h2000")
+    assert done.returncode == 2
+    assert "dgx-h200" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_demo_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agent", "simulate"],
+        cwd=ROOT,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        while b"late asks" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert list(folder.iterdir()) == []
+
+
+def test_what_did_not_happen_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    out = io.StringIO()
+    # A kubelet that never reports its devices: the node cannot offer what the demo announces.
+    assert demo.show("dgx-h200", out, patience=0.5, status_tick=3600) == 1
+    last = out.getvalue().splitlines()[-1]
+    assert "This did not happen as told: the node offers no GPUs, not 8, after 0.5 s." in last
+    assert list(folder.iterdir()) == []
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colour_only_where_it_is_wanted(variables: Mapping[str, str], coloured: bool) -> None:
+    out = Terminal()
+    screen = Screen(out, variables)
+    screen.act(1, "Start")
+    screen.seen("seen")
+    screen.table(("GPU", "HEALTH"), [("0", "Healthy"), ("10", "Unhealthy")])
+    assert ("\x1b[" in out.getvalue()) is coloured
+
+
+def test_columns_are_aligned_and_plain_text_stays_plain() -> None:
+    out = io.StringIO()
+    Screen(out, {}).table(("GPU", "HEALTH", "HELD BY"), [("0", "Healthy", "a"), ("10", "Unhealthy", "free")])
+    assert out.getvalue().splitlines() == [
+        "",
+        "   GPU  HEALTH     HELD BY",
+        "     0  Healthy    a",
+        "    10  Unhealthy  free",
+        "",
+    ]
+
+
+def test_a_terminal_gets_colour(folder: Path) -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agent", "simulate", "--profile", "l40s-2"],
+        cwd=ROOT,
+        env=environment(folder, TERM="xterm"),
+        stdout=follower,
+    )
+    os.close(follower)
+    shown, deadline = b"", time.monotonic() + LIMIT_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            try:
+                piece = os.read(leader, 65536)
+            except OSError:  # how Linux tells that the other side is gone
+                break
+            shown += piece
+        assert process.wait(timeout=LIMIT_SECONDS) == 0
+    finally:
+        process.kill()
+        os.close(leader)
+    assert b"\x1b[32m" in shown
