@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 
@@ -19,6 +21,16 @@ class Backend(Protocol):
 
     async def tear_down(self, gpu: Gpu) -> None:
         """Leave the GPU as `set_up` found it; never fails, never hangs."""
+
+
+class Holdings(Protocol):
+    """Who holds what, by the kubelet's own records."""
+
+    cell: Cell[PodList | None]  # the newest list; None: not readable
+    problem: str | None
+
+    async def refresh(self) -> PodList | None:
+        """Read anew now, within a bounded time; None: not readable, `problem` says why."""
 
 
 class Resources(Protocol):

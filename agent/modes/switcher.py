@@ -25,13 +25,13 @@ from anyio.abc import TaskGroup
 from agent.inventory.snapshot import Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
+from agent.kubelet.holdings import Holder, holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, LayoutError, no_gate, plan
-from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Resources, SetUpFailed
+from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resources, SetUpFailed
 from agent.modes.state import STARTING, GpuSwitch, Phase, SwitchState
 
 log = structlog.get_logger()
@@ -67,7 +67,7 @@ class ModeSwitcher:
         inventory: Cell[Snapshot],
         desired: Cell[Desired],
         assignment: Cell[Assignment],
-        holdings: HoldingsWatch,
+        holdings: Holdings,
         resources: Resources,
         *,
         announcer: Announcer | None = None,
@@ -119,6 +119,7 @@ class ModeSwitcher:
         if problem:
             self._tell(Phase.BLOCKED, desired, problem, self.assignment.value.gpus)
             return IDLE_SECONDS
+        await self._drop_unwanted(targets)
         differing = self._differing(targets)
         if self._when_busy == "refuse" and (busy := self._busy(differing, holders)):
             pods = ", ".join(sorted({pod for names in busy.values() for pod in names}))
@@ -269,6 +270,15 @@ class ModeSwitcher:
         mine.running = False
         self._wake.set()
 
+    async def _drop_unwanted(self, targets: Mapping[str, GpuMode]) -> None:
+        """Tear down what was set up for a wish that has changed meanwhile."""
+        gpus = {state.uuid: state.gpu for state in self._inventory.value.gpus}
+        for uuid, done in tuple(self._set_ups.items()):
+            if done.ready and (uuid not in targets or targets[uuid].mode is not done.wanted.mode):
+                del self._set_ups[uuid]
+                if (backend := self._backends.get(done.wanted.mode)) and uuid in gpus:
+                    await backend.tear_down(gpus[uuid])
+
     async def _go_back(self, gpu: Gpu, failed: _SetUp) -> None:
         """After a failed set-up the GPU is sold as before rather than not at all."""
         previous = replace(failed.previous, selling=True, reason="")
@@ -356,7 +366,7 @@ class ModeSwitcher:
 
 def _same(active: GpuMode, wanted: GpuMode) -> bool:
     if wanted.mode is Mode.OFF:
-        return active.mode is Mode.OFF
+        return active.mode is Mode.OFF and active.reason == wanted.reason
     return (active.mode, active.replicas, active.selling) == (wanted.mode, wanted.replicas, wanted.selling)
 
 
@@ -377,5 +387,6 @@ def _pods(holders: list[Holder]) -> tuple[str, ...]:
 def _summary(targets: Mapping[str, GpuMode]) -> str:
     counts: dict[str, int] = {}
     for wanted in targets.values():
-        counts[wanted.mode.value] = counts.get(wanted.mode.value, 0) + 1
+        sliced = f" in {wanted.replicas} slices" if wanted.replicas > 1 else ""
+        counts[wanted.mode.value + sliced] = counts.get(wanted.mode.value + sliced, 0) + 1
     return ", ".join(f"{count} GPU(s) {mode}" for mode, count in sorted(counts.items())) or "no GPU"

@@ -1,0 +1,179 @@
+"""A node in memory for the mode switcher: GPUs, holders, and resources that only write down what they did."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.gpu import Driver, Gpu
+from agent.model.layout import Entry, everywhere
+from agent.model.modes import Assignment, Mode
+from agent.modes.desired import Desired
+from agent.modes.ports import SetUpFailed
+from agent.modes.switcher import ModeSwitcher
+
+
+def gpu(index: int, product: str = "NVIDIA H200", mig: bool = False) -> Gpu:
+    """A GPU whose UUID tells its index."""
+    return Gpu(f"GPU-{index:08x}", index, index, f"0000:{index:02x}:00.0", product, 143771 << 20, (9, 0), mig)
+
+
+def snapshot_of(*gpus: Gpu) -> Snapshot:
+    """An inventory of healthy GPUs."""
+    states = tuple(GpuState(each) for each in gpus)
+    driver = Driver("580.95.05", "13.580.95.05", (13, 0))
+    return Snapshot(1, driver, None, states, by_uuid={state.uuid: state for state in states})
+
+
+class Kubelet:
+    """Stands for PodResources: who holds what."""
+
+    def __init__(self) -> None:
+        self.cell: Cell[PodList | None] = Cell(PodList((), ()))
+        self.problem: str | None = None
+        self.reads = 0
+
+    async def refresh(self) -> PodList | None:
+        self.reads += 1
+        await anyio.lowlevel.checkpoint()
+        return self.cell.value
+
+    def hold(self, pod: str, resource: str, *ids: str) -> None:
+        """A pod's only container gets device IDs."""
+        known = self.cell.value or PodList((), ())
+        holding = Holding("default", pod, "main", resource, ids)
+        self.cell.publish(PodList((*known.holdings, holding), known.containers))
+
+    def end(self, pod: str) -> None:
+        """A pod is gone."""
+        known = self.cell.value or PodList((), ())
+        left = tuple(each for each in known.holdings if each.pod != pod)
+        self.cell.publish(PodList(left, known.containers))
+
+
+@dataclass
+class Lists:
+    """Stands for the resources: keeps each assignment that the lists were brought up to."""
+
+    assignment: Cell[Assignment]
+    enabled: list[Mode] = field(default_factory=list)
+    history: list[Assignment] = field(default_factory=list)
+    granted: set[str] = field(default_factory=set)
+    deliveries: int = 0
+
+    def enable(self, mode: Mode) -> None:
+        if mode not in self.enabled:
+            self.enabled.append(mode)
+
+    def refresh(self) -> None:
+        self.history.append(self.assignment.value)
+
+    async def delivered(self) -> None:
+        self.deliveries += 1
+        await anyio.lowlevel.checkpoint()
+
+    def granted_lately(self) -> frozenset[str]:
+        return frozenset(self.granted)
+
+
+class Daemon:
+    """A backend: counts, and fails or waits when told to."""
+
+    def __init__(self) -> None:
+        self.up: set[str] = set()
+        self.log: list[str] = []
+        self.fail: str | None = None
+        self.gate: anyio.Event | None = None
+
+    async def set_up(self, gpu: Gpu) -> None:
+        self.log.append(f"up {gpu.index}")
+        if self.gate:
+            await self.gate.wait()
+        if self.fail:
+            raise SetUpFailed(self.fail)
+        self.up.add(gpu.uuid)
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        self.log.append(f"down {gpu.index}")
+        self.up.discard(gpu.uuid)
+
+
+class Announcements:
+    """Stands for node.status: keeps what was announced ahead of the lists."""
+
+    def __init__(self, lists: Lists) -> None:
+        self._lists = lists
+        self.log: list[str] = []
+
+    async def shrink(self, assignment: Assignment) -> None:
+        self.log.append(f"shrink after {len(self._lists.history)} lists")
+        await anyio.lowlevel.checkpoint()
+
+    def settled(self) -> None:
+        self.log.append(f"settled after {len(self._lists.history)} lists")
+
+
+@dataclass
+class Node:
+    """A switcher on a node in memory."""
+
+    inventory: Cell[Snapshot]
+    desired: Cell[Desired]
+    assignment: Cell[Assignment]
+    kubelet: Kubelet
+    lists: Lists
+    switcher: ModeSwitcher
+
+    def want(self, mode: Mode | tuple[Entry, ...], name: str = "") -> None:
+        """Ask for a mode everywhere, or for a layout."""
+        if isinstance(mode, Mode):
+            self.desired.publish(Desired(mode.value, everywhere(mode)))
+        else:
+            self.desired.publish(Desired(name or "layout", mode))
+
+    def modes(self) -> list[str]:
+        """The mode in force of each GPU by index; `-` behind it while nothing is sold."""
+        return [
+            f"{found.mode.value}{'' if found.selling else '-'}"
+            for state in self.inventory.value.gpus
+            for found in [self.assignment.value.of(state.uuid)]
+        ]
+
+    async def reach(self, *modes: str) -> None:
+        """Wait until the GPUs are in these modes."""
+        with anyio.fail_after(10):
+            while self.modes() != list(modes):
+                await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def switching(
+    *gpus: Gpu,
+    backends: Mapping[Mode, Daemon] | None = None,
+    kubelet: Kubelet | None = None,
+    announce: bool = False,
+    first: Mode = Mode.OFF,
+    when_busy: str = "drain",
+) -> AsyncIterator[Node]:
+    """Run a switcher over `gpus`."""
+    inventory, desired = Cell(snapshot_of(*gpus)), Cell(Desired(first.value, everywhere(first)))
+    assignment = Cell(Assignment())
+    kubelet, lists = kubelet or Kubelet(), Lists(assignment)
+    switcher = ModeSwitcher(
+        inventory,
+        desired,
+        assignment,
+        kubelet,
+        lists,
+        announcer=Announcements(lists) if announce else None,
+        backends=backends or {},
+        when_busy="refuse" if when_busy == "refuse" else "drain",
+    )
+    async with anyio.create_task_group() as group:
+        group.start_soon(switcher.run)
+        yield Node(inventory, desired, assignment, kubelet, lists, switcher)
+        group.cancel_scope.cancel()

@@ -1,0 +1,228 @@
+"""The mode switcher on a node in memory: every step, every change of mind, every failure."""
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from agent.model.layout import Entry
+from agent.model.modes import Mode
+from agent.modes.desired import Desired
+from agent.modes.state import Phase
+from agent.modes.switcher import DRAIN_LOOK_SECONDS
+from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching
+
+
+def never_in_two_modes(node: Node) -> None:
+    """No two neighbouring lists sell a GPU in two modes without one between them that sells it in none."""
+    for before, after in zip(node.lists.history, node.lists.history[1:], strict=False):
+        for uuid, new in after.gpus.items():
+            old = before.of(uuid)
+            if new.mode is not old.mode and new.mode is not Mode.OFF and old.mode is not Mode.OFF:
+                pytest.fail(f"{uuid} went from {old} to {new} in one step")
+
+
+async def settle(node: Node, phase: Phase) -> None:
+    with anyio.fail_after(10):
+        await node.switcher.state.wait_for(lambda state: state.phase is phase)
+
+
+async def test_idle_gpus_flip_at_once() -> None:
+    async with switching(gpu(0), gpu(1)) as node:
+        node.want(Mode.PGPU)
+        await node.reach("pgpu", "pgpu")
+        node.want(Mode.VGPU)
+        await node.reach("vgpu", "vgpu")
+        assert node.lists.enabled == [Mode.PGPU, Mode.VGPU]
+        await settle(node, Phase.APPLIED)
+        assert node.switcher.state.value.applied == "vgpu"
+        never_in_two_modes(node)
+
+
+async def test_no_mode_registers_nothing() -> None:
+    async with switching(gpu(0)) as node:
+        await settle(node, Phase.APPLIED)
+        assert node.lists.enabled == []
+        assert node.modes() == ["off"]
+
+
+async def test_a_busy_gpu_drains_while_idle_ones_flip() -> None:
+    async with switching(gpu(0), gpu(1), first=Mode.PGPU) as node:
+        await node.reach("pgpu", "pgpu")
+        node.kubelet.hold("train", "nvidia.com/gpu", gpu(1).uuid)
+        node.want(Mode.VGPU)
+        await node.reach("vgpu", "pgpu-")
+        await settle(node, Phase.SWITCHING)
+        state = node.switcher.state.value
+        assert state.gpus[1].waiting_for == ("default/train",)
+        assert "default/train" in state.message
+        node.kubelet.end("train")
+        await node.reach("vgpu", "vgpu")
+        never_in_two_modes(node)
+
+
+async def test_an_allocation_that_the_kubelet_has_not_recorded_yet_counts_as_a_holder() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.lists.granted.add(gpu(0).uuid)
+        node.want(Mode.VGPU)
+        await node.reach("pgpu-")
+        await anyio.sleep(DRAIN_LOOK_SECONDS * 1.5)
+        assert node.modes() == ["pgpu-"]
+        node.lists.granted.clear()
+        await node.reach("vgpu")
+
+
+async def test_a_wish_that_is_taken_back_sells_the_draining_gpu_again() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.kubelet.hold("train", "nvidia.com/gpu", gpu(0).uuid)
+        node.want(Mode.VGPU)
+        await node.reach("pgpu-")
+        node.want(Mode.PGPU)
+        await node.reach("pgpu")
+        assert Mode.VGPU not in node.lists.enabled
+
+
+async def test_refuse_leaves_everything_as_it_was() -> None:
+    async with switching(gpu(0), gpu(1), first=Mode.PGPU, when_busy="refuse") as node:
+        await node.reach("pgpu", "pgpu")
+        node.kubelet.hold("train", "nvidia.com/gpu", gpu(1).uuid)
+        node.want(Mode.VGPU)
+        await settle(node, Phase.BLOCKED)
+        assert node.modes() == ["pgpu", "pgpu"]
+        assert "default/train" in node.switcher.state.value.message
+        node.kubelet.end("train")
+        await node.reach("vgpu", "vgpu")
+
+
+async def test_an_unknown_word_changes_nothing_and_is_told() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.desired.publish(Desired("foo", problem="label nvidia-device-enable 'foo' is unknown"))
+        await settle(node, Phase.BLOCKED)
+        assert node.modes() == ["pgpu"]
+        assert node.switcher.state.value.applied == "pgpu"
+        assert "'foo'" in node.switcher.state.value.message
+
+
+async def test_a_layout_that_does_not_fit_changes_nothing() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.want((Entry(("7",), Mode.VGPU),), "odd")
+        await settle(node, Phase.BLOCKED)
+        assert node.modes() == ["pgpu"]
+        assert "index 7" in node.switcher.state.value.message
+
+
+async def test_modes_side_by_side_and_a_gpu_in_mig_mode_left_out() -> None:
+    async with switching(gpu(0), gpu(1), gpu(2, mig=True)) as node:
+        node.want((Entry(("0",), Mode.PGPU, replicas=4), Entry(("rest",), Mode.VGPU)), "mixed")
+        await node.reach("pgpu", "vgpu", "off")
+        assert node.assignment.value.of(gpu(0).uuid).replicas == 4
+        assert "MIG" in node.assignment.value.of(gpu(2).uuid).reason
+
+
+async def test_a_mode_is_sold_only_once_it_is_set_up_and_torn_down_before_the_next() -> None:
+    daemon = Daemon()
+    daemon.gate = anyio.Event()
+    async with switching(gpu(0), backends={Mode.MPS: daemon}) as node:
+        node.want(Mode.MPS)
+        while not daemon.log:
+            await anyio.sleep(0.005)
+        assert node.modes() == ["off"]
+        daemon.gate.set()
+        await node.reach("mps")
+        node.want(Mode.PGPU)
+        await node.reach("pgpu")
+        assert daemon.log == ["up 0", "down 0"]
+        never_in_two_modes(node)
+
+
+async def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
+    daemon = Daemon()
+    daemon.fail = "nvidia-cuda-mps-control did not start; see control.log"
+    async with switching(gpu(0), first=Mode.PGPU, backends={Mode.MPS: daemon}) as node:
+        await node.reach("pgpu")
+        node.want(Mode.MPS)
+        await settle(node, Phase.FAILED)
+        await node.reach("pgpu")
+        assert node.switcher.state.value.message == daemon.fail
+        daemon.fail = None
+        await node.reach("mps")
+        await settle(node, Phase.APPLIED)
+
+
+async def test_a_change_of_mind_during_a_set_up_ends_in_the_newest_mode() -> None:
+    daemon = Daemon()
+    daemon.gate = anyio.Event()
+    async with switching(gpu(0), backends={Mode.MPS: daemon}) as node:
+        node.want(Mode.MPS)
+        while not daemon.log:
+            await anyio.sleep(0.005)
+        node.want(Mode.VGPU)
+        await anyio.sleep(0.05)
+        daemon.gate.set()
+        await node.reach("vgpu")
+        await settle(node, Phase.APPLIED)
+        # The daemon that nobody wants any more is not left behind.
+        assert daemon.up == set()
+
+
+async def test_after_a_restart_holders_tell_the_mode_of_their_gpu() -> None:
+    kubelet = Kubelet()
+    kubelet.hold("old", "tencent.com/vcuda-core", f"{gpu(0).uuid}::c17")
+    async with switching(gpu(0), gpu(1), kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("vgpu-", "pgpu")
+        kubelet.end("old")
+        await node.reach("pgpu", "pgpu")
+
+
+async def test_after_a_restart_replicas_in_use_stay_replicas() -> None:
+    kubelet = Kubelet()
+    kubelet.hold("old", "nvidia.com/gpu", f"{gpu(0).uuid}::r2")
+    async with switching(gpu(0), kubelet=kubelet) as node:
+        node.want((Entry(("rest",), Mode.PGPU, replicas=4),), "sliced")
+        await node.reach("pgpu")
+        assert node.assignment.value.of(gpu(0).uuid).replicas == 4
+
+
+async def test_nothing_is_sold_before_the_kubelet_tells_who_holds_what() -> None:
+    kubelet = Kubelet()
+    kubelet.cell.publish(None)
+    kubelet.problem = "PodResources List: no such file"
+    async with switching(gpu(0), kubelet=kubelet, first=Mode.PGPU) as node:
+        await settle(node, Phase.SWITCHING)
+        await anyio.sleep(0.05)
+        assert node.modes() == ["off"]
+        kubelet.end("nobody")
+        await node.reach("pgpu")
+
+
+async def test_a_shrink_is_announced_before_the_list_and_settled_after_it() -> None:
+    async with switching(gpu(0), first=Mode.PGPU, announce=True) as node:
+        await node.reach("pgpu")
+        before = len(node.lists.history)
+        node.want(Mode.VGPU)
+        await node.reach("vgpu")
+        announcer = node.switcher._announcer
+        assert isinstance(announcer, Announcements)
+        assert announcer.log == [f"shrink after {before} lists", f"settled after {before + 1} lists"]
+
+
+async def test_a_gpu_that_is_added_joins_the_mode() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.inventory.publish(snapshot_of(gpu(0), gpu(1)))
+        await node.reach("pgpu", "pgpu")
+
+
+async def test_a_storm_of_wishes_ends_in_the_last_one() -> None:
+    async with switching(gpu(0), gpu(1), first=Mode.PGPU) as node:
+        for number in range(1000):
+            node.want((Mode.PGPU, Mode.VGPU, Mode.MPS)[number % 3])
+            if number % 50 == 0:
+                await anyio.lowlevel.checkpoint()
+        node.want(Mode.VGPU)
+        await node.reach("vgpu", "vgpu")
+        await settle(node, Phase.APPLIED)
+        never_in_two_modes(node)
