@@ -4,6 +4,9 @@ It uses aiohttp's low-level server with a table of exact paths: a router, an app
 would cost 1.3 MiB of resident memory for a handful of GET routes.
 """
 
+from agent.kit import lean_aiohttp  # noqa: F401  before aiohttp
+
+# isort: split
 import asyncio
 import os
 import socket
