@@ -19,6 +19,7 @@ from agent import __version__, settings
 from agent.kit import logs
 from agent.kit.supervise import describe
 from agent.nvml.port import NvmlPort
+from agent.status import shell
 
 STOP_SECONDS = 4.5  # a stop that takes longer is ended the hard way; the promise is 5 s
 
@@ -55,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     _configuration_arguments(check)
     check.set_defaults(command=_check)
 
+    shell.add_commands(commands, _configuration_arguments, _load)
+
     simulate = commands.add_parser(
         "simulate", help="run the agent on a simulated machine and show what happens"
     )
@@ -78,10 +81,13 @@ def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> settings.Settings:
-    file = options.config
-    if file is None and (named := os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")):
-        file = Path(named)
-    return settings.load(file, os.environ, options.set)
+    return settings.load(_file(options), os.environ, options.set)
+
+
+def _file(options: argparse.Namespace) -> Path | None:
+    named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
+    given: Path | None = options.config
+    return given or (Path(named) if named else None)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -106,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     logs.configure(loaded.logging.level, loaded.logging.format)
     nvml = _nvml(loaded, options.simulated_machine)
     try:
-        anyio.run(_serve, loaded, nvml)
+        anyio.run(_serve, loaded, nvml, options)
     except BaseExceptionGroup as group:
         log.critical("agent_failed", problem=describe(group))
         return 1
@@ -132,18 +138,26 @@ def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
     )
 
 
-async def _serve(loaded: settings.Settings, nvml: NvmlPort) -> None:
-    from agent import app  # noqa: PLC0415  `check` and `version` answer without loading the agent
+async def _serve(loaded: settings.Settings, nvml: NvmlPort, options: argparse.Namespace) -> None:
+    # `check` and `version` answer without loading the agent.
+    from agent import app  # noqa: PLC0415
+    from agent.reload import Reloader  # noqa: PLC0415
 
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with app.running(loaded, nvml):
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    with anyio.open_signal_receiver(*watched) as signals:
+        async with app.running(loaded, nvml) as agent, anyio.create_task_group() as group:
+            reloader = Reloader(agent, lambda: _load(options), _file(options))
+            group.start_soon(agent.supervisor.restarting, "configuration", reloader.run)
             # What lives now lives for ever: full collections need not look at it again.
             gc.collect()
             gc.freeze()
             async for number in signals:
                 log.info("signal_received", signal=signal.Signals(number).name)
-                break
+                if number != signal.SIGHUP:
+                    break
+                await reloader.reload()
             _end_the_hard_way_after(STOP_SECONDS)
+            group.cancel_scope.cancel()
 
 
 def _end_the_hard_way_after(seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Where the wish for a mode comes from: the node's label, a file, or the configuration alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,11 +31,17 @@ class LabelledNode(Protocol):
 
 
 class DesiredSource:
-    """Publishes what is wanted. What was read last stays in force while a source is away."""
+    """Publishes what is wanted. What was read last stays in force while a source is away.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    `memory` is a file for the last wish of the node's label: an agent that starts while the API server
+    is away goes on with that. Only the agent writes it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, memory: Path | None = None) -> None:
         self._vocabulary = vocabulary
+        self._memory = memory
         self._last: float | None = None
+        self._wish: Callable[[Vocabulary], Desired] = lambda words: words.of_labels({})
         self.cell: Cell[Desired] = Cell(vocabulary.named("none", ""))
         self.known = anyio.Event()  # set with the first wish
 
@@ -45,33 +51,49 @@ class DesiredSource:
         return self._vocabulary
 
     def use(self, vocabulary: Vocabulary) -> None:
-        """Read wishes by a new configuration from now on."""
+        """Read the last wish, and all later ones, by a new configuration."""
         self._vocabulary = vocabulary
+        if self.known.is_set():
+            self._publish(self._wish)
 
     def from_default(self) -> None:
         """No label and no file: the configuration's default mode."""
-        self._publish(self._vocabulary.of_labels({}))
+        self._publish(lambda words: words.of_labels({}))
+
+    async def from_memory(self) -> None:
+        """Take up the wish of before this process, unless a newer one is known."""
+        if self._memory is None:
+            return
+        try:
+            word = (await anyio.Path(self._memory).read_text(encoding="utf-8")).strip()[:LONGEST_WORD]
+        except (OSError, UnicodeDecodeError):
+            return
+        if word and not self.known.is_set():
+            log.warning("mode_remembered", desired=word, reason="the API server has not answered yet")
+            self._publish(lambda words: words.named(word, "remembered mode"))
 
     async def follow_node(self, node: LabelledNode) -> None:
         """Follow the node's labels for ever."""
         async for _ in node.changes.values():
             labels = node.labels()
-            if labels is None or (self.known.is_set() and self._wish(labels) == self.cell.value):
+            if labels is None:
                 continue
-            await self._spaced()
-            self._publish(self._wish(node.labels() or labels))
+            if not self.known.is_set() or self._vocabulary.of_labels(labels) != self.cell.value:
+                await self._spaced()
+                newest = node.labels() or labels
+                self._publish(lambda words, newest=newest: words.of_labels(newest))  # type: ignore[misc]
+                await self._remember()
 
     async def follow_file(self, file: Path) -> None:
         """Follow a file that holds one word, for ever. An absent or empty file means the default mode."""
         while True:
-            wish = await self._read(file)
-            if wish != self.cell.value or not self.known.is_set():
+            if not self.known.is_set() or (await self._read(file))(self._vocabulary) != self.cell.value:
                 await self._spaced()
                 self._publish(await self._read(file))
             try:
                 with anyio.move_on_after(FILE_LOOK_SECONDS):
                     async with watching(file.parent) as folder:
-                        if await self._read(file) != self.cell.value:
+                        if (await self._read(file))(self._vocabulary) != self.cell.value:
                             continue
                         async for change in folder.changes():
                             if change.name in ("", file.name):
@@ -79,25 +101,36 @@ class DesiredSource:
             except (FolderGone, OSError):
                 await anyio.sleep(SPACING_SECONDS)
 
-    async def _read(self, file: Path) -> Desired:
+    async def _read(self, file: Path) -> Callable[[Vocabulary], Desired]:
         try:
             word = (await anyio.Path(file).read_text(encoding="utf-8")).strip()
         except FileNotFoundError:
             word = ""
         except (OSError, UnicodeDecodeError) as error:
-            return Desired("?", problem=f"mode file {file} cannot be read: {error}")
+            unreadable = Desired("?", problem=f"mode file {file} cannot be read: {error}")
+            return lambda _: unreadable
         if not word:
-            return self._vocabulary.of_labels({})
-        return self._vocabulary.named(word[:LONGEST_WORD], f"mode file {file}: value")
+            return lambda words: words.of_labels({})
+        return lambda words: words.named(word[:LONGEST_WORD], f"mode file {file}: value")
 
-    def _wish(self, labels: Mapping[str, str]) -> Desired:
-        return self._vocabulary.of_labels(labels)
+    async def _remember(self) -> None:
+        if self._memory is None or self.cell.value.problem:
+            return
+        part = anyio.Path(self._memory.with_suffix(".new"))
+        try:
+            await anyio.Path(self._memory.parent).mkdir(parents=True, exist_ok=True)
+            await part.write_text(self.cell.value.name, encoding="utf-8")
+            await part.rename(self._memory)
+        except OSError as error:
+            log.warning("mode_not_remembered", file=str(self._memory), problem=str(error))
 
     async def _spaced(self) -> None:
         if self._last is not None:
             await anyio.sleep_until(self._last + SPACING_SECONDS)
 
-    def _publish(self, desired: Desired) -> None:
+    def _publish(self, wish: Callable[[Vocabulary], Desired]) -> None:
+        self._wish = wish
+        desired = wish(self._vocabulary)
         if desired != self.cell.value:
             self._last = anyio.current_time()
             log.info("mode_wanted", desired=desired.name, problem=desired.problem)

@@ -82,9 +82,10 @@ class ModeSwitcher:
         self._announcer = announcer
         self._backends = backends
         self._gate = gate
-        self._when_busy = when_busy
+        self.when_busy = when_busy  # may change with the configuration
         self._set_ups: dict[str, _SetUp] = {}
         self._wake = anyio.Event()
+        self.switches = 0  # how often a GPU came into another mode
         self.assignment = assignment  # nobody else publishes it
         self.state: Cell[SwitchState] = Cell(STARTING)
 
@@ -110,7 +111,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._tell(Phase.SWITCHING, desired, f"waiting for the GPUs: {snapshot.problem}", {})
             return IDLE_SECONDS
-        holders = await self._holders(fresh=self._when_busy == "refuse")
+        holders = await self._holders(fresh=self.when_busy == "refuse")
         if holders is None:
             self._tell(Phase.SWITCHING, desired, f"waiting for the kubelet: {self._holdings.problem}", {})
             return HOLDINGS_RETRY_SECONDS
@@ -121,7 +122,7 @@ class ModeSwitcher:
             return IDLE_SECONDS
         await self._drop_unwanted(targets)
         differing = self._differing(targets)
-        if self._when_busy == "refuse" and (busy := self._busy(differing, holders)):
+        if self.when_busy == "refuse" and (busy := self._busy(differing, holders)):
             pods = ", ".join(sorted({pod for names in busy.values() for pod in names}))
             text = f"whenBusy is refuse and GPUs are in use by {pods}; end these pods or set whenBusy: drain"
             self._tell(Phase.BLOCKED, desired, text, targets, busy)
@@ -196,6 +197,7 @@ class ModeSwitcher:
                 )
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
+                self.switches += mode.mode is not before.of(uuid).mode
         self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **changes})))
         self._resources.refresh()
 
