@@ -126,7 +126,7 @@ class Story:
 
     async def _gpu_falls_and_returns(self, inventory: Cell[Snapshot]) -> None:
         stage, screen, count = self._stage, self._screen, self._count
-        screen.act(5, "A GPU falls off the bus and comes back")
+        screen.act(5, "A GPU falls off the bus and is reset")
         holders = stage.holders()
         uuid = min(holders, key=stage.machine.uuids.index)
         index = stage.machine.uuids.index(uuid)
