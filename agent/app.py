@@ -12,6 +12,7 @@ from anyio.abc import TaskStatus
 from agent import __version__
 from agent.assembly import Agent, start
 from agent.inventory.actor import Inventory
+from agent.inventory.rules import rules_from
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.holdings import HoldingsWatch
@@ -39,7 +40,7 @@ async def running(settings: Settings, nvml: NvmlPort) -> AsyncIterator[Agent]:
     """
     agent = Agent(
         settings,
-        Inventory(),
+        Inventory(rules_from(settings.health)),
         HoldingsWatch(PodResources(Path(settings.kubelet.root))),
         Supervisor(),
         Lane("calls"),
@@ -66,6 +67,8 @@ async def running(settings: Settings, nvml: NvmlPort) -> AsyncIterator[Agent]:
         outer.cancel_scope.cancel()
     if agent.cluster:
         await agent.cluster.api.close()
+    if agent.guard:
+        agent.guard.close()
     agent.calls.close()
     log.info("agent_stopped")
 

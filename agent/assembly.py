@@ -12,7 +12,8 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.inventory.actor import Inventory
-from agent.inventory.scanner import Scanner
+from agent.inventory.guard import Guard
+from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.api import ResourcePlugin
@@ -34,10 +35,15 @@ from agent.plugins import vgpu
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
-from agent.telemetry import pairs
+from agent.status.commands import Commands
+from agent.status.node_events import node_events
+from agent.status.report import StatusSources
+from agent.telemetry import health, pairs
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Part, Sources
 from agent.telemetry.sampler import Sampler
+from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ControlServer
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
@@ -82,6 +88,7 @@ class Agent:
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
     figures: NodeFigures | None = None
+    guard: Guard | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)
     stopping: bool = False
@@ -107,13 +114,15 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     """Start everything but the inventory actor and the HTTP server, which run already."""
     settings, spawn = agent.settings, agent.supervisor.restarting
     inventory = agent.inventory
-    group.start_soon(spawn, "scanner", Scanner(nvml, agent.calls, inventory).run)
+    agent.guard = Guard(settings, nvml, agent.calls, inventory, agent.supervisor)
+    await agent.guard.start(group)
+    agent.metric_parts.append(health.part(inventory, agent.guard.events))
     sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
     group.start_soon(spawn, "sampler", sampler.run)
     sources = Sources(
         inventory,
         sampler,
-        [agent.calls],
+        [agent.calls, agent.guard.lane],
         agent.endpoints,
         agent.supervisor,
         agent.blockers,
@@ -125,15 +134,34 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
+        inventory.tally.listeners.append(node_events(agent.cluster.events.node))
     injector = Injector(settings)
     await anyio.to_thread.run_sync(injector.look, None)
     if agent.cluster:
         group.start_soon(spawn, "injection", _follow_node_software, agent.cluster.node, injector)
     with anyio.move_on_after(FIRST_LOOK_SECONDS):
         await agent.holdings.refresh()
-        await inventory.snapshot.wait_change(0)
+        await inventory.snapshot.wait_for(lambda now: now.problem != NOT_YET)
     group.start_soon(spawn, "holdings", agent.holdings.run)
     await _start_modes(agent, injector, group)
+    _serve_commands(agent, injector, group)
+
+
+def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
+    """The socket of `gpu-node-agent status`, `clear-health` and `release`."""
+    if agent.guard is None or agent.switcher is None:
+        return
+    switch = agent.switcher.state
+
+    def injection() -> tuple[str, str]:
+        return "cdi" if injector.choice.cdi else "envvar", injector.choice.reason
+
+    control = ControlServer(Path(agent.settings.host.run) / CONTROL_SOCKET)
+    sources = StatusSources(
+        agent.inventory, agent.guard, agent.holdings, lambda: switch.value, injection, agent.blockers
+    )
+    Commands(sources).add_to(control)
+    group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
 
 
 async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> None:

@@ -78,6 +78,22 @@ GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", _GPU, "Temperature of the GP
 GPU_SAMPLE_FAILURES = _counter(
     "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
 )
+GPU_HEALTH_STATE = _gauge(
+    "gpu_health_state",
+    (*_GPU, "state"),
+    "1 for the state that the GPU is in: healthy, suspect (sold and watched), unhealthy, probation.",
+)
+GPU_TRANSITIONS = _counter(
+    "gpu_health_transitions", (*_GPU, "state"), "How often the GPU entered a state of health."
+)
+GPU_PROBATION_LEFT = _gauge(
+    "gpu_probation_left_seconds", _GPU, "Until the GPU is trusted again if nothing more happens; 0 otherwise."
+)
+GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids of the GPU, harmless ones included.")
+GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Events of uncorrectable memory errors.")
+GPU_EVENTS_WATCHED = _gauge(
+    "gpu_events_watched", _GPU, "1 if NVML sends events of this GPU, 0 if probing alone watches it."
+)
 GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates but cannot describe.")
 
 # The driver.
@@ -87,7 +103,19 @@ DRIVER_INFO = _info(
     "The NVIDIA driver; missing while NVML is not open.",
 )
 NVML_UP = _gauge("nvml_up", (), "1 while NVML answers for the node as a whole, 0 if not.")
+EVENT_WAIT_FAILURES = _counter("nvml_event_wait_failures", (), "Waits for NVML's events that failed.")
 NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returned and hold a thread each.")
+
+# Modes.
+GPU_MODE = _info(
+    "gpu_mode", (*_GPU, "mode", "desired"), "What a GPU is sold as, and what it shall be sold as."
+)
+GPU_SELLING = _gauge("gpu_selling", _GPU, "1 while units of the GPU are sold, 0 while it drains or is off.")
+MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
+MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
+NODE_PATCHES = _counter(
+    "node_status_patches", ("result",), "Patches of node.status ahead of the kubelet's own; ok or failed."
+)
 
 # What the kubelet did, for each resource.
 RESOURCE_REGISTERED = _gauge(
@@ -121,6 +149,22 @@ PAIRS = _counter(
 )
 ENFORCED = _gauge(
     "limits_enforced", ("mode",), "1 if what a share may use is enforced, 0 if it is a promise."
+)
+
+# MPS, by GPU; only of GPUs that are set up for it.
+MPS_DAEMON = _gauge(
+    "mps_daemon_state",
+    ("gpu", "state"),
+    "1 for the state that the GPU's MPS control daemon is in, 0 for others.",
+)
+MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often the daemon was started again.")
+MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end the work of all clients.")
+MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
+MPS_CLIENT_CEILING = _gauge(
+    "mps_client_ceiling", ("gpu",), "Containers that may hold shares of the GPU at once."
+)
+MPS_SILENT_PODS = _gauge(
+    "mps_pods_without_client", ("gpu",), "Pods that hold shares and have had no client for two minutes."
 )
 
 # The agent itself.

@@ -1,0 +1,82 @@
+"""The commands that the running agent takes from `gpu-node-agent status | clear-health | release`."""
+
+from collections.abc import Callable, Mapping
+
+import anyio
+import structlog
+
+from agent.inventory.clock import boot_seconds
+from agent.inventory.messages import Cleared
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.model.health import HealthState
+from agent.status.report import Document, StatusSources, report
+from agent.web.control import CommandRefused, ControlServer
+
+log = structlog.get_logger()
+
+LONGEST_RELEASE_SECONDS = 86400.0
+TAKE_EFFECT_SECONDS = 4.0
+
+
+class Commands:
+    """Handlers; `add_to` puts them on the control socket."""
+
+    def __init__(self, sources: StatusSources) -> None:
+        self._sources = sources
+
+    def add_to(self, server: ControlServer) -> None:
+        """Offer all commands there."""
+        server.add("status", self._status)
+        server.add("clear-health", self._clear)
+        server.add("release", self._release)
+
+    async def _status(self, _: Mapping[str, object]) -> Document:
+        return report(self._sources)
+
+    async def _clear(self, request: Mapping[str, object]) -> Document:
+        state = self._named(str(request.get("gpu", "")))
+        health = state.health
+        told = f"GPU {state.uuid} (index {state.gpu.index})"
+        if health.state is HealthState.HEALTHY:
+            raise CommandRefused(f"{told} is healthy already")
+        if health.away or health.misses:
+            raise CommandRefused(
+                f"{told} cannot be cleared while it does not answer: {health.obstacle or health.cause}; "
+                "bring it back first (reset or reboot)"
+            )
+        log.warning("health_cleared_by_hand", gpu=state.uuid, index=state.gpu.index, cause=health.cause)
+        inventory = self._sources.inventory
+        await inventory.mailbox.post(Cleared(state.uuid, boot_seconds()))
+        await self._wait(lambda now: now.by_uuid[state.uuid].health is not health)
+        return {"uuid": state.uuid, "index": state.gpu.index, "was": health.cause}
+
+    async def _release(self, request: Mapping[str, object]) -> Document:
+        if request.get("end"):
+            self._sources.guard.end_release()
+            await self._wait(lambda now: now.released_until is None)
+            return {"releasedForSeconds": None}
+        seconds = request.get("seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise CommandRefused("say for how long: release --for 10m")
+        if not 1 <= seconds <= LONGEST_RELEASE_SECONDS:
+            raise CommandRefused("NVML can be released for 1 s to 24 h")
+        log.warning("release_asked_for", seconds=seconds)
+        self._sources.guard.release(float(seconds))
+        await self._wait(lambda now: now.released_until is not None)
+        return {"releasedForSeconds": seconds}
+
+    async def _wait(self, reached: Callable[[Snapshot], bool]) -> None:
+        with anyio.move_on_after(TAKE_EFFECT_SECONDS) as late:
+            await self._sources.inventory.snapshot.wait_for(reached)
+        if late.cancelled_caught:
+            raise CommandRefused("the agent took it up, but it has had no effect yet; see its log")
+
+    def _named(self, name: str) -> GpuState:
+        gpus = self._sources.inventory.snapshot.value.gpus
+        found = [state for state in gpus if name in (state.uuid, str(state.gpu.index))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CommandRefused(f"{len(found)} GPUs have had the index {name}: name it by UUID")
+        known = ", ".join(f"{state.gpu.index} = {state.uuid}" for state in gpus) or "none"
+        raise CommandRefused(f"this node has no GPU {name!r}; there are: {known}")

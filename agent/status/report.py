@@ -1,0 +1,132 @@
+"""The node as `gpu-node-agent status` tells it: one JSON document, built from what the rooms hold."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent import __version__
+from agent.inventory.actor import Inventory
+from agent.inventory.clock import boot_seconds
+from agent.inventory.guard import Guard
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
+from agent.model.health import HealthState, Rules
+from agent.modes.state import GpuSwitch, SwitchState
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSources:
+    """Where the report comes from. `injection` answers the way in use and why."""
+
+    inventory: Inventory
+    guard: Guard
+    holdings: HoldingsWatch
+    switch: Callable[[], SwitchState]
+    injection: Callable[[], tuple[str, str]]
+    blockers: Callable[[], Sequence[str]]
+
+
+def report(sources: StatusSources) -> Document:
+    """The present moment. Keys are public: scripts read them (`status --json`)."""
+    snapshot = sources.inventory.snapshot.value
+    switch = sources.switch()
+    switches = {gpu.uuid: gpu for gpu in switch.gpus}
+    pods = sources.holdings.cell.value
+    holders = holders_by_gpu(pods) if pods is not None else {}
+    blockers = list(sources.blockers())
+    way, why = sources.injection()
+    driver = snapshot.driver
+    return {
+        "version": __version__,
+        "ready": not blockers,
+        "blockers": blockers,
+        "driver": driver.version if driver else None,
+        "cuda": "{}.{}".format(*driver.cuda_version) if driver else None,
+        "mode": {"desired": switch.desired, "phase": switch.phase.value, "message": switch.message},
+        "injection": {"way": way, "reason": why},
+        "releasedForSeconds": _released_for(snapshot),
+        "problems": _problems(sources),
+        "gpus": [
+            _gpu(sources, state, switches.get(state.uuid), holders.get(state.uuid, []))
+            for state in snapshot.gpus
+        ],
+        "unreadable": [{"index": one.index, "cause": one.cause} for one in snapshot.unreadable],
+    }
+
+
+def _released_for(snapshot: Snapshot) -> float | None:
+    if snapshot.released_until is None:
+        return None
+    return round(max(0.0, snapshot.released_until - boot_seconds()), 1)
+
+
+def _problems(sources: StatusSources) -> list[str]:
+    """What works less well than it should, though the node serves."""
+    found = []
+    if sources.guard.events.problem:
+        found.append(
+            f"NVML's events cannot be waited for, probing alone watches: {sources.guard.events.problem}"
+        )
+    if sources.guard.keeper.problem:
+        found.append(f"verdicts would not survive a restart: {sources.guard.keeper.problem}")
+    if sources.holdings.problem:
+        found.append(f"it is not known which pods hold units: {sources.holdings.problem}")
+    return found
+
+
+def _gpu(
+    sources: StatusSources, state: GpuState, switch: GpuSwitch | None, holders: Sequence[Holder]
+) -> Document:
+    gpu = state.gpu
+    active = switch.active if switch else None
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "model": gpu.product,
+        "memoryBytes": gpu.memory_bytes,
+        "numaNode": gpu.numa_node,
+        "pciBusId": gpu.pci_bus_id,
+        "minor": gpu.minor,
+        "mig": gpu.mig_enabled,
+        "mode": {
+            "active": active.mode.value if active else "off",
+            "wanted": switch.wanted.mode.value if switch else "off",
+            "selling": bool(active and active.selling),
+            "reason": _mode_reason(switch),
+            "waitingFor": list(switch.waiting_for) if switch else [],
+        },
+        "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
+        "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
+        "holders": [_holder(holder, state.uuid) for holder in holders],
+    }
+
+
+def _mode_reason(switch: GpuSwitch | None) -> str:
+    if switch is None:
+        return "no mode is in force yet"
+    return switch.problem or switch.active.reason or switch.wanted.reason
+
+
+def _health(state: GpuState, rules: Rules, events: bool) -> Document:
+    health, now = state.health, boot_seconds()
+    left = None if health.until is None else round(max(0.0, health.until - now), 1)
+    sick = health.state is not HealthState.HEALTHY
+    return {
+        "state": health.state.value,
+        "sold": state.healthy,
+        "cause": state.blocked or health.cause,
+        "obstacle": health.obstacle,
+        "remedy": "" if state.blocked else rules.remedy(health),
+        "forSeconds": round(max(0.0, now - health.since), 1) if sick else None,
+        "probationLeftSeconds": left,
+        "events": events,  # false: watched by probing alone
+    }
+
+
+def _holder(holder: Holder, uuid: str) -> Document:
+    holding = holder.holding
+    units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
+    return {"pod": holder.pod, "container": holding.container, "units": dict(units)}

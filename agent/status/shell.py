@@ -1,0 +1,83 @@
+"""`status`, `clear-health` and `release` on the command line: arguments, output, exit codes."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent.settings import Settings
+from agent.status import client
+from agent.status.table import duration, parse_duration, render
+from agent.web.control import NAME
+
+Load = Callable[[argparse.Namespace], Settings]
+
+
+def add_commands(
+    commands: Any,  # noqa: ANN401  argparse names no type for it
+    configuration_arguments: Callable[[argparse.ArgumentParser], None],
+    load: Load,
+) -> None:
+    """Add the three commands to the parser."""
+    status = commands.add_parser("status", help="show the GPUs of this node, their health and their holders")
+    status.add_argument("--json", action="store_true", help="the whole report as JSON")
+    clear = commands.add_parser("clear-health", help="declare an unhealthy GPU healthy, after it was reset")
+    clear.add_argument("gpu", metavar="GPU", help="index or UUID")
+    release = commands.add_parser(
+        "release", help="let go of the driver for maintenance: NVML closed, all units Unhealthy"
+    )
+    how = release.add_mutually_exclusive_group(required=True)
+    how.add_argument("--for", dest="seconds", type=_duration, metavar="TIME", help="90s, 10m or 2h")
+    how.add_argument("--end", action="store_true", help="serve again now")
+    for parser, action in ((status, _status), (clear, _clear), (release, _release)):
+        configuration_arguments(parser)
+        parser.set_defaults(command=_over_socket(action, load))
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _over_socket(
+    action: Callable[[Path, argparse.Namespace], str], load: Load
+) -> Callable[[argparse.Namespace], int]:
+    def run(options: argparse.Namespace) -> int:
+        path = Path(load(options).host.run) / NAME
+        try:
+            print(action(path, options))
+        except (client.AgentUnreachable, client.AgentRefused) as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+
+    return run
+
+
+def _status(path: Path, options: argparse.Namespace) -> str:
+    document = client.ask(path, "status")
+    if options.json:
+        return json.dumps(document, indent=2)
+    return render(document, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+
+
+def _clear(path: Path, options: argparse.Namespace) -> str:
+    cleared = client.ask(path, "clear-health", gpu=options.gpu)
+    return f"GPU {cleared['index']} ({cleared['uuid']}) is declared healthy; it was: {cleared['was']}"
+
+
+def _release(path: Path, options: argparse.Namespace) -> str:
+    if options.end:
+        client.ask(path, "release", end=True)
+        return "NVML is opened again; GPUs return as they answer"
+    client.ask(path, "release", seconds=options.seconds)
+    return (
+        f"released for {duration(options.seconds)}: no unit of this node is handed out, NVML is closed.\n"
+        "Running pods keep their GPUs. After a reset: gpu-node-agent clear-health GPU\n"
+        "To serve again sooner: gpu-node-agent release --end"
+    )

@@ -1,0 +1,51 @@
+"""Metrics of health: states, transitions, Xids, and how well the watching itself works."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from agent.inventory.actor import Inventory
+from agent.inventory.clock import boot_seconds
+from agent.model.health import HealthState
+from agent.telemetry import definitions as d
+from agent.telemetry.reading import Add
+
+
+class Watch(Protocol):
+    """What the event loop tells of itself."""
+
+    failures: int
+
+    @property
+    def watched(self) -> frozenset[str]:
+        """GPUs whose events arrive."""
+
+
+def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
+    """What health adds to a scrape."""
+
+    def read() -> Callable[[Add], None]:
+        states = inventory.snapshot.value.gpus
+        tally = inventory.tally
+        transitions, xids, ecc = dict(tally.transitions), dict(tally.xids), dict(tally.ecc_events)
+        watched, failures, now = events.watched, events.failures, boot_seconds()
+
+        def add(series: Add) -> None:
+            for state in states:
+                labels = (state.uuid, str(state.gpu.index))
+                for one in HealthState:
+                    series(d.GPU_HEALTH_STATE, one is state.health.state, (*labels, one.value))
+                    series(
+                        d.GPU_TRANSITIONS, transitions.get((state.uuid, one.value), 0), (*labels, one.value)
+                    )
+                left = 0.0 if state.health.until is None else max(0.0, state.health.until - now)
+                series(d.GPU_PROBATION_LEFT, left, labels)
+                series(d.GPU_ECC_EVENTS, ecc.get(state.uuid, 0), labels)
+                series(d.GPU_EVENTS_WATCHED, state.uuid in watched, labels)
+                for (uuid, xid), count in sorted(xids.items()):
+                    if uuid == state.uuid:
+                        series(d.GPU_XIDS, count, (*labels, str(xid)))
+            series(d.EVENT_WAIT_FAILURES, failures, ())
+
+        return add
+
+    return read

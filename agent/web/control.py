@@ -1,0 +1,75 @@
+"""The agent's control socket: a person's commands to the running agent, on this node only.
+
+One JSON object a line each way: `{"command": "status", ...}` is answered by `{"ok": true, "result": ...}`
+or `{"ok": false, "error": "..."}`. Whoever owns a command adds it. Only root may connect (mode 0600).
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+from anyio.abc import SocketStream
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+log = structlog.get_logger()
+
+NAME: Final = "agent.sock"
+REQUEST_BYTES: Final = 65536
+REQUEST_SECONDS: Final = 5.0
+
+Handler = Callable[[Mapping[str, object]], Awaitable[object]]
+
+
+class CommandRefused(Exception):
+    """A command that is not carried out; the text goes to the person who gave it."""
+
+
+class ControlServer:
+    """Serves commands on a unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handlers: dict[str, Handler] = {}
+
+    def add(self, command: str, handler: Handler) -> None:
+        """Answer `command` with what `handler` returns: anything that JSON can say."""
+        if command in self._handlers:
+            raise ValueError(f"command {command} is already taken")
+        self._handlers[command] = handler
+
+    async def serve(self) -> None:
+        """Serve until cancelled. Raises OSError where the socket cannot be made."""
+        listener = await anyio.create_unix_listener(self.path, mode=0o600)
+        try:
+            async with listener:
+                await listener.serve(self._serve_one)
+        finally:
+            self.path.unlink(missing_ok=True)
+
+    async def _serve_one(self, stream: SocketStream) -> None:
+        async with stream:
+            try:
+                with anyio.fail_after(REQUEST_SECONDS):
+                    line = await BufferedByteReceiveStream(stream).receive_until(b"\n", REQUEST_BYTES)
+                    reply = await self._reply(line)
+                    await stream.send(json.dumps(reply).encode() + b"\n")
+            except (TimeoutError, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError):
+                return  # a caller that left, or that does not speak this protocol
+
+    async def _reply(self, line: bytes) -> dict[str, object]:
+        try:
+            request = json.loads(line)
+            handler = self._handlers[request["command"]]
+        except (ValueError, KeyError, TypeError):
+            known = ", ".join(sorted(self._handlers))
+            return {"ok": False, "error": f"no such command; there are {known}"}
+        try:
+            return {"ok": True, "result": await handler(request)}
+        except CommandRefused as error:
+            return {"ok": False, "error": str(error)}
+        except Exception:
+            log.exception("command_failed", command=request["command"])
+            return {"ok": False, "error": "the agent failed to carry this out; its log tells why"}
