@@ -1,5 +1,7 @@
 """The Kubernetes API as paths and JSON: every call has a deadline and errors of this room."""
 
+import inspect
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,12 +9,16 @@ from typing import Any
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import msgspec
 
 from agent.cluster import lean
 
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
+HEADERS_SECONDS = 15.0  # a streaming list may wait 3 s in the server until its cache is fresh
+# A watch may be mute for minutes: this finds a dead connection in 50 s, and balancers do not forget it.
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 class ApiError(Exception):
@@ -71,8 +77,10 @@ class KubeApi:
         """GET an endless answer line by line; `silence` is how long, in seconds, it may stay mute."""
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence)
         with _translated(path):
-            response = await self._request("GET", path, query, None, "application/json", timeout)
+            with anyio.fail_after(HEADERS_SECONDS):
+                response = await self._request("GET", path, query, None, "application/json", timeout)
             try:
+                _keep_alive(response)
                 if not 200 <= response.status <= 299:
                     raise _refusal(response, await _bounded_read(response))
                 yield _lines(response)
@@ -112,9 +120,7 @@ class KubeApi:
         timeout: aiohttp.ClientTimeout,
     ) -> Any:  # noqa: ANN401  aiohttp's response
         headers = {"Accept": "application/json", "Content-Type": content}
-        for setting in (await self._configured.auth_settings()).values():
-            if setting["in"] == "header" and setting["value"]:
-                headers[setting["key"]] = setting["value"]
+        headers |= await self._credentials()
         return await self._rest.request(
             method,
             self._configured.host + path,
@@ -124,6 +130,17 @@ class KubeApi:
             _preload_content=False,
             _request_timeout=timeout,
         )
+
+    async def _credentials(self) -> dict[str, str]:
+        """Headers that say who we are. The client reads a service account's token anew each minute."""
+        refresh = self._configured.refresh_api_key_hook
+        try:
+            if refresh is not None and not inspect.iscoroutinefunction(refresh):
+                await anyio.to_thread.run_sync(refresh, self._configured)
+            found = (await self._configured.auth_settings()).values()
+        except Exception as error:  # the client's own, and whatever a kubeconfig's command does
+            raise ApiUnavailable(f"the credentials for the API server cannot be read: {error}") from error
+        return {each["key"]: each["value"] for each in found if each["in"] == "header" and each["value"]}
 
 
 async def connect(kubeconfig: Path | None) -> KubeApi:
@@ -147,6 +164,21 @@ class _translated:  # noqa: N801  reads as a statement
             raise ApiUnavailable(f"the API server cannot be reached for {self._path}: {error}") from error
 
 
+_REMEDIES = {
+    401: "; the agent's token is not accepted: look at its service account or kubeconfig",
+    403: "; grant the right to the agent's service account (a ClusterRole comes with the chart)",
+}
+
+
+def _keep_alive(response: Any) -> None:  # noqa: ANN401  aiohttp's response
+    transport = response.connection.transport if response.connection else None
+    raw = transport.get_extra_info("socket") if transport else None
+    if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            raw.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 async def _bounded_read(response: Any) -> bytes:  # noqa: ANN401  aiohttp's response
     with anyio.move_on_after(CALL_SECONDS):
         data: bytes = await response.read()
@@ -160,9 +192,10 @@ def _refusal(response: Any, data: bytes) -> ApiRefused:  # noqa: ANN401  aiohttp
     except msgspec.DecodeError:
         message = data[:200].decode(errors="replace")
     wait = response.headers.get("Retry-After", "")
+    remedy = _REMEDIES.get(response.status, "")
     return ApiRefused(
         response.status,
-        f"{response.method} {response.url.path}: {response.status} {message or response.reason}",
+        f"{response.method} {response.url.path}: {response.status} {message or response.reason}{remedy}",
         float(wait) if wait.isdigit() else None,
     )
 
@@ -171,9 +204,11 @@ async def _lines(response: Any) -> AsyncIterator[bytes]:  # noqa: ANN401  aiohtt
     """Lines of any length: a pod with 10,000 devices is one line of over a megabyte."""
     rest = bytearray()
     async for chunk in response.content.iter_any():
+        searched = len(rest)
         rest += chunk
-        while (end := rest.find(b"\n")) >= 0:
+        while (end := rest.find(b"\n", searched)) >= 0:
             line = bytes(rest[:end])
             del rest[: end + 1]
+            searched = 0
             if line:
                 yield line

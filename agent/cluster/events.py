@@ -2,6 +2,7 @@
 
 import datetime as dt
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +83,7 @@ class EventRecorder:
             else:
                 self._counts[event] = (count + 1, name)
                 return
-        digest = hashlib.sha256(f"{event}{now}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{event}{time.time_ns()}".encode()).hexdigest()[:16]
         name = f"{event.regarding.name[:200]}.{digest}"
         await self._api.post(path, self._body(event, name, namespace, now))
         if len(self._counts) >= WAITING:

@@ -13,6 +13,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
 _PACKAGES = ("kubernetes_asyncio", "kubernetes_asyncio.client", "kubernetes_asyncio.config")
 
 
@@ -21,6 +23,8 @@ class NoClusterAccess(Exception):
 
 
 def _seed() -> None:
+    if hasattr(sys.modules.get("kubernetes_asyncio.client"), "Configuration"):
+        return
     specification = importlib.util.find_spec("kubernetes_asyncio")
     if specification is None or not specification.submodule_search_locations:
         raise NoClusterAccess("the package kubernetes-asyncio is not installed")
@@ -46,21 +50,31 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
         raise NoClusterAccess(
             "not in a pod (KUBERNETES_SERVICE_HOST is not set) and no kubeconfig is configured"
         )
-    _seed()
-    made = importlib.import_module("kubernetes_asyncio.client.configuration").Configuration()
-    if kubeconfig is not None:
-        loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
-        try:
-            await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=made)
-        except Exception as error:
-            raise NoClusterAccess(f"kubeconfig {kubeconfig} cannot be used: {error}") from error
-        return made
-    loader = importlib.import_module("kubernetes_asyncio.config.incluster_config")
+    made = await anyio.to_thread.run_sync(_empty)
     try:
-        loader.load_incluster_config(client_configuration=made)
+        if kubeconfig is None:
+            await anyio.to_thread.run_sync(_service_account, made)
+        else:
+            loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
+            await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=made)
     except Exception as error:
-        raise NoClusterAccess(f"the pod's service account cannot be used: {error}") from error
+        named = f"kubeconfig {kubeconfig}" if kubeconfig else "the pod's service account"
+        raise NoClusterAccess(f"{named} cannot be used: {error}") from error
     return made
+
+
+def _empty() -> Any:  # noqa: ANN401  as above
+    _seed()
+    importlib.import_module(
+        "kubernetes_asyncio.client.rest"
+    )  # takes a tenth of a second: here, not later
+    return importlib.import_module("kubernetes_asyncio.client.configuration").Configuration()
+
+
+def _service_account(made: Any) -> None:  # noqa: ANN401  as above
+    importlib.import_module("kubernetes_asyncio.config.incluster_config").load_incluster_config(
+        client_configuration=made
+    )
 
 
 def rest_client(configured: Any) -> Any:  # noqa: ANN401  as above

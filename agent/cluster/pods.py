@@ -19,12 +19,20 @@ class Resources(msgspec.Struct, frozen=True):
     limits: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
+    """Of a pod or of a container, whose own wins."""
+
+    run_as_user: int | None = None
+    run_as_non_root: bool | None = None
+
+
 class Container(msgspec.Struct, rename="camel", frozen=True):
     """A container of a pod's spec."""
 
     name: str
     resources: Resources = Resources()
     restart_policy: str | None = None  # "Always" makes an init container a sidecar
+    security_context: SecurityContext | None = None
 
 
 class PodSpec(msgspec.Struct, rename="camel", frozen=True):
@@ -34,6 +42,7 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
     termination_grace_period_seconds: int | None = None
+    security_context: SecurityContext | None = None
 
 
 class PodStatus(msgspec.Struct, frozen=True):
@@ -54,6 +63,17 @@ class Pod(msgspec.Struct, frozen=True):
     def pending(self) -> bool:
         """Whether it still waits to be admitted or started."""
         return self.status.phase == "Pending" and not self.metadata.deletion_timestamp
+
+    def may_run_as_root(self, container: str) -> str | None:
+        """Why a container may run as root, in words; None: its security context rules it out."""
+        pod = self.spec.security_context
+        both = (*self.spec.containers, *self.spec.init_containers)
+        own = next((each.security_context for each in both if each.name == container), None)
+        user = next((s.run_as_user for s in (own, pod) if s and s.run_as_user is not None), None)
+        if user is not None:
+            return None if user else "runAsUser is 0"
+        refused = next((s.run_as_non_root for s in (own, pod) if s and s.run_as_non_root is not None), None)
+        return None if refused else "its user is the image's choice"
 
     def asks_for(self, resources: AbstractSet[str]) -> bool:
         """Whether any of its containers asks for one of `resources`."""
@@ -107,4 +127,7 @@ class PodCache:
             raise
         except TimeoutError as error:
             raise ApiError(f"pod {namespace}/{name} could not be read within {MISS_SECONDS:g} s") from error
-        return msgspec.json.decode(data, type=Pod)
+        try:
+            return msgspec.json.decode(data, type=Pod)
+        except msgspec.DecodeError as error:
+            raise ApiError(f"pod {namespace}/{name} cannot be understood: {error}") from error

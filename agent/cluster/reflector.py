@@ -21,6 +21,9 @@ log = structlog.get_logger()
 
 WATCH_SECONDS = 300  # the server ends a watch after this; less a random part, so that nodes differ
 SILENCE_MARGIN_SECONDS = 15.0
+STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure is a new one
+LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
+LIST_SECONDS = 30.0
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
@@ -61,8 +64,9 @@ class _Problem(msgspec.Struct):
     message: str = ""
 
 
-class _Relist(Exception):
-    """The copy can no longer be kept true by watching: begin anew."""
+class _Page(msgspec.Struct):
+    metadata: Metadata
+    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
 
 
 class Reflector(Generic[Item]):
@@ -84,36 +88,45 @@ class Reflector(Generic[Item]):
         self.items: Cell[Mapping[str, Item]] = Cell(MappingProxyType({}))
         self.synced = False
         self.problem: str | None = "not connected yet"
-        # Called for every object as it comes, before `items` is published.
+        self._told: str | None = None  # the kind of failure that the log knows of
+        # Called after each publication of `items`.
         self.on_change: Callable[[], None] | None = None
 
     async def run(self) -> None:
         """Keep the copy true until cancelled; the API server may come and go."""
         backoff = Backoff(first=0.2, longest=30.0, jitter=0.5)
         while True:
-            pause = 0.0
+            started = anyio.current_time()
+            asked = 0.0
+            failure: Exception | None = None
             try:
                 await self._watch()
-                backoff.reset()
-            except _Relist:
-                self._version = ""
-            except ApiRefused as error:
-                if error.status in (400, 422) and self._streaming_list and not self._version:
-                    # Servers before 1.32, or with the gate off: watch from a version that may be old.
-                    self._streaming_list = False
-                    continue
-                pause = self._failed(error, backoff, error.retry_after)
-                if error.status == 410:
-                    self._version = ""
             except (ApiError, msgspec.DecodeError) as error:
-                pause = self._failed(error, backoff, None)
-            await anyio.sleep(pause)
+                failure = error
+            if isinstance(failure, ApiRefused):
+                if failure.status in (400, 422) and self._streaming_list and not self._version:
+                    # Servers before 1.32, or with the gate off.
+                    self._streaming_list = False
+                    log.info("streaming_list_unsupported", of=self._name, answer=str(failure))
+                    continue
+                asked = min(failure.retry_after or 0.0, LONGEST_RETRY_AFTER_SECONDS)
+            resumed = bool(self._version)
+            if _is_outdated(failure):
+                self._version = ""
+            if failure is not None and not (resumed and _is_outdated(failure)):
+                self._failed(failure)
+            steady = anyio.current_time() - started >= STEADY_SECONDS
+            if steady:
+                backoff.reset()
+            # Whatever ends a watch at once would be called again without a breath, were it not for this.
+            pause = 0.0 if steady and failure is None else backoff.next()
+            await anyio.sleep(max(pause, asked))
 
-    def _failed(self, error: Exception, backoff: Backoff, retry_after: float | None) -> float:
-        if self.problem is None or not self.synced:
+    def _failed(self, error: Exception) -> None:
+        kind = f"{type(error).__name__} {getattr(error, 'status', '')}"
+        if kind != self._told:
             log.warning("watch_interrupted", of=self._name, problem=str(error))
-        self.problem = str(error)
-        return max(backoff.next(), retry_after or 0.0)
+        self._told, self.problem = kind, str(error)
 
     async def _watch(self) -> None:
         """One watch, from where the last one ended or from the beginning."""
@@ -144,20 +157,22 @@ class Reflector(Generic[Item]):
         """One event of a watch; answers the list under construction, None once it is complete."""
         if event.type == "ERROR":
             problem = msgspec.json.decode(event.object, type=_Problem)
-            if problem.code in (410, 504):  # gone, or the server does not know that version (yet)
-                raise _Relist
-            raise ApiRefused(problem.code, f"{self._path}: {problem.message}")
+            raise ApiRefused(problem.code, f"{self._path}: {problem.code} {problem.message}")
         if event.type == "BOOKMARK":
             mark = msgspec.json.decode(event.object, type=_Bookmark).metadata
-            self._version = mark.resource_version
-            if fresh is not None and mark.annotations.get(INITIAL_EVENTS_END) == "true":
+            if fresh is not None:
+                if mark.annotations.get(INITIAL_EVENTS_END) != "true":
+                    return fresh  # its version is no place to go on from: the copy is not complete
                 self._publish(fresh)
                 self._well()
-                return None
-            return fresh
+            self._version = mark.resource_version
+            return None
         item = self._decoder.decode(event.object)
         if fresh is not None:
-            fresh[item.metadata.uid] = item
+            if event.type == "DELETED":
+                fresh.pop(item.metadata.uid, None)
+            else:
+                fresh[item.metadata.uid] = item
             return fresh
         self._version = item.metadata.resource_version
         items = dict(self.items.value)
@@ -170,13 +185,8 @@ class Reflector(Generic[Item]):
 
     async def _list(self) -> None:
         """A plain list, for servers without streaming lists; version 0 comes from the server's cache."""
-        data = await self._api.get(self._path, self._selector | {"resourceVersion": "0"}, deadline=30.0)
-
-        class Page(msgspec.Struct):
-            metadata: Metadata
-            items: list[msgspec.Raw] = msgspec.field(default_factory=list)
-
-        page = msgspec.json.decode(data, type=Page)
+        query = self._selector | {"resourceVersion": "0"}
+        page = msgspec.json.decode(await self._api.get(self._path, query, LIST_SECONDS), type=_Page)
         found = [self._decoder.decode(raw) for raw in page.items]
         self._publish({item.metadata.uid: item for item in found})
         self._version = page.metadata.resource_version
@@ -189,5 +199,13 @@ class Reflector(Generic[Item]):
     def _well(self) -> None:
         if self.problem is not None:
             log.info("watch_established", of=self._name)
-        self.problem = None
+        self.problem = self._told = None
         self.synced = True
+
+
+def _is_outdated(error: Exception | None) -> bool:
+    """The version to watch from is gone (410), or the server does not know it: too large (504).
+
+    The latter passes by itself where the server is behind, and never where it was restored from a backup.
+    """
+    return isinstance(error, ApiRefused) and error.status in (410, 504)
