@@ -70,6 +70,13 @@ class RealRig:
     async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
         self.agent.start(self._settings() | dict(settings or {}))
 
+    async def api_access(self) -> Mapping[str, object]:
+        return {
+            "cluster.access": "required",
+            "cluster.kubeconfig": str(self._cluster.kubeconfig),
+            "cluster.nodeName": self._cluster.node,
+        }
+
     async def kill_agent(self) -> None:
         await self.agent.end(signal.SIGKILL, 5)
 

@@ -8,6 +8,9 @@ import signal
 import sys
 
 from tests.cluster import host
+from tests.cluster.processes import wait_gone
+
+OWNER_SECONDS = 60.0
 
 
 def main() -> int:
@@ -16,7 +19,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    if any(record.name == name for record in host.records()):
+    left = [record.owner for record in host.records() if record.name == name]
+    # A dying process closes its files a little before it counts as dead.
+    if left and wait_gone(left, OWNER_SECONDS):
         host.sweep()
     return 0
 
