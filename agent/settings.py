@@ -230,7 +230,8 @@ def load(
     variables = {name: value for name, value in given.items() if name not in reserved}
     settings = configuration.load(Settings, file, variables, flags, prefix=ENVIRONMENT_PREFIX)
     if faults := _impossible(settings):
-        raise ConfigurationError(faults)
+        lines = configuration.lines_of(file) if file else {}
+        raise ConfigurationError([_located(file, lines, path, sentence) for path, sentence in faults])
     return settings
 
 
@@ -239,30 +240,39 @@ def schema() -> dict[str, Any]:
     return configuration.schema(Settings)
 
 
-def _impossible(settings: Settings) -> list[str]:
-    """Combinations that no single key shows to be wrong."""
+def _located(file: Path | None, lines: Mapping[str, int], path: str, sentence: str) -> str:
+    where = f"{file} line {lines[path]}: " if path in lines else ""
+    return f"{where}{path} {sentence}"
+
+
+def _impossible(settings: Settings) -> list[tuple[str, str]]:
+    """Combinations that no single key shows to be wrong: (key path, sentence)."""
     faults = _bad_layouts(settings)
     if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
         faults.append(
-            "injection.deviceNodes: true cannot go with injection.strategy: cdi, whose devices bring "
-            "their nodes along; set one of them differently"
+            (
+                "injection.deviceNodes",
+                "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
+            )
         )
     return faults
 
 
-def _bad_layouts(settings: Settings) -> list[str]:
-    words = ("none", "disable", *(mode.value for mode in Mode if mode is not Mode.OFF))
+def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
+    modes = [mode.value for mode in Mode if mode is not Mode.OFF]
+    words = ("none", "disable", *modes)
     faults = [
-        f"layouts: {name!r} is the name of a mode; call the layout otherwise"
+        (f"layouts.{name}", "has the name of a mode; call the layout otherwise")
         for name in settings.layouts
         if name in words
     ]
-    if settings.default_mode not in (*words, *settings.layouts):
+    default = settings.default_mode
+    if default not in (*words, *settings.layouts):
         known = ", ".join((*words, *sorted(settings.layouts)))
-        faults.append(
-            f"defaultMode must be a mode or a layout of this file ({known}), not {settings.default_mode!r}"
-        )
+        faults.append(("defaultMode", f"must be a mode or a layout of this file ({known}), not {default!r}"))
+    if default in modes and not getattr(settings.modes, default):
+        faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
     for name, entries in settings.layouts.items():
         made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
-        faults.extend(f"layouts.{name}[{number}]: {fault}" for number, fault in faults_of(made))
+        faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
     return faults

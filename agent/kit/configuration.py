@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -51,7 +52,7 @@ def load(
     faults: list[str] = []
     merged: dict[str, Any] = {}
     if file is not None:
-        merged = _checked(_read(file), kind, str(file), "", faults)
+        merged = _checked(_read(file), kind, _Source(str(file), lines_of(file)), "", faults)
     for variable, value in variables.items():
         name = variable.removeprefix(prefix)
         if name == variable:
@@ -59,11 +60,12 @@ def load(
         path = _path_of_variable(kind, name)
         if _SERVICE_VARIABLE.fullmatch(name) and (path is None or "://" in value):
             continue
-        _override(kind, merged, path or [name], value, f"environment variable {variable}", faults)
+        origin = _Source(f"environment variable {variable}")
+        _override(kind, merged, path or [name], value, origin, faults)
     for flag in flags:
         written, separator, value = flag.partition("=")
         if separator:
-            _override(kind, merged, written.split("."), value, f"flag --set {flag}", faults)
+            _override(kind, merged, written.split("."), value, _Source(f"flag --set {flag}"), faults)
         else:
             faults.append(f"flag --set {flag}: write it as key.path=value")
     if faults:
@@ -74,6 +76,41 @@ def load(
 def schema(kind: type[Section]) -> dict[str, Any]:
     """JSON schema of the file."""
     return msgspec.json.schema(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a value came from."""
+
+    name: str
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def at(self, path: str) -> str:
+        """The source with the line of a key, as far as it is known."""
+        return f"{self.name} line {self.lines[path]}" if path in self.lines else self.name
+
+
+def lines_of(file: Path) -> Mapping[str, int]:
+    """The line of each key of a YAML file, by path (`layouts.mixed[1].gpus`); empty if it cannot be read."""
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    found: dict[str, int] = {}
+
+    def walk(node: yaml.Node | None, path: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                here = f"{path}.{key.value}" if path else str(key.value)
+                found[here] = key.start_mark.line + 1
+                walk(value, here)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                found[f"{path}[{number}]"] = item.start_mark.line + 1
+                walk(item, f"{path}[{number}]")
+
+    walk(root, "")
+    return found
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,10 +141,14 @@ def _read(file: Path) -> object:
     return {} if document is None else document
 
 
-def _checked(value: object, kind: type[Section], source: str, path: str, faults: list[str]) -> dict[str, Any]:
+def _checked(
+    value: object, kind: type[Section], source: _Source, path: str, faults: list[str]
+) -> dict[str, Any]:
     """The keys of a block that are right, each fault appended; key by key so that none hides another."""
     if not isinstance(value, dict):
-        faults.append(f"{source}: {path or 'the document'} must be a block of keys, not {_shown(value)}")
+        faults.append(
+            f"{source.at(path)}: {path or 'the document'} must be a block of keys, not {_shown(value)}"
+        )
         return {}
     fields = _fields(kind)
     good: dict[str, Any] = {}
@@ -115,13 +156,13 @@ def _checked(value: object, kind: type[Section], source: str, path: str, faults:
         here = f"{path}.{key}" if path else str(key)
         field = fields.get(key) if isinstance(key, str) else None
         if field is None:
-            faults.append(f"{source}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
+            faults.append(f"{source.at(here)}: unknown key {here}; allowed here: {', '.join(sorted(fields))}")
         else:
             good[key] = _checked_value(item, field, source, here, faults)
     return good
 
 
-def _checked_value(value: object, kind: Any, source: str, path: str, faults: list[str]) -> Any:  # noqa: ANN401
+def _checked_value(value: object, kind: Any, source: _Source, path: str, faults: list[str]) -> Any:  # noqa: ANN401
     """A value of any kind, blocks within it looked into; faults are appended and make the answer void."""
     if _is_section(kind):
         return _checked(value, kind, source, path, faults)
@@ -131,24 +172,24 @@ def _checked_value(value: object, kind: Any, source: str, path: str, faults: lis
         if isinstance(value, list):
             inner = typing.get_args(kind)[0]
             return [_checked_value(v, inner, source, f"{path}[{n}]", faults) for n, v in enumerate(value)]
-        faults.append(f"{source}: {path} must be a list, not {_shown(value)}")
+        faults.append(f"{source.at(path)}: {path} must be a list, not {_shown(value)}")
     elif fault := _fault(value, kind):
-        faults.append(f"{source}: {path} {fault}")
+        faults.append(f"{source.at(path)}: {path} {fault}")
     return value
 
 
-def _checked_map(value: object, kind: Any, source: str, path: str, faults: list[str]) -> dict[str, Any]:  # noqa: ANN401
+def _checked_map(value: object, kind: Any, source: _Source, path: str, faults: list[str]) -> dict[str, Any]:  # noqa: ANN401
     """The entries of a map of blocks that are right; YAML reads bare numbers as keys, so they are allowed."""
     key_kind, inner = typing.get_args(kind)
     if not isinstance(value, dict):
-        faults.append(f"{source}: {path} must be a block of keys, not {_shown(value)}")
+        faults.append(f"{source.at(path)}: {path} must be a block of keys, not {_shown(value)}")
         return {}
     good: dict[str, Any] = {}
     for key, item in value.items():
         if fault := _fault(str(key), key_kind):
-            faults.append(f"{source}: {path}: key {_shown(key)} {fault}")
+            faults.append(f"{source.at(path)}: {path}: key {_shown(key)} {fault}")
         elif str(key) in good:
-            faults.append(f"{source}: {path}: key {key} stands twice")
+            faults.append(f"{source.at(path)}: {path}: key {key} stands twice")
         else:
             good[str(key)] = _checked_value(item, inner, source, f"{path}.{key}", faults)
     return good
@@ -167,7 +208,7 @@ def _override(
     merged: dict[str, Any],
     path: Sequence[str],
     text: str,
-    source: str,
+    source: _Source,
     faults: list[str],
 ) -> None:
     """Put one value, written as YAML, at a key path."""
@@ -176,12 +217,12 @@ def _override(
         fields = _fields(kind) if _is_section(kind) else {}
         if step not in fields:
             allowed = ", ".join(sorted(fields)) or "none"
-            faults.append(f"{source}: unknown key {'.'.join(path)}; allowed here: {allowed}")
+            faults.append(f"{source.name}: unknown key {'.'.join(path)}; allowed here: {allowed}")
             return
         kind = fields[step]
     if _is_section(kind):
         keys = ", ".join(sorted(_fields(kind)))
-        faults.append(f"{source}: {'.'.join(path)} is a block; name one of its keys: {keys}")
+        faults.append(f"{source.name}: {'.'.join(path)} is a block; name one of its keys: {keys}")
         return
     try:
         value = yaml.safe_load(text)
@@ -193,7 +234,7 @@ def _override(
     if value is not None and not isinstance(value, str) and not _fault(text, kind):
         value = text  # a text key whose value looks like a number, a date or a block
     if fault := _fault(value, kind):
-        faults.append(f"{source}: {'.'.join(path)} {fault}")
+        faults.append(f"{source.name}: {'.'.join(path)} {fault}")
         return
     _nested(merged, path, value)
 
@@ -215,8 +256,8 @@ def _path_of_variable(kind: type[Section], name: str) -> list[str] | None:
 
 def _leaves(kind: type[Section]) -> list[list[str]]:
     found: list[list[str]] = []
-    for key, field in _fields(kind).items():
-        found.extend([[key, *rest] for rest in _leaves(field)] if _is_section(field) else [[key]])
+    for key, inner in _fields(kind).items():
+        found.extend([[key, *rest] for rest in _leaves(inner)] if _is_section(inner) else [[key]])
     return found
 
 

@@ -147,7 +147,7 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         (b"a: \x00", "not valid YAML: special characters are not allowed"),
         (
             "injection: {strategy: cdi, deviceNodes: true}",
-            "injection.deviceNodes: true cannot go with injection.strategy: cdi",
+            "injection.deviceNodes true cannot go with injection.strategy: cdi",
         ),
     ],
 )
@@ -168,10 +168,10 @@ def test_every_fault_is_told_from_every_source(tmp_path: Path) -> None:
     )
     port = "http.port must be a whole number from 0 to 65535"
     assert [fault.removeprefix(str(file)).split("; allowed")[0] for fault in told] == [
-        f": {port}, not 'x'",
-        ": unknown key http.nope",
-        ": logging.level must be one of debug, info, warning, error, not 'loud'",
-        ": unknown key bad",
+        f" line 1: {port}, not 'x'",
+        " line 1: unknown key http.nope",
+        " line 2: logging.level must be one of debug, info, warning, error, not 'loud'",
+        " line 3: unknown key bad",
         f"environment variable GPU_NODE_AGENT_HTTP_PORT: {port}, not 'y'",
         "environment variable GPU_NODE_AGENT_NOPE: unknown key NOPE",
         "flag --set http.address: write it as key.path=value",
@@ -212,3 +212,42 @@ def test_any_bytes_load_or_give_sentences(tmp_path_factory: pytest.TempPathFacto
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         settings.load(environment={}).http.port = 1  # type: ignore[misc]
+
+
+LAYOUTS = """
+defaultMode: mixed
+layouts:
+  mixed:
+    - {gpus: [0-3, 7], mode: pgpu, replicas: 4}
+    - {gpus: [rest], mode: mps}
+"""
+
+
+def test_layouts_are_read(tmp_path: Path) -> None:
+    loaded = settings.load(written(tmp_path, LAYOUTS), {})
+    assert [entry.mode for entry in loaded.layouts["mixed"]] == ["pgpu", "mps"]
+    assert loaded.layouts["mixed"][0].gpus == ["0-3", 7]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("[rest]", "[3]", "line 6: layouts.mixed[1] GPU index 3 stands in entry 1 already"),
+        ("mode: mps", "mode: mips", "line 6: layouts.mixed[1].mode must be one of off, pgpu, vgpu, mps"),
+        ("mode: mps", "mode: mps, size: 1", "line 6: unknown key layouts.mixed[1].size"),
+        ("defaultMode: mixed", "defaultMode: mixd", "line 2: defaultMode must be a mode or a layout"),
+        ("mode: mps}", "mode: mps, replicas: 2}", "line 6: layouts.mixed[1] replicas are for mode pgpu"),
+        ("  mixed:", "  pgpu: []\n  mixed:", "line 4: layouts.pgpu has the name of a mode"),
+        ("  mixed:", "  Bad Name: []\n  mixed:", "layouts: key 'Bad Name' must be text of lower-case"),
+        ("- {gpus: [rest], mode: mps}", "- rest", "line 6: layouts.mixed[1] must be a block of keys"),
+    ],
+)
+def test_bad_layouts_are_told_with_their_line(tmp_path: Path, before: str, after: str, told: str) -> None:
+    assert before in LAYOUTS
+    (fault,) = faults(written(tmp_path, LAYOUTS.replace(before, after)))
+    assert told in fault
+
+
+def test_a_default_mode_that_is_turned_off_is_no_default(tmp_path: Path) -> None:
+    (fault,) = faults(written(tmp_path, "defaultMode: mps\nmodes: {mps: false}\n"))
+    assert fault.endswith("line 1: defaultMode is mps, which modes.mps: false turns off")
