@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -112,8 +112,12 @@ class DevicePluginService:
         version = self.plugin.lists.version
         await self._delivered.wait_for(lambda sent: all(each >= version for each in sent))
 
+    def _touch(self, containers: Iterable[Iterable[str]]) -> None:
+        now = time.monotonic()
+        self._granted.extend((now, device) for ids in containers for device in ids)
+
     def granted_lately(self) -> frozenset[str]:
-        """Device IDs whose Allocate was answered within the last `GRANT_SECONDS`."""
+        """Device IDs that were preferred or handed out within the last `GRANT_SECONDS`."""
         oldest = time.monotonic() - GRANT_SECONDS
         while self._granted and self._granted[0][0] < oldest:
             self._granted.popleft()
@@ -174,6 +178,7 @@ class DevicePluginService:
 
         async def answer() -> v1beta1.PreferredAllocationResponse:
             chosen = [await self.plugin.prefer(request) for request in requests.containers]
+            self._touch(chosen)
             return v1beta1.PreferredAllocationResponse(
                 container_responses=[
                     v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in chosen
@@ -187,8 +192,7 @@ class DevicePluginService:
 
         async def answer() -> v1beta1.AllocateResponse:
             granted = [await self.plugin.allocate(ids) for ids in requests.containers]
-            now = time.monotonic()
-            self._granted.extend((now, device) for ids in requests.containers for device in ids)
+            self._touch(requests.containers)
             return v1beta1.AllocateResponse(
                 container_responses=[wire.encode_allocation(allocation) for allocation in granted]
             )

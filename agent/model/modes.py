@@ -28,6 +28,9 @@ class GpuMode:
     selling: bool = True
     reason: str = ""  # why it is not sold, in words; empty when it is
     replicas: int = 1  # pGPU only: time slices
+    # With `selling` False: free IDs stay listed for a moment, too, as Unhealthy. One that leaves the list
+    # while the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
+    leaving: bool = False
 
 
 OFF = GpuMode(reason="no mode is set for this GPU")

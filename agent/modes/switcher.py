@@ -5,7 +5,7 @@ the next step of every GPU that differs. So a new wish in mid-switch, a restart 
 cases of their own. Steps of one GPU, in order:
 
 1. announce to the scheduler that less is sold, wait until no pod is caught in between;
-2. stop selling: free IDs leave the list, held ones stay as Unhealthy;
+2. stop selling: all IDs turn Unhealthy; once no allocation is under way, free ones leave the list;
 3. wait for the last holder;
 4. tear down the old mode, set up the new one;
 5. sell in the new mode.
@@ -206,7 +206,7 @@ class ModeSwitcher:
 
     async def _stop_selling(self, differing: list[str]) -> None:
         stopping = {
-            uuid: replace(mode, selling=False, reason="the GPU is changing its mode")
+            uuid: replace(mode, selling=False, leaving=True, reason="the GPU is changing its mode")
             for uuid in differing
             if (mode := self._of(uuid)).mode is not Mode.OFF and mode.selling
         }
@@ -234,10 +234,12 @@ class ModeSwitcher:
         waiting: dict[str, tuple[str, ...]] = {}
         for uuid in differing:
             active, wanted = self._of(uuid), targets[uuid]
-            wanted_back = _same(replace(active, selling=True, reason=""), wanted)
+            wanted_back = _same(replace(active, selling=True), wanted)
             if active.mode is not Mode.OFF and not wanted_back:
                 if holders.get(uuid) or uuid in granted:
                     waiting[uuid] = _pods(holders.get(uuid, [])) or ("a pod that is being admitted",)
+                    if active.leaving and uuid not in granted:
+                        self._publish({uuid: replace(active, leaving=False)})
                     continue
                 if backend := self._backends.get(active.mode):
                     await backend.tear_down(gpus[uuid])

@@ -182,7 +182,7 @@ class SharePlugin:
             if mine and (mode.selling or state.uuid in opened):
                 keep = kept & stock.id_set(self._half) if self._sold_out(stock, kept, ledger.whole) else None
             else:
-                keep, well = kept & stock.id_set(self._half), False
+                keep, well = (None if mine and mode.leaving else kept & stock.id_set(self._half)), False
             yield self._chunk(stock, keep, well)
 
     def _sold_out(self, stock: Stock, kept: frozenset[str], whole: frozenset[str]) -> bool:

@@ -143,7 +143,7 @@ class PgpuPlugin:
             for text in self._ids(state, mode):
                 if mode.selling:
                     yield text, state.healthy, state.gpu.numa_node
-                elif text in held:
+                elif mode.leaving or text in held:
                     yield text, False, state.gpu.numa_node
 
     def _held(self) -> frozenset[str]:
