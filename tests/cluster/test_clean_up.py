@@ -20,7 +20,6 @@ from tests.cluster.processes import PROC, alive, children, identify
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import NotYet, eventually
 
-
 OTHERS = ("gna-test-", "gpu-node-agent")
 """Names of cgroups that other tests of this project make, perhaps at this very moment."""
 
