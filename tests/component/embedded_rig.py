@@ -13,6 +13,7 @@ import anyio.to_thread
 import grpc
 
 from agent.simulator.kubelet import EmbeddedKubelet, Phase, PodSpec, Timings
+from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
@@ -40,6 +41,7 @@ class EmbeddedRig:
             timings=Timings(registry_poll=0.2),
             cdi_folder=folder / "cdi",
         )
+        self.http = HttpApi(self.kubelet.api)
         self._minors = {uuid: int(machine.gpu(uuid).minor) for uuid in machine.uuids}
         (folder / "cdi").mkdir()
         toolkit.write_cdi_spec(folder / "cdi", folder, self._minors)
@@ -67,6 +69,15 @@ class EmbeddedRig:
         await anyio.to_thread.run_sync(self.agent.start, self._settings() | dict(settings or {}))
         self._agent_wanted = True
 
+    async def api_access(self) -> Mapping[str, object]:
+        kubeconfig = self._folder / "kubeconfig"
+        await anyio.to_thread.run_sync(self.http.write_kubeconfig, kubeconfig)
+        return {
+            "cluster.access": "required",
+            "cluster.kubeconfig": str(kubeconfig),
+            "cluster.nodeName": self.kubelet.api.node_name,
+        }
+
     async def kill_agent(self) -> None:
         self._agent_wanted = False
         await self.agent.end(signal.SIGKILL, 5)
@@ -92,7 +103,8 @@ class EmbeddedRig:
     async def wait_allocatable(self, count: int, resource: str = GPU, deadline: float = 30.0) -> None:
         amounts = self.kubelet.api
         await self._wait(
-            lambda: amounts.allocatable.get(resource) == count,
+            # The agent patches the status ahead of the kubelet, which takes a while here to read a long list.
+            lambda: amounts.allocatable.get(resource) == count == self.kubelet.healthy(resource),
             deadline,
             lambda: f"allocatable {resource} is {amounts.allocatable.get(resource)}, not {count}",
         )
@@ -205,7 +217,7 @@ async def embedded_rig(face: Face = "1.36", status_tick: float = 0.5) -> AsyncIt
     folder = Path(await anyio.mkdtemp(prefix="gna-"))
     try:
         rig = await anyio.to_thread.run_sync(EmbeddedRig, folder, face, status_tick)
-        async with rig.kubelet.running():
+        async with rig.kubelet.running(), rig.http.serving():
             try:
                 yield rig
             finally:

@@ -41,6 +41,9 @@ class Rig(Protocol):
         default mode pgpu, and the folders of this node.
         """
 
+    async def api_access(self) -> Mapping[str, object]:
+        """Settings that give the agent the API of this node; without them it has none."""
+
     async def kill_agent(self) -> None:
         """SIGKILL; return once the process is gone."""
 

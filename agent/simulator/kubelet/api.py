@@ -4,7 +4,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -30,6 +30,8 @@ class Pod:
     # Why a container waits, by name: reason and message (`CreateContainerConfigError`, ...).
     waiting: Mapping[str, tuple[str, str]] | None = None
     deleting: bool = False
+    # Annotations written since it was created.
+    written: dict[str, str] = field(default_factory=dict)
 
 
 NodeObserver = Callable[[Mapping[str, int], Mapping[str, int]], None]

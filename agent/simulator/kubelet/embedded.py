@@ -154,6 +154,10 @@ class EmbeddedKubelet:
         """Healthy devices that the running kubelet knows of, whatever the node's status still says."""
         return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
 
+    def healthy(self, resource: str) -> int:
+        """Devices that the kubelet itself knows as healthy; the node's status may have been patched ahead."""
+        return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
+
     def observing_node(self, observer: NodeObserver) -> AbstractContextManager[None]:
         """Call `observer(capacity, allocatable)` at every change of the node's status."""
         return self.api.observing_node(observer)

@@ -1,0 +1,282 @@
+"""The embedded node's API over HTTP, as much of it as the agent speaks: so that its real client is at work.
+
+Nodes and pods by GET, LIST and WATCH (with streaming lists), merge patches of node, node status and pod
+metadata, events by POST and PATCH. Plain HTTP on loopback, no authentication, no history: a watch that asks
+for an old version gets 410.
+"""
+
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from aiohttp import web
+
+from .api import Api, Pod
+from .pods import ContainerSpec
+
+Object = dict[str, Any]
+INITIAL_EVENTS_END = "k8s.io/initial-events-end"
+BOOKMARK_SECONDS = 60.0
+
+
+class HttpApi:
+    """Serves one node's `Api`."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self.labels: dict[str, str] = {}
+        self.annotations: dict[str, str] = {}
+        self.events: list[Object] = []
+        self.reachable = True  # False: every call fails, open watches end
+        self._conditions: dict[str, Object] = {}
+        self.port = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["HttpApi"]:
+        """Serve on a free port of loopback while the context is open."""
+        app = web.Application()
+        pods = "/api/v1/namespaces/{namespace}/pods/{name}"
+        events = "/api/v1/namespaces/{namespace}/events"
+        app.add_routes(
+            [
+                web.get("/api/v1/pods", self._pods),
+                web.get(pods, self._pod),
+                web.patch(pods, self._patch_pod),
+                web.get("/api/v1/nodes", self._nodes),
+                web.get("/api/v1/nodes/{name}", self._node),
+                web.patch("/api/v1/nodes/{name}", self._patch_node),
+                web.patch("/api/v1/nodes/{name}/status", self._patch_status),
+                web.post(events, self._post_event),
+                web.patch(events + "/{name}", self._patch_event),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        await web.SockSite(runner, listener).start()
+        try:
+            yield self
+        finally:
+            with anyio.CancelScope(shield=True):
+                await runner.cleanup()
+
+    def write_kubeconfig(self, path: Path) -> None:
+        """A kubeconfig for this server. Blocks."""
+        name = "embedded"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": name, "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+            "users": [{"name": name, "user": {}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+            "current-context": name,
+        }
+        path.write_text(json.dumps(config), encoding="utf-8")
+
+    def set_label(self, key: str, value: str | None) -> None:
+        """Set or remove a label of the node."""
+        if value is None:
+            self.labels.pop(key, None)
+        else:
+            self.labels[key] = value
+        self._api.changed()
+
+    # Objects
+
+    @property
+    def _version(self) -> str:
+        return str(self._api.changes.version + 1)
+
+    def _node_object(self) -> Object:
+        def amounts(counts: Mapping[str, int]) -> dict[str, str]:
+            return {resource: str(count) for resource, count in counts.items()}
+
+        name = self._api.node_name
+        return {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": name,
+                "uid": f"uid-of-{name}",
+                "resourceVersion": self._version,
+                "labels": dict(self.labels),
+                "annotations": dict(self.annotations),
+            },
+            "status": {
+                "capacity": amounts(self._api.capacity),
+                "allocatable": amounts(self._api.allocatable),
+                "conditions": list(self._conditions.values()),
+                "nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.9"},
+            },
+        }
+
+    def _pod_object(self, pod: Pod) -> Object:
+        spec = pod.spec
+        metadata: Object = {
+            "name": spec.name,
+            "namespace": spec.namespace,
+            "uid": pod.uid,
+            "resourceVersion": self._version,
+            "annotations": {**spec.annotations, **pod.written},
+        }
+        if pod.deleting:
+            metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": metadata,
+            "spec": {
+                "nodeName": pod.node_name or "",
+                "initContainers": [_container(each) for each in spec.init_containers],
+                "containers": [_container(each) for each in spec.containers],
+            },
+            "status": {"phase": str(pod.phase), "reason": pod.reason, "message": pod.message},
+        }
+
+    def _find(self, request: web.Request) -> Pod:
+        self._check()
+        key = (request.match_info["namespace"], request.match_info["name"])
+        pod = self._api.pods.get(key)
+        if pod is None:
+            raise web.HTTPNotFound(
+                text=_status(404, f'pods "{key[1]}" not found'), content_type="application/json"
+            )
+        return pod
+
+    def _check(self) -> None:
+        if not self.reachable:
+            raise web.HTTPServiceUnavailable(
+                text=_status(503, "the server is away"), content_type="application/json"
+            )
+
+    # Reading
+
+    async def _pod(self, request: web.Request) -> web.Response:
+        return web.json_response(self._pod_object(self._find(request)))
+
+    async def _node(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp's signature
+        self._check()
+        return web.json_response(self._node_object())
+
+    async def _nodes(self, request: web.Request) -> web.StreamResponse:
+        return await self._collection(request, lambda: iter((self._node_object(),)))
+
+    async def _pods(self, request: web.Request) -> web.StreamResponse:
+        return await self._collection(request, lambda: map(self._pod_object, self._api.bound_pods()))
+
+    async def _collection(
+        self, request: web.Request, objects: Callable[[], Iterator[Object]]
+    ) -> web.StreamResponse:
+        self._check()
+        if request.query.get("watch") != "true":
+            items = list(objects())
+            return web.json_response({"metadata": {"resourceVersion": self._version}, "items": items})
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        if "resourceVersion" in request.query and request.query["resourceVersion"] != self._version:
+            gone = {"type": "ERROR", "object": {"code": 410, "message": "no history is kept"}}
+            await response.write(_line(gone))
+            return response
+        await self._watch(response, objects, request.query.get("sendInitialEvents") == "true")
+        return response
+
+    async def _watch(
+        self, response: web.StreamResponse, objects: Callable[[], Iterator[Object]], initial: bool
+    ) -> None:
+        seen = self._api.changes.version
+        known = {each["metadata"]["uid"]: each for each in objects()}
+        if initial:
+            for each in known.values():
+                await response.write(_line({"type": "ADDED", "object": each}))
+            mark = {"resourceVersion": self._version, "annotations": {INITIAL_EVENTS_END: "true"}}
+            await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+        while self.reachable:
+            with anyio.move_on_after(BOOKMARK_SECONDS):
+                seen = await self._api.changes.wait_change(seen)
+            present = {each["metadata"]["uid"]: each for each in objects()}
+            for uid, each in present.items():
+                if uid not in known:
+                    await response.write(_line({"type": "ADDED", "object": each}))
+                elif _without_version(each) != _without_version(known[uid]):
+                    await response.write(_line({"type": "MODIFIED", "object": each}))
+            for uid in known.keys() - present.keys():
+                await response.write(_line({"type": "DELETED", "object": known[uid]}))
+            known = present
+
+    # Writing
+
+    async def _patch_pod(self, request: web.Request) -> web.Response:
+        pod = self._find(request)
+        metadata = (await request.json()).get("metadata", {})
+        if metadata.get("uid", pod.uid) != pod.uid:
+            raise web.HTTPConflict(
+                text=_status(409, "another pod of that name"), content_type="application/json"
+            )
+        _merge(pod.written, metadata.get("annotations", {}))
+        self._api.changed()
+        return web.json_response(self._pod_object(pod))
+
+    async def _patch_node(self, request: web.Request) -> web.Response:
+        self._check()
+        metadata = (await request.json()).get("metadata", {})
+        _merge(self.labels, metadata.get("labels", {}))
+        _merge(self.annotations, metadata.get("annotations", {}))
+        self._api.changed()
+        return web.json_response(self._node_object())
+
+    async def _patch_status(self, request: web.Request) -> web.Response:
+        self._check()
+        status = (await request.json()).get("status", {})
+        capacity, allocatable = (
+            {key: int(value) for key, value in status.get(part, {}).items()}
+            for part in ("capacity", "allocatable")
+        )
+        self._conditions |= {each["type"]: each for each in status.get("conditions", [])}
+        self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
+        self._api.changed()
+        return web.json_response(self._node_object())
+
+    async def _post_event(self, request: web.Request) -> web.Response:
+        self._check()
+        event = await request.json()
+        self.events.append(event)
+        return web.json_response(event, status=201)
+
+    async def _patch_event(self, request: web.Request) -> web.Response:
+        self._check()
+        for event in self.events:
+            if event["metadata"]["name"] == request.match_info["name"]:
+                event.update(await request.json())
+                return web.json_response(event)
+        raise web.HTTPNotFound(text=_status(404, "no such event"), content_type="application/json")
+
+
+def _container(spec: ContainerSpec) -> Object:
+    limits = {resource: str(count) for resource, count in spec.limits.items()}
+    found: Object = {"name": spec.name, "resources": {"limits": limits, "requests": limits}}
+    return {**found, "restartPolicy": "Always"} if spec.restartable else found
+
+
+def _merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
+    for key, value in patch.items():
+        if value is None:
+            into.pop(key, None)
+        else:
+            into[key] = value
+
+
+def _without_version(item: Object) -> Object:
+    return {**item, "metadata": {**item["metadata"], "resourceVersion": ""}}
+
+
+def _status(code: int, message: str) -> str:
+    return json.dumps({"kind": "Status", "code": code, "message": message})
+
+
+def _line(event: Object) -> bytes:
+    return json.dumps(event).encode() + b"\n"

@@ -1,0 +1,76 @@
+"""The scenarios of fractions on the embedded kubelet, with both faces of its PodResources."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from agent.simulator.kubelet.pods import Phase
+from tests.component.embedded_rig import FACES, Face, embedded_rig
+from tests.scenarios import vgpu
+from tests.scenarios.rig import Rig
+
+Scenario = Callable[[Rig], Awaitable[None]]
+
+
+def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
+    @pytest.mark.timeout(180)
+    @pytest.mark.parametrize("face", FACES)
+    async def test(face: Face) -> None:
+        async with embedded_rig(face) as rig:
+            await scenario(rig)
+
+    return test
+
+
+for _scenario in vgpu.ALL:
+    globals()[_scenario.__name__] = on_the_embedded_kubelet(_scenario)
+
+
+async def test_pairs_without_an_api_server_follow_the_order_of_calls() -> None:
+    async with embedded_rig() as rig:
+        await rig.start_agent({"defaultMode": "vgpu"})
+        await rig.wait_allocatable(vgpu.GPUS * vgpu.CORES, vgpu.CORE)
+        pods = [vgpu.share_pod(f"p{n}", 30, 100) for n in range(6)]
+        await vgpu.running(rig, *pods)
+        await vgpu.check_pairs(rig, pods)
+
+
+async def test_an_api_server_that_is_away_costs_no_running_pod_and_guesses_nothing() -> None:
+    async with embedded_rig() as rig:
+        await vgpu.serving(rig)
+        before = vgpu.share_pod("before", 30, 100)
+        await vgpu.running(rig, before)
+        rig.http.reachable = False
+        pods = [vgpu.share_pod(f"p{n}", 10, 50) for n in range(4)]
+        await vgpu.created(rig, pods)
+        alive = [pod for pod in pods if await vgpu.settled(rig, pod) is Phase.RUNNING]
+        await vgpu.check_pairs(rig, [before, *alive])
+        rig.http.reachable = True
+        await vgpu.running(rig, vgpu.share_pod("after", 10, 50))
+
+
+async def test_the_choice_is_written_to_the_pod_and_a_refusal_becomes_an_event() -> None:
+    async with embedded_rig() as rig:
+        await vgpu.serving(rig)
+        lucky, unlucky = vgpu.share_pod("lucky", 10, 10), vgpu.share_pod("unlucky", 150, 10)
+        await vgpu.running(rig, lucky)
+        await rig.create_pod(unlucky)
+        await rig.wait_phase(unlucky, Phase.FAILED)
+        gpu = await vgpu.gpu_of(rig, lucky)
+        index = str(rig.gpu_uuids().index(gpu))
+        written = {"tencent.com/predicate-gpu-idx-0": index, "tencent.com/gpu-assigned": "true"}
+        await rig.kubelet.wait_for(
+            lambda: rig.kubelet.pod(lucky).written == written, 10.0, lambda: "the choice is not written"
+        )
+        await rig.kubelet.wait_for(
+            lambda: any(
+                event["reason"] == "AllocationRefused" and event["involvedObject"]["name"] == "unlucky"
+                for event in rig.http.events
+            ),
+            10.0,
+            lambda: "there is no event",
+        )
+
+
+def test_no_scenario_is_forgotten() -> None:
+    assert len(vgpu.ALL) == len([name for name in vars(vgpu) if name.startswith("test_")])
