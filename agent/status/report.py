@@ -48,7 +48,7 @@ def report(sources: StatusSources) -> Document:
         "mode": {"desired": switch.desired, "phase": switch.phase.value, "message": switch.message},
         "injection": {"way": way, "reason": why},
         "releasedForSeconds": _released_for(snapshot),
-        "problems": _problems(sources),
+        "problems": _problems(sources, blockers),
         "gpus": [
             _gpu(sources, state, switches.get(state.uuid), holders.get(state.uuid, []))
             for state in snapshot.gpus
@@ -63,7 +63,7 @@ def _released_for(snapshot: Snapshot) -> float | None:
     return round(max(0.0, snapshot.released_until - boot_seconds()), 1)
 
 
-def _problems(sources: StatusSources) -> list[str]:
+def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
     """What works less well than it should, though the node serves."""
     found = []
     if sources.guard.events.problem:
@@ -72,7 +72,7 @@ def _problems(sources: StatusSources) -> list[str]:
         )
     if sources.guard.keeper.problem:
         found.append(f"verdicts would not survive a restart: {sources.guard.keeper.problem}")
-    if sources.holdings.problem:
+    if sources.holdings.problem and sources.holdings.problem not in blockers:
         found.append(f"it is not known which pods hold units: {sources.holdings.problem}")
     return found
 
@@ -116,7 +116,7 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     sick = health.state is not HealthState.HEALTHY
     return {
         "state": health.state.value,
-        "sold": state.healthy,
+        "served": state.healthy,
         "cause": state.blocked or health.cause,
         "obstacle": health.obstacle,
         "remedy": "" if state.blocked else rules.remedy(health),

@@ -27,7 +27,7 @@ def _lines(document: Document, colours: bool) -> Iterator[str]:
         yield "no GPU is known"
     for one in document["unreadable"]:
         yield f"at index {one['index']} stands a GPU that cannot be read: {one['cause']}"
-    notes = [line for gpu in document["gpus"] for line in _notes(gpu)]
+    notes = [line for gpu in document["gpus"] for line in _notes(gpu)] + _mode_notes(document["gpus"])
     if notes:
         yield ""
         yield from notes
@@ -73,7 +73,7 @@ def _health(health: Document) -> str:
         return f"probation, {duration(health['probationLeftSeconds'])} left"
     if health["forSeconds"] is not None:
         return f"{state} for {duration(health['forSeconds'])}"
-    return state if health["sold"] else f"{state}, not served"
+    return state if health["served"] else f"{state}, not served"
 
 
 def _holder(holder: Document) -> str:
@@ -92,10 +92,17 @@ def _notes(gpu: Document) -> Iterator[str]:
             yield f"{' ' * len(name)}  {health['obstacle']}"
         if health["remedy"]:
             yield f"{' ' * len(name)}  what to do: {health['remedy']}"
-    if mode["reason"]:
-        yield f"{name}: not sold: {mode['reason']}"
     if mode["waitingFor"]:
         yield f"{name}: waits for {', '.join(mode['waitingFor'])}"
+
+
+def _mode_notes(gpus: Sequence[Document]) -> list[str]:
+    """Why GPUs are not sold; those with one reason in one line."""
+    indices: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if gpu["mode"]["reason"]:
+            indices.setdefault(gpu["mode"]["reason"], []).append(str(gpu["index"]))
+    return [f"GPU {', '.join(found)}: not sold: {reason}" for reason, found in indices.items()]
 
 
 def _table(rows: Sequence[Sequence[str]], states: Sequence[str | None], colours: bool) -> Iterator[str]:

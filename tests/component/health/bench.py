@@ -1,14 +1,15 @@
 """The watching half of the agent over a simulated machine, in one process: actor, guard, list plugin."""
 
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.lowlevel
+import anyio.to_thread
 
 from agent import settings
 from agent._proto import v1beta1
@@ -21,6 +22,7 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.podresources import PodList
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.nvml.binding import Binding
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
 from agent.plugins.inject import Injector
@@ -40,6 +42,32 @@ QUICK: Mapping[str, object] = {
     "health.quiet.lost": 0.5,
     "health.quiet.probe": 0.5,
 }
+
+
+class Face:
+    """How the agent sees the machine: through the Python face, or through the real binding over a library.
+
+    `folder` is where machines are put that a library has to open, `use` points it at one.
+    """
+
+    library: Path | None = None
+    folder: Path | None = None
+    use: Callable[[Path], None] = staticmethod(lambda _: None)
+
+    async def machine(self, profile: str, hidden: Sequence[int] = ()) -> SimulatedMachine:
+        """A new machine."""
+        path = None if self.folder is None else self.folder / f"machine{time.monotonic_ns()}"
+        machine = await anyio.to_thread.run_sync(SimulatedMachine.create, profile, path, hidden)
+        if path is not None:
+            self.use(path)
+        return machine
+
+    def nvml(self, machine: SimulatedMachine) -> NvmlPort:
+        """NVML of the newest machine."""
+        return SimulatedNvml(machine) if self.library is None else Binding(self.library)
+
+
+FACE = Face()
 
 
 @dataclass
@@ -114,7 +142,7 @@ async def watching(
 ) -> AsyncIterator[Watched]:
     """Watch a machine while the context is open; `ready`: from the moment that its GPUs are known on."""
     if isinstance(machine, str):
-        machine = SimulatedMachine.create(machine)
+        machine = await FACE.machine(machine)
     with tempfile.TemporaryDirectory() as folder:
         keys = {**QUICK, "host.state": str(state or folder), **(wishes or {})}
         flags = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
@@ -122,7 +150,7 @@ async def watching(
         inventory = Inventory(rules_from(loaded.health))
         supervisor = Supervisor()
         calls = Lane("calls")
-        guard = Guard(loaded, nvml or SimulatedNvml(machine), calls, inventory, supervisor)
+        guard = Guard(loaded, nvml or FACE.nvml(machine), calls, inventory, supervisor)
         watched = Watched(machine, inventory, guard, supervisor)
         try:
             async with anyio.create_task_group() as group:

@@ -8,7 +8,9 @@ import pytest
 
 from agent.model.health import HealthState
 from agent.nvml.errors import NvmlCode
-from tests.component.health.bench import watching
+from tests.component.health.bench import FACE, watching
+
+pytestmark = pytest.mark.usefixtures("face")
 
 HEALTHY, SUSPECT, UNHEALTHY, PROBATION = HealthState
 
@@ -140,9 +142,7 @@ async def test_a_gpu_without_events_is_watched_by_probing_alone(logs: Logs) -> N
 
 
 async def test_gpus_come_and_swap_their_numbers_without_a_restart() -> None:
-    from agent.simulator.machine import SimulatedMachine
-
-    machine = SimulatedMachine.create("dgx-h200", hidden=[6])
+    machine = await FACE.machine("dgx-h200", hidden=[6])
     async with watching(machine) as watched:
         assert len(watched.snapshot.gpus) == 7
         machine.add(6)

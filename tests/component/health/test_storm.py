@@ -8,7 +8,7 @@ import pytest
 from agent.inventory.snapshot import GpuState
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine
-from tests.component.health.bench import watching
+from tests.component.health.bench import FACE, watching
 
 EVENTS = 1000
 HARMLESS = (13, 31, 43, 45, 63, 92, 109)
@@ -57,10 +57,11 @@ class Storm:
         return verdict is HealthState.HEALTHY or (verdict is HealthState.UNHEALTHY and slot in self.condemned)
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_the_inventory_ends_equal_to_the_machine(seed: int) -> None:
-    storm = Storm(SimulatedMachine.create("dgx-h200"), seed)
+    storm = Storm(await FACE.machine("dgx-h200"), seed)
     machine = storm.machine
     async with watching(machine) as watched:
         for number in range(EVENTS):
