@@ -4,22 +4,28 @@
 """
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 
 from agent import __version__, settings
 from agent.kit import logs
-from agent.kit.supervise import describe
+from agent.kit.cell import Cell
+from agent.kit.supervise import FatalError, describe
 from agent.nvml.port import NvmlPort
 from agent.status import shell
+
+if TYPE_CHECKING:
+    from agent.reload import Reloader
 
 STOP_SECONDS = 4.5  # a stop that takes longer is ended the hard way; the promise is 5 s
 
@@ -110,16 +116,20 @@ def _simulate(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     loaded = _load(options)
     logs.configure(loaded.logging.level, loaded.logging.format)
-    nvml = _nvml(loaded, options.simulated_machine)
     try:
-        anyio.run(_serve, loaded, nvml, options)
-    except BaseExceptionGroup as group:
-        log.critical("agent_failed", problem=describe(group))
-        return 1
-    except Exception as error:  # noqa: BLE001  the last line of defence: a log line instead of a traceback
-        log.critical("agent_failed", problem=str(error))
+        anyio.run(_serve, loaded, _nvml(loaded, options.simulated_machine), options)
+    except Exception as error:  # the last line of defence
+        foreseen = all(isinstance(leaf, FatalError) for leaf in _leaves(error))
+        problem = "; ".join(str(leaf) if foreseen else describe(leaf) for leaf in _leaves(error))
+        log.critical("agent_failed", problem=problem, exc_info=None if foreseen else error)
         return 1
     return 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
 
 
 def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
@@ -143,26 +153,49 @@ async def _serve(loaded: settings.Settings, nvml: NvmlPort, options: argparse.Na
     from agent import app  # noqa: PLC0415
     from agent.reload import Reloader  # noqa: PLC0415
 
+    stop, hangups = anyio.Event(), Cell(0)
     watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     with anyio.open_signal_receiver(*watched) as signals:
-        async with app.running(loaded, nvml) as agent, anyio.create_task_group() as group:
-            reloader = Reloader(agent, lambda: _load(options), _file(options))
-            group.start_soon(agent.supervisor.restarting, "configuration", reloader.run)
-            # What lives now lives for ever: full collections need not look at it again.
-            gc.collect()
-            gc.freeze()
-            async for number in signals:
-                log.info("signal_received", signal=signal.Signals(number).name)
-                if number != signal.SIGHUP:
-                    break
-                await reloader.reload()
+        async with anyio.create_task_group() as obeying:
+            obeying.start_soon(_obey, signals, stop, hangups)
+            with contextlib.suppress(app.StoppedEarly):
+                async with app.running(loaded, nvml, stop) as agent, anyio.create_task_group() as group:
+                    reloader = Reloader(agent, lambda: _load(options), _file(options))
+                    spawn = agent.supervisor.restarting
+                    group.start_soon(spawn, "configuration", reloader.run)
+                    group.start_soon(spawn, "reload on SIGHUP", _reload, reloader, hangups)
+                    # What lives now lives for ever: full collections need not look at it again.
+                    gc.collect()
+                    gc.freeze()
+                    await stop.wait()
+                    group.cancel_scope.cancel()
+            obeying.cancel_scope.cancel()
+
+
+async def _obey(signals: AsyncIterator[signal.Signals], stop: anyio.Event, hangups: Cell[int]) -> None:
+    """Answer signals from the first moment on: a start may wait for a lock, a driver or an API server."""
+    async for number in signals:
+        log.info("signal_received", signal=signal.Signals(number).name)
+        if number == signal.SIGHUP:
+            hangups.publish(hangups.version + 1)
+        elif stop.is_set():
+            log.error("stopped_at_once", reason="a second signal came while the agent was stopping")
+            os._exit(1)
+        else:
             _end_the_hard_way_after(STOP_SECONDS)
-            group.cancel_scope.cancel()
+            stop.set()
+
+
+async def _reload(reloader: "Reloader", hangups: Cell[int]) -> None:
+    seen = 0
+    while True:
+        seen = await hangups.wait_change(seen)
+        await reloader.reload()
 
 
 def _end_the_hard_way_after(seconds: float) -> None:
     def end() -> None:
-        log.error("stop_stalled", seconds=seconds)
+        log.error("stop_stalled", seconds=seconds, remedy="see what hangs in the lines before")
         os._exit(1)
 
     timer = threading.Timer(seconds, end)

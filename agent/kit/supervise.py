@@ -73,7 +73,8 @@ class Supervisor:
             await task()
         except Exception as error:
             state.last_error = describe(error)
-            log.critical("fatal_task_failed", task=name, problem=state.last_error, exc_info=True)
+            foreseen = isinstance(error, FatalError)  # its text says all; a traceback would only hide it
+            log.critical("fatal_task_failed", task=name, problem=state.last_error, exc_info=not foreseen)
             raise
         finally:
             state.running = False
