@@ -178,9 +178,11 @@ class SharePlugin:
             mode = assignment.of(state.uuid)
             mine = mode.mode is self._shares.sharing.mode
             well = mine and state.healthy and not self._shares.sharing.unready(state.uuid)
-            # A pod that the kubelet is admitting gets its second half, even from a GPU that drains.
+            # A pod that the kubelet is admitting gets its second half, even from a GPU that drains, or whose
+            # last units of the first half it just took.
             if mine and (mode.selling or state.uuid in opened):
-                keep = kept & stock.id_set(self._half) if self._sold_out(stock, kept, ledger.whole) else None
+                over = state.uuid not in opened and self._sold_out(stock, kept, ledger.whole)
+                keep = kept & stock.id_set(self._half) if over else None
             else:
                 keep, well = (None if mine and mode.leaving else kept & stock.id_set(self._half)), False
             yield self._chunk(stock, keep, well)
