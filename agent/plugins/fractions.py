@@ -168,9 +168,9 @@ class SharePlugin:
         view = self._shares.pairing.view
         ledger, stocks = view.ledger, view.ledger.stocks
         kept = ledger.held_ids | ledger.promised_ids | view.hidden
-        opened = {
-            gpu for each in ledger.reservations if each.granted and not each.complete for gpu in each.gpus
-        }
+        begun = [each for each in ledger.reservations if not each.complete]
+        admitting = {gpu for each in begun for gpu in each.gpus}
+        opened = {gpu for each in begun if each.granted for gpu in each.gpus}
         for state in self._shares.inventory.value.gpus:
             stock = stocks.get(state.uuid)
             if stock is None:
@@ -181,7 +181,7 @@ class SharePlugin:
             # A pod that the kubelet is admitting gets its second half, even from a GPU that drains, or whose
             # last units of the first half it just took.
             if mine and (mode.selling or state.uuid in opened):
-                over = state.uuid not in opened and self._sold_out(stock, kept, ledger.whole)
+                over = state.uuid not in admitting and self._sold_out(stock, kept, ledger.whole)
                 keep = kept & stock.id_set(self._half) if over else None
             else:
                 keep, well = (None if mine and mode.leaving else kept & stock.id_set(self._half)), False
