@@ -1,26 +1,29 @@
 """The agent's one HTTP server: whoever owns a route adds it, nobody else knows of aiohttp.
 
 It uses aiohttp's low-level server with a table of exact paths: a router, an application and static files
-would cost 1.3 MiB of resident memory for a handful of GET routes.
+would cost 1.3 MiB of resident memory for a handful of GET routes. The address is bound at once, so that a
+fault shows at the start, but aiohttp comes in with the first connection: importing it is a quarter of the
+time that the agent needs until its resources are served.
 """
 
-from agent.kit import lean_aiohttp  # noqa: F401  before aiohttp
-
-# isort: split
 import asyncio
+import importlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 import structlog
-from aiohttp.web_request import BaseRequest
-from aiohttp.web_response import Response
-from aiohttp.web_server import Server
 from anyio.abc import TaskStatus
 
 from agent.kit.supervise import FatalError
+
+if TYPE_CHECKING:
+    from aiohttp.web_request import BaseRequest
+    from aiohttp.web_response import Response
 
 log = structlog.get_logger()
 
@@ -77,37 +80,62 @@ class HttpServer:
 
     async def serve(self, *, task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; starts with the port that was bound. Raises CannotListen."""
+        listening = await self._bind()
+        try:
+            self.port = listening[0].getsockname()[1]
+            log.info("http_listening", address=self.address, port=self.port)
+            task_status.started(self.port)
+            await _first_connection(listening)
+            await anyio.to_thread.run_sync(_load)
+            await self._serve_on(listening)
+        finally:
+            for one in listening:
+                one.close()
+
+    async def _serve_on(self, listening: Sequence[socket.socket]) -> None:
+        from aiohttp.web_server import Server  # noqa: PLC0415  loaded by now
+
         http = Server(
             self._answer, handler_cancellation=True, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS
         )
-        listener = await self._listen(http)
+        loop = asyncio.get_running_loop()
+        listeners = [await loop.create_server(http, sock=one) for one in listening]
         try:
-            self.port = listener.sockets[0].getsockname()[1]
-            log.info("http_listening", address=self.address, port=self.port)
-            task_status.started(self.port)
             await anyio.sleep_forever()
         finally:
-            listener.close()
+            for listener in listeners:
+                listener.close()
             with anyio.CancelScope(shield=True):
                 http.pre_shutdown()  # idle connections: nobody need wait for them
                 await http.shutdown(STOP_SECONDS)
 
-    async def _listen(self, http: Server) -> asyncio.Server:
+    async def _bind(self) -> list[socket.socket]:
+        """A listening socket for every address that the name stands for."""
+        bound: list[socket.socket] = []
         try:
-            return await asyncio.get_running_loop().create_server(http, self.address, self.port)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                self.address, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(found):
+                port = bound[0].getsockname()[1] if bound else self.port
+                bound.append(_listening(family, (address[0], port, *address[2:])))
+            return bound
         except socket.gaierror as error:
             remedy = f"{self.address!r} is no address: {error.strerror}; correct http.address"
         except OSError as error:
-            # asyncio puts the address into the text as well, and that once more into strerror.
             cause = os.strerror(error.errno) if error.errno else str(error)
             remedy = f"{cause}; stop what holds it, or change http.address or http.port"
+        for one in bound:
+            one.close()
         raise CannotListen(f"HTTP cannot listen on {self.address} port {self.port}: {remedy}")
 
-    async def _answer(self, request: BaseRequest) -> Response:
+    async def _answer(self, request: "BaseRequest") -> "Response":
+        from aiohttp.web_response import Response  # noqa: PLC0415  loaded by now
+
         reply = await self._reply(request)
         return Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
 
-    async def _reply(self, request: BaseRequest) -> Reply:
+    async def _reply(self, request: "BaseRequest") -> Reply:
         handler = self._routes.get(request.path)
         if handler is None:
             return Reply.text(f"no such path; there are {' '.join(sorted(self._routes))}", 404)
@@ -123,3 +151,35 @@ class HttpServer:
         except Exception:
             log.exception("http_handler_failed", path=request.path)
             return Reply.text("the agent failed to answer; its log tells why", 500)
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(128)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+async def _first_connection(listening: Sequence[socket.socket]) -> None:
+    """Return when somebody has connected to one of the sockets; nothing is accepted yet."""
+
+    async def watch(one: socket.socket) -> None:
+        await anyio.wait_readable(one)
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for one in listening:
+            group.start_soon(watch, one)
+
+
+def _load() -> None:
+    importlib.import_module("agent.kit.lean_aiohttp")
+    importlib.import_module("aiohttp.web_server")

@@ -8,19 +8,18 @@ import pytest
 SCRIPT = """
 import os
 before = dict(os.environ)
-import {module}
+import agent.kit.lean_aiohttp
 from aiohttp import connector
 contexts = [connector._SSL_CONTEXT_VERIFIED, connector._SSL_CONTEXT_UNVERIFIED]
 print([context.cert_store_stats()["x509_ca"] for context in contexts], dict(os.environ) == before)
 """
 
 
-@pytest.mark.parametrize("module", ["agent.web.server", "agent.app"])
 @pytest.mark.parametrize("named", [False, True])
-def test_no_root_certificates_are_read(module: str, named: bool) -> None:
+def test_no_root_certificates_are_read(named: bool) -> None:
     environment = {"PATH": "/usr/bin:/bin"} | ({"SSL_CERT_FILE": "/somewhere.pem"} if named else {})
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(module=module)],
+        [sys.executable, "-c", SCRIPT],
         env=environment,
         capture_output=True,
         text=True,
@@ -28,3 +27,11 @@ def test_no_root_certificates_are_read(module: str, named: bool) -> None:
         check=False,
     )
     assert ended.stdout == "[0, 0] True\n", ended.stderr
+
+
+def test_the_agent_loads_neither_aiohttp_nor_prometheus_before_it_is_asked() -> None:
+    script = "import sys, agent.app; print({'aiohttp', 'prometheus_client'} & set(sys.modules))"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.stdout == "set()\n", ended.stderr

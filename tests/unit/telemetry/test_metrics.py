@@ -20,9 +20,10 @@ from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
 from agent.telemetry import definitions as d
 from agent.telemetry import reference
-from agent.telemetry.page import MetricsPage, render
+from agent.telemetry.page import MetricsPage
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Add, Reading, Sources
+from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.web.server import HttpServer, Reply
 from tests.unit.telemetry.agents import Parts

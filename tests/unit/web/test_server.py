@@ -173,6 +173,36 @@ async def test_a_busy_port_is_told_in_one_sentence() -> None:
     )
 
 
+async def test_a_name_with_two_addresses_is_served_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+
+    async def resolve(*_: object, **__: object) -> object:
+        return answers
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    server = HttpServer("twice", 0)
+    server.add_route("/hello", hello)
+    async with serving(server):
+        for address in ("127.0.0.2", "127.0.0.1"):
+            reader, writer = await asyncio.open_connection(address, server.port)
+            writer.write(b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n")
+            with anyio.fail_after(5):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+
+async def test_stopping_before_the_first_connection_frees_the_port() -> None:
+    server = HttpServer("127.0.0.1", 0)
+    async with serving(server):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", server.port)
+
+
 @pytest.mark.parametrize("address", ["192.0.2.7", "not an address"])
 async def test_an_address_that_is_not_ours_names_the_key(address: str) -> None:
     with pytest.raises(CannotListen, match=r"http\.address"):
