@@ -11,6 +11,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
+from agent.assembly_mps import MpsBackend, build_mps
 from agent.inventory.actor import Inventory
 from agent.inventory.guard import Guard
 from agent.inventory.snapshot import NOT_YET
@@ -24,15 +25,18 @@ from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes.desired import Vocabulary
 from agent.modes.figures import NodeFigures
+from agent.modes.metrics import part as mode_metrics
 from agent.modes.node_labels import labels_of
 from agent.modes.report import Reporter
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
+from agent.modes.state import STARTING, Phase
 from agent.modes.switcher import ModeSwitcher
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
 from agent.plugins import vgpu
 from agent.plugins.inject import Injector, NodeSoftware
+from agent.plugins.pairing_ports import PodSource, Recorder
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
 from agent.status.commands import Commands
@@ -89,8 +93,10 @@ class Agent:
     switcher: ModeSwitcher | None = None
     figures: NodeFigures | None = None
     guard: Guard | None = None
+    sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)
+    configuration_problem: str | None = None  # of the newest file, while an older one is in force
     stopping: bool = False
 
     @property
@@ -107,6 +113,10 @@ class Agent:
         if self.holdings.problem:
             found.append(self.holdings.problem)
         found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
+        switch = self.switcher.state.value if self.switcher else STARTING
+        if not self.endpoints and switch.phase is not Phase.APPLIED:
+            # Before the first plan is in force there is no endpoint that could stand in the way.
+            found.append(f"no resource is registered yet: {switch.message}")
         return found
 
 
@@ -119,7 +129,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.metric_parts.append(health.part(inventory, agent.guard.events))
     sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
     group.start_soon(spawn, "sampler", sampler.run)
-    sources = Sources(
+    agent.sources = sources = Sources(
         inventory,
         sampler,
         [agent.calls, agent.guard.lane],
@@ -143,7 +153,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
         await agent.holdings.refresh()
         await inventory.snapshot.wait_for(lambda now: now.problem != NOT_YET)
     group.start_soon(spawn, "holdings", agent.holdings.run)
-    await _start_modes(agent, injector, group)
+    await _start_modes(agent, nvml, injector, group)
     _serve_commands(agent, injector, group)
 
 
@@ -164,13 +174,16 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
     group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
 
 
-async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> None:
+async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
-    agent.desired = DesiredSource(vocabulary_of(settings))
+    agent.desired = DesiredSource(vocabulary_of(settings), Path(settings.host.state) / "mode")
     assignment: Cell[Assignment] = Cell(Assignment())
+    source, recorder = _pod_ports(agent, group)
+    shared = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     plugins = {
         **_plugins(agent, assignment, injector),
-        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, group),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder),
+        Mode.MPS: shared.plugins,
     }
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
     if agent.cluster:
@@ -185,8 +198,13 @@ async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> No
         agent.holdings,
         resources,
         announcer=agent.figures,
+        backends={Mode.MPS: MpsBackend(shared.fleet)},
+        gate=shared.gate(agent),
         when_busy=settings.when_busy,
     )
+    if agent.sources:
+        switcher = agent.switcher
+        agent.sources.parts.append(mode_metrics(switcher.state, lambda: switcher.switches, agent.figures))
     if settings.mode_file:
         group.start_soon(spawn, "mode file", agent.desired.follow_file, Path(settings.mode_file))
     elif agent.cluster:
@@ -195,6 +213,7 @@ async def _start_modes(agent: Agent, injector: Injector, group: TaskGroup) -> No
         agent.desired.from_default()
     with anyio.move_on_after(FIRST_WISH_SECONDS):
         await agent.desired.known.wait()
+    await agent.desired.from_memory()
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
     if agent.cluster and agent.figures:
         labels: Cell[Mapping[str, str]] = Cell({})
@@ -240,16 +259,26 @@ def _plugins(
     return {Mode.PGPU: [*whole, *shared]}
 
 
-def _vgpu_plugins(
-    agent: Agent, assignment: Cell[Assignment], injector: Injector, group: TaskGroup
-) -> list[ResourcePlugin]:
-    settings, source, recorder = agent.settings, None, None
-    if agent.cluster:
-        from agent.plugins.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  loads the client
+def _pod_ports(agent: Agent, group: TaskGroup) -> tuple[PodSource | None, Recorder | None]:
+    """The node's pods and their owners, where there is an API server."""
+    if agent.cluster is None:
+        return None, None
+    from agent.plugins.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  loads the client
 
-        source = ClusterPods(agent.cluster.pods)
-        recorder = ClusterRecorder(agent.cluster.api, agent.cluster.events, settings.vgpu.write_choice)
-        group.start_soon(agent.supervisor.restarting, "choices", recorder.run)
+    write = agent.settings.vgpu.write_choice
+    recorder = ClusterRecorder(agent.cluster.api, agent.cluster.events, write)
+    group.start_soon(agent.supervisor.restarting, "choices", recorder.run)
+    return ClusterPods(agent.cluster.pods), recorder
+
+
+def _vgpu_plugins(
+    agent: Agent,
+    assignment: Cell[Assignment],
+    injector: Injector,
+    source: PodSource | None,
+    recorder: Recorder | None,
+) -> list[ResourcePlugin]:
+    settings = agent.settings
     shares, plugins = vgpu.build(
         settings,
         agent.inventory.snapshot,
@@ -296,7 +325,8 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
             raise FatalError(f"cluster.access is required, but {error}") from error
         log.info("no_cluster_access", reason=str(error))
         return None
-    name = wish.node_name or os.uname().nodename
+    # The kubelet names its node so: the host's name in lower case.
+    name = wish.node_name or os.uname().nodename.strip().lower()
     return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 import yaml
 
+from agent.kit.supervise import describe
 from agent.kubelet.api import Allocation, DeviceNode
 from agent.model.gpu import Gpu
 from agent.settings import Settings
@@ -48,24 +49,41 @@ def choose(settings: Settings, software: NodeSoftware | None, toolkit_devices: f
         return Choice(strategy == "cdi", f"injection.strategy is {strategy}")
     if not toolkit_devices:
         return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found")
+    if not any(name.startswith("GPU-") for name in toolkit_devices):
+        # Older toolkits name by index unless told otherwise, and an index is no name for life.
+        why = "names no GPU by its UUID; generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
+        return Choice(False, f"the CDI specification of kind {TOOLKIT_KIND} {why}")
+    if problem := cdi_problem(software):
+        return Choice(False, problem)
+    return Choice(True, "kubelet, container runtime and the toolkit's specification support CDI")
+
+
+def cdi_problem(software: NodeSoftware | None) -> str | None:
+    """Why CDI devices that a plugin names would not reach a container; None: they do."""
     if software is None:
-        return Choice(False, "the versions of kubelet and container runtime are not known")
+        return "the versions of kubelet and container runtime are not known"
     if _version(software.kubelet) < KUBELET_WITH_CDI:
-        return Choice(False, f"kubelet {software.kubelet} ignores CDI devices")
+        return f"kubelet {software.kubelet} ignores CDI devices"
     name, _, version = software.runtime.partition("://")
     if _version(version) < RUNTIMES_WITH_CDI.get(name, (999, 0)):
-        return Choice(False, f"{software.runtime} is not known to inject CDI devices")
-    return Choice(True, "kubelet, container runtime and the toolkit's specification support CDI")
+        return f"{software.runtime} is not known to inject CDI devices"
+    return None
 
 
 def toolkit_devices(folders: Sequence[Path]) -> frozenset[str]:
     """Names of the toolkit's CDI devices in all specification folders. Blocks; bad files are skipped."""
     found: set[str] = set()
     for folder in folders:
-        if not folder.is_dir():
+        try:
+            files = sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             continue
-        for file in sorted(folder.iterdir()):
-            if file.suffix in (".json", ".yaml", ".yml"):
+        except OSError as error:
+            log.warning("cdi_folder_unreadable", folder=str(folder), problem=error.strerror)
+            continue
+        for file in files:
+            # Opening a pipe would wait for its writer.
+            if file.suffix in (".json", ".yaml", ".yml") and file.is_file():
                 found |= _devices_of(file)
     return frozenset(found)
 
@@ -77,8 +95,10 @@ def _devices_of(file: Path) -> set[str]:
         if spec["kind"] != TOOLKIT_KIND:
             return set()
         return {str(device["name"]) for device in spec["devices"]}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        log.warning("cdi_specification_unreadable", file=str(file), problem=str(error))
+    # ValueError: bytes that are no text, and dates that are none; RecursionError: nested beyond reason.
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        problem = " ".join(describe(error).split())[:200]
+        log.warning("cdi_specification_unreadable", file=str(file), problem=problem)
         return set()
 
 
@@ -104,6 +124,12 @@ class Injector:
         if choice != self.choice:
             log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
         self.choice = choice
+
+    @property
+    def own_cdi(self) -> bool:
+        """Whether devices of the agent's own specification reach containers, whoever injects the GPUs."""
+        auto = self._settings.injection.strategy == "auto"
+        return self.choice.cdi or (auto and cdi_problem(self.software) is None)
 
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
         """Environment, device nodes or CDI names for `gpus`, in the order given."""

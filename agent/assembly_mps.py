@@ -1,0 +1,200 @@
+"""Builds MPS: the daemons, their resources, what the switcher needs of them, and who is told what."""
+
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.inventory.snapshot import GpuState
+from agent.kit.cell import Cell
+from agent.kubelet.api import Mount, ResourcePlugin
+from agent.kubelet.holdings import holders_by_gpu
+from agent.kubelet.podresources import PodResources
+from agent.model.gpu import Gpu
+from agent.model.modes import Assignment, Mode
+from agent.modes.ports import SetUpFailed
+from agent.mps.binary import Program, find
+from agent.mps.clients import ClientWatch, PodFacts
+from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.daemon import Options
+from agent.mps.errors import MpsError
+from agent.mps.fleet import Fleet
+from agent.mps.status import Kind
+from agent.nvml.port import NvmlPort
+from agent.plugins import mps
+from agent.plugins.inject import Injector
+from agent.plugins.pairing_ports import PodSource, Recorder
+from agent.plugins.shares_cdi import SpecificationKeeper
+from agent.settings import Settings
+from agent.telemetry import mps as mps_metrics
+from agent.telemetry import pairs
+
+if TYPE_CHECKING:
+    from agent.assembly import Agent
+
+log = structlog.get_logger()
+
+
+@dataclass
+class MpsParts:
+    """What the rest of the agent has of MPS."""
+
+    fleet: Fleet
+    clients: ClientWatch
+    plugins: list[ResourcePlugin]
+
+    def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
+        """Why a GPU cannot be sold in mode MPS."""
+
+        def gate(state: GpuState, mode: Mode) -> str | None:
+            if mode is not Mode.MPS:
+                return None
+            return self.fleet.refusal(state.gpu, agent.inventory.snapshot.value.driver)
+
+        return gate
+
+
+class MpsBackend:
+    """Daemons as the mode switcher sees them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def set_up(self, gpu: Gpu) -> None:
+        """See agent.modes.ports.Backend."""
+        try:
+            await self._fleet.set_up(gpu)
+        except MpsError as error:
+            raise SetUpFailed(str(error)) from error
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        """See agent.modes.ports.Backend."""
+        await self._fleet.tear_down(gpu)
+
+
+async def build_mps(
+    agent: "Agent",
+    nvml: NvmlPort,
+    assignment: Cell[Assignment],
+    injector: Injector,
+    group: TaskGroup,
+    source: PodSource | None,
+    recorder: Recorder | None,
+) -> MpsParts:
+    """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
+    settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
+    compute: ComputeModes = (
+        NvmlComputeModes(nvml, agent.calls) if settings.mps.exclusive_process else NoComputeModes()
+    )
+    fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
+    await fleet.look()
+    clients = ClientWatch(fleet, agent.holdings.cell, _pod_facts(agent))
+    pairing, conditions, plugins = mps.build(
+        settings,
+        fleet,
+        snapshot,
+        assignment,
+        injector,
+        PodResources(Path(settings.kubelet.root)),
+        source,
+        recorder,
+        agent.cluster.node.name if agent.cluster else "",
+        _root_check(agent) if settings.mps.root_pods == "refuse" else None,
+    )
+
+    def entries() -> Mapping[str, tuple[Mount, ...]]:
+        return {uuid: mps.mounts(fleet, uuid) for uuid in fleet.statuses.value}
+
+    keeper = SpecificationKeeper(
+        Path(settings.host.cdi), snapshot, fleet.statuses, entries, mps.PIPE_IN_CONTAINER
+    )
+    group.start_soon(spawn, "mps daemons", fleet.run, assignment)
+    group.start_soon(spawn, "mps clients", clients.run)
+    group.start_soon(spawn, "cdi specification", keeper.run)
+    agent.metric_parts.append(pairs.part("mps", pairing.stats, enforced=True))
+    agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
+    return MpsParts(fleet, clients, list(plugins))
+
+
+def _finder(settings: Settings) -> Callable[[], Program]:
+    explicit = settings.mps.control_program
+
+    def finder() -> Program:
+        return find(Path(settings.driver.root), Path(explicit) if explicit else None)
+
+    return finder
+
+
+def _options(settings: Settings) -> Options:
+    wish = settings.mps
+    return Options(
+        cgroups=Path(settings.host.cgroups),
+        shared_memory=wish.shared_memory,
+        prestart=wish.prestart_server,
+        probe_seconds=wish.probe_seconds,
+        log_seconds=min(1.0, wish.probe_seconds),
+        orphan_seconds=wish.orphan_seconds,
+        quit_seconds=wish.quit_seconds,
+    )
+
+
+class _Told:
+    """Reports as events of the node, with the pods that they concern."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+
+    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        state = self._agent.inventory.snapshot.value.by_uuid.get(uuid)
+        gpu = f"GPU {state.gpu.index} ({uuid})" if state else f"GPU {uuid}"
+        text = f"{gpu}: {message}"
+        pods = sorted(self._pods(uuid))
+        if kind is Kind.FAULT and pods:
+            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be started anew"
+        if pids:
+            text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
+        warning = kind is not Kind.RECOVERED
+        (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
+        if self._agent.cluster:
+            self._agent.cluster.events.node(kind.value, text, warning=warning)
+
+    def _pods(self, uuid: str) -> set[str]:
+        held = self._agent.holdings.cell.value
+        holders = holders_by_gpu(held).get(uuid, []) if held else []
+        return {holder.pod for holder in holders if holder.mode is Mode.MPS}
+
+
+def _pod_facts(agent: "Agent") -> Callable[[], Sequence[PodFacts]]:
+    def facts() -> Sequence[PodFacts]:
+        if agent.cluster is None:
+            return ()
+        return [
+            PodFacts(uid, pod.metadata.namespace, pod.metadata.name, _moment(pod.metadata.deletion_timestamp))
+            for uid, pod in agent.cluster.pods.pods().items()
+        ]
+
+    return facts
+
+
+def _moment(text: str | None) -> dt.datetime | None:
+    """deletionTimestamp is the end of the grace period, not its beginning."""
+    return dt.datetime.fromisoformat(text) if text else None
+
+
+def _root_check(agent: "Agent") -> mps.RootCheck:
+    async def check(namespace: str, name: str, container: str) -> str | None:
+        if agent.cluster is None:
+            return "its user is not known without the Kubernetes API"
+        pod = agent.cluster.pods.find(namespace, name)
+        if pod is None:
+            return "its specification is not known yet"
+        return pod.may_run_as_root(container)
+
+    return check
+
+
+__all__ = ["MpsBackend", "MpsParts", "build_mps"]

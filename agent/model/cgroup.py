@@ -1,0 +1,33 @@
+"""From a process's cgroup to its pod and container: pure.
+
+Kubelets write the pod's UID and the container's ID into cgroup paths, in one of two styles (cgroupfs:
+`/kubepods/burstable/pod<uid>/<id>`, systemd: `/kubepods.slice/.../kubepods-burstable-pod<uid>.slice/
+cri-containerd-<id>.scope`), on v1 once per controller and on v2 once.
+"""
+
+import re
+from dataclasses import dataclass
+
+_UID = r"[0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32}"
+_POD = re.compile(rf"(?:^|[/-])pod({_UID})(?:\.slice)?(?=/|:|$)")
+_CONTAINER = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerRef:
+    """A container by the names that its cgroup carries. Static pods have a UID without dashes."""
+
+    pod_uid: str
+    container_id: str
+
+
+def container_of(cgroups: str) -> ContainerRef | None:
+    """The container that the text of `/proc/<pid>/cgroup` tells of; None: it is in no pod."""
+    for line in cgroups.splitlines():
+        path = line.split(":", 2)[-1]
+        pod = _POD.search(path)
+        if pod is None:
+            continue
+        container = _CONTAINER.search(path, pod.end(1))
+        return ContainerRef(pod[1].replace("_", "-"), container[1] if container else "")
+    return None

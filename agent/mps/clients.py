@@ -1,0 +1,198 @@
+"""Who uses each MPS server: clients mapped to pods, what is wrong among them, and their orderly end.
+
+MPS fails open: a process that does not reach its daemon runs without limits (in compute mode
+EXCLUSIVE_PROCESS it fails instead), so pods that hold shares and have no client are told of. Killing a client
+in the middle of its work harms its neighbours, so clients of ending pods are asked to go first.
+"""
+
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.kit.cell import Cell
+from agent.kubelet.holdings import Holder, holders_by_gpu
+from agent.kubelet.podresources import PodList
+from agent.model.cgroup import ContainerRef, container_of
+from agent.model.modes import Mode
+from agent.mps.errors import MpsError
+from agent.mps.fleet import Fleet
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 5.0
+ENDING_LOOK_SECONDS = 0.5
+TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
+QUIET_SECONDS = 120.0  # a pod that has had no client for so long is told of
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class PodFacts:
+    """A pod as this room needs it; `dies_at` is when its grace period ends, None while nobody deletes it."""
+
+    uid: str
+    namespace: str
+    name: str
+    dies_at: dt.datetime | None = None
+
+    @property
+    def key(self) -> str:
+        """namespace/name."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class MpsClient:
+    """A process that is a client of a GPU's server."""
+
+    pid: int  # on the host
+    server: int
+    root: bool  # it may open the control socket as the daemon's owner
+    container: ContainerRef | None = None  # None: it is in no pod
+    pod: str = ""  # namespace/name, where the pod is known
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Clients of one GPU and what is wrong among them."""
+
+    clients: tuple[MpsClient, ...] = ()
+    silent: frozenset[str] = frozenset()  # pods that hold shares and have had no client for a while
+    crowded: frozenset[str] = frozenset()  # pods with several clients: each of them has the whole cap
+    rooted: frozenset[str] = frozenset()  # pods whose clients run as root
+    strangers: frozenset[int] = frozenset()  # PIDs of clients whose pod holds no share
+
+
+Pods = Callable[[], Sequence[PodFacts]]
+
+
+@dataclass
+class ClientWatch:
+    """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
+
+    fleet: Fleet
+    holdings: Cell[PodList | None]
+    pods: Pods
+    overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
+    proc: Path = PROC
+    _seen: dict[tuple[str, str], float] = field(default_factory=dict)
+    _ended: set[tuple[str, int]] = field(default_factory=set)
+
+    async def run(self) -> None:
+        """Look for ever."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._end_clients_of_dying_pods)
+            while True:
+                await self.look()
+                await anyio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Ask every serving daemon for its clients and publish what is found."""
+        held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
+        found: dict[str, Overview] = {}
+        for uuid, status in self.fleet.statuses.value.items():
+            if not status.serving:
+                continue
+            clients = await self._clients(uuid)
+            holders = [holder for holder in held.get(uuid, ()) if holder.mode is Mode.MPS]
+            found[uuid] = self._judged(uuid, clients, holders)
+        before = self.overviews.value
+        if found != before:
+            self.overviews.publish(MappingProxyType(found))
+            for uuid, overview in found.items():
+                _tell(uuid, before.get(uuid, Overview()), overview)
+
+    async def _clients(self, uuid: str) -> tuple[MpsClient, ...]:
+        daemon = self.fleet.daemon(uuid)
+        server = self.fleet.status(uuid).server
+        if daemon is None or server is None:
+            return ()
+        try:
+            pids = await daemon.control.client_pids(server)
+        except MpsError as error:
+            log.debug("mps_clients_unknown", gpu=uuid, problem=str(error))
+            return ()
+        names = {pod.uid: pod.key for pod in self.pods()}
+        return await anyio.to_thread.run_sync(self._described, pids, server, names)
+
+    def _described(
+        self, pids: tuple[int, ...], server: int, names: Mapping[str, str]
+    ) -> tuple[MpsClient, ...]:
+        found = []
+        for pid in pids:
+            try:
+                container = container_of((self.proc / str(pid) / "cgroup").read_text())
+                root = (self.proc / str(pid)).stat().st_uid == 0
+            except OSError:
+                continue  # it has ended
+            pod = names.get(container.pod_uid, "") if container else ""
+            found.append(MpsClient(pid, server, root, container, pod))
+        return tuple(found)
+
+    def _judged(self, uuid: str, clients: tuple[MpsClient, ...], holders: Sequence[Holder]) -> Overview:
+        now = anyio.current_time()
+        pods = {holder.pod for holder in holders}
+        per_pod: dict[str, int] = {}
+        for client in clients:
+            per_pod[client.pod] = per_pod.get(client.pod, 0) + 1
+            self._seen[uuid, client.pod] = now
+        for pod in pods:
+            self._seen.setdefault((uuid, pod), now)
+        for key in [key for key in self._seen if key[0] == uuid and key[1] not in pods]:
+            del self._seen[key]
+        return Overview(
+            clients,
+            silent=frozenset(pod for pod in pods if now - self._seen[uuid, pod] >= QUIET_SECONDS),
+            crowded=frozenset(pod for pod, count in per_pod.items() if pod and count > 1),
+            rooted=frozenset(client.pod for client in clients if client.pod and client.root),
+            strangers=frozenset(client.pid for client in clients if client.pod not in pods),
+        )
+
+    async def _end_clients_of_dying_pods(self) -> None:
+        while True:
+            now = dt.datetime.now(dt.UTC)
+            due = {
+                pod.uid
+                for pod in self.pods()
+                if pod.dies_at and pod.dies_at - now <= dt.timedelta(seconds=TERMINATE_BEFORE_SECONDS)
+            }
+            if due:
+                await self._end(due)
+            else:
+                self._ended.clear()
+            await anyio.sleep(ENDING_LOOK_SECONDS)
+
+    async def _end(self, due: set[str]) -> None:
+        """Terminate what clients of these pods there are now, once each."""
+        for uuid, status in self.fleet.statuses.value.items():
+            daemon = self.fleet.daemon(uuid)
+            if daemon is None or not status.serving:
+                continue
+            for client in await self._clients(uuid):
+                key = (uuid, client.pid)
+                if client.container is None or client.container.pod_uid not in due or key in self._ended:
+                    continue
+                self._ended.add(key)
+                try:
+                    await daemon.control.terminate_client(client.server, client.pid)
+                except MpsError as error:
+                    log.warning("mps_client_not_terminated", gpu=uuid, pod=client.pod, problem=str(error))
+                else:
+                    log.info("mps_client_terminated", gpu=uuid, pod=client.pod, pid=client.pid)
+
+
+def _tell(uuid: str, before: Overview, after: Overview) -> None:
+    for pod in sorted(after.silent - before.silent):
+        log.warning("mps_pod_without_client", gpu=uuid, pod=pod, quiet_seconds=QUIET_SECONDS)
+    for pod in sorted(after.crowded - before.crowded):
+        log.warning("mps_pod_with_many_clients", gpu=uuid, pod=pod)
+    for pod in sorted(after.rooted - before.rooted):
+        log.warning("mps_pod_runs_as_root", gpu=uuid, pod=pod)
+    for pid in sorted(after.strangers - before.strangers):
+        log.warning("mps_client_without_share", gpu=uuid, pid=pid)

@@ -1,0 +1,206 @@
+"""All MPS daemons of the node: one supervisor for each GPU that is set up for MPS."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.kit.cell import Cell
+from agent.model.gpu import Driver, Gpu
+from agent.model.modes import Assignment, Mode
+from agent.model.mps import refusal
+from agent.mps.binary import Program
+from agent.mps.compute import ComputeModes
+from agent.mps.daemon import Daemon, Options
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError, ProgramMissing, StartFailed
+from agent.mps.status import DaemonStatus, Reporter, shared_memory_source
+
+log = structlog.get_logger()
+
+SET_UP_SECONDS = 30.0
+RETRY_SECONDS = 5.0  # of a daemon that another agent still looks after
+LEFTOVER_SECONDS = 10.0
+NOBODY = DaemonStatus(reason="no MPS control daemon is set up for this GPU")
+
+Finder = Callable[[], Program]
+
+
+@dataclass
+class _Kept:
+    """One daemon under supervision."""
+
+    daemon: Daemon
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    over: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Fleet:
+    """Sets GPUs up for MPS and takes them back. `statuses` is the newest truth about all daemons, by UUID."""
+
+    def __init__(
+        self,
+        run: Path,
+        find: Finder,
+        compute: ComputeModes,
+        report: Reporter,
+        options: Options,
+        set_up_seconds: float = SET_UP_SECONDS,
+    ) -> None:
+        self.statuses: Cell[Mapping[str, DaemonStatus]] = Cell(MappingProxyType({}))
+        self._run = run
+        self._find = find
+        self._compute = compute
+        self._report = report
+        self._options = options
+        self._set_up_seconds = set_up_seconds
+        self._kept: dict[str, _Kept] = {}
+        self._tasks: TaskGroup | None = None
+        self._running = anyio.Event()
+        self._problem: str | None = None
+
+    async def run(self, assignment: Cell[Assignment]) -> None:
+        """Supervise until cancelled, which leaves the daemons to the next agent."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                for kept in self._kept.values():
+                    self._supervise(kept)
+                self._running.set()
+                await self._sweep(assignment)
+        finally:
+            self._tasks, self._running = None, anyio.Event()
+
+    async def look(self) -> None:
+        """Find the program, so that `refusal` can tell whether it is there."""
+        try:
+            await anyio.to_thread.run_sync(self._find)
+            self._problem = None
+        except ProgramMissing as error:
+            self._problem = str(error)
+
+    def refusal(self, gpu: Gpu, driver: Driver | None) -> str | None:
+        """Why a GPU cannot be sold as MPS shares; None: it can."""
+        return refusal(gpu, driver, self._problem)
+
+    def status(self, uuid: str) -> DaemonStatus:
+        """The daemon of a GPU."""
+        return self.statuses.value.get(uuid, NOBODY)
+
+    def unready(self, uuid: str) -> str:
+        """Why pods of a GPU cannot start now, in words; empty: they can."""
+        status = self.status(uuid)
+        return "" if status.serving else status.reason or f"its MPS control daemon is {status.state.value}"
+
+    def pipe(self, uuid: str) -> str:
+        """The host folder with the sockets of a GPU's daemon."""
+        return str(Directories.of(self._run, uuid).pipe)
+
+    def shared_memory(self, uuid: str) -> str:
+        """The host folder that pods of a GPU must have as /dev/shm."""
+        return shared_memory_source(self.status(uuid), Directories.of(self._run, uuid))
+
+    def daemon(self, uuid: str) -> Daemon | None:
+        """The supervisor of a GPU's daemon."""
+        kept = self._kept.get(uuid)
+        return kept.daemon if kept else None
+
+    async def wait_serving(self, uuid: str) -> None:
+        """Return when pods of a GPU can start; bound it from outside."""
+        await self.statuses.wait_for(lambda statuses: statuses.get(uuid, NOBODY).serving)
+
+    async def set_up(self, gpu: Gpu) -> None:
+        """Start or adopt the daemon of a GPU and wait until it serves. Raises MpsError, leaving nothing."""
+        uuid = gpu.uuid
+        if uuid not in self._kept:
+            program = await anyio.to_thread.run_sync(self._find)
+            folders = Directories.of(self._run, uuid)
+            daemon = Daemon(uuid, program, folders, self._compute, self._report, self._options)
+            self._kept[uuid] = _Kept(daemon)
+            if self._tasks:
+                self._supervise(self._kept[uuid])
+        with anyio.move_on_after(self._set_up_seconds):
+            await self.wait_serving(uuid)
+            return
+        reason = self.unready(uuid)
+        await self.tear_down(gpu)
+        raise StartFailed(f"GPU {uuid} (index {gpu.index}) cannot be set up for MPS: {reason}")
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        """Stop the daemon of a GPU, whoever started it, and put the GPU back. Never fails; bounded."""
+        await self._stop(gpu.uuid)
+
+    async def _stop(self, uuid: str) -> None:
+        kept = self._kept.pop(uuid, None)
+        if kept:
+            kept.scope.cancel()
+            if self._tasks:
+                await kept.over.wait()
+            daemon = kept.daemon
+        else:
+            try:
+                program = await anyio.to_thread.run_sync(self._find)
+            except ProgramMissing as error:
+                log.error("mps_stop_incomplete", gpu=uuid, problem=str(error))
+                return
+            folders = Directories.of(self._run, uuid)
+            daemon = Daemon(uuid, program, folders, self._compute, self._report, self._options)
+        await daemon.stop()
+        self._publish()
+
+    def _supervise(self, kept: _Kept) -> None:
+        assert self._tasks is not None
+        self._tasks.start_soon(self._supervised, kept)
+
+    async def _supervised(self, kept: _Kept) -> None:
+        with kept.scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._follow, kept.daemon)
+                while True:
+                    try:
+                        await kept.daemon.run()
+                    except MpsError as error:
+                        log.error("mps_daemon_not_ours", gpu=kept.daemon.uuid, problem=str(error))
+                    await anyio.sleep(RETRY_SECONDS)
+        kept.over.set()
+
+    async def _follow(self, daemon: Daemon) -> None:
+        async for _ in daemon.status.values():
+            self._publish()
+
+    def _publish(self) -> None:
+        now = {uuid: kept.daemon.status.value for uuid, kept in self._kept.items()}
+        if now != self.statuses.value:
+            self.statuses.publish(MappingProxyType(now))
+
+    async def _sweep(self, assignment: Cell[Assignment]) -> None:
+        """Stop daemons that an earlier agent left on GPUs which are no longer sold as MPS shares."""
+        seen_off: set[str] = set()
+        while True:
+            found = await anyio.to_thread.run_sync(self._leftovers)
+            off = set()
+            for uuid in found - set(self._kept):
+                mode = assignment.value.of(uuid).mode
+                if mode in (Mode.PGPU, Mode.VGPU) or (mode is Mode.OFF and uuid in seen_off):
+                    log.info("mps_leftover", gpu=uuid, mode=mode.value)
+                    await self._stop(uuid)
+                elif mode is Mode.OFF:
+                    # Before the switcher has had its say every GPU is off.
+                    off.add(uuid)
+            seen_off = off
+            version = assignment.version
+            with anyio.move_on_after(LEFTOVER_SECONDS):
+                await assignment.wait_change(version)
+                if seen_off:
+                    await anyio.sleep(LEFTOVER_SECONDS)
+
+    def _leftovers(self) -> set[str]:
+        folder = self._run / "mps"
+        if not folder.is_dir():
+            return set()
+        return {entry.name for entry in folder.iterdir() if Directories(entry).existing()}

@@ -1,0 +1,232 @@
+"""MPS: shares of a GPU as `nvidia.com/mps-core` (1 %) and `nvidia.com/mps-memory` (1 GiB), behind its daemon.
+
+Both are required, on one GPU: the pairing is that of vGPU. Limits hold for each CUDA process of a container,
+not for the container as a whole: MPS knows processes only (docs/mps.md).
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import anyio
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.api import Allocation, Mount, Reason, Refused
+from agent.model.demand import MPS
+from agent.model.gpu import Gpu
+from agent.model.ids import BadDeviceId, parse
+from agent.model.ledger import Half, Holder
+from agent.model.modes import Assignment, Mode
+from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
+from agent.model.placement import Policy
+from agent.plugins import shares_cdi
+from agent.plugins.follow import follow
+from agent.plugins.fractions import SharePlugin, Shares, Sharing
+from agent.plugins.inject import Injector
+from agent.plugins.pairing import Pairing
+from agent.plugins.pairing_facts import Identity, Lister
+from agent.plugins.pairing_ports import NoPods, PodSource, Recorder
+from agent.settings import Settings
+
+# Where a container finds what its daemon has elsewhere on the host.
+PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
+SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
+WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
+
+
+class Daemons(Protocol):
+    """The MPS control daemons of the node, as this room needs them."""
+
+    # Published at each change of any daemon.
+    statuses: Cell[Mapping[str, Any]]
+
+    def unready(self, uuid: str) -> str:
+        """Why pods of a GPU cannot start now, in words; empty: they can."""
+
+    def pipe(self, uuid: str) -> str:
+        """The host folder with the sockets of a GPU's daemon."""
+
+    def shared_memory(self, uuid: str) -> str:
+        """The host folder that pods of a GPU must have as /dev/shm."""
+
+    async def wait_serving(self, uuid: str) -> None:
+        """Return when pods of a GPU can start; bounded from outside."""
+
+
+# Why a container of a pod (namespace, pod, container) may run as root, in words; None: it cannot.
+RootCheck = Callable[[str, str, str], Awaitable[str | None]]
+
+
+class Conditions:
+    """What MPS adds to the pair of resources: when it is sold, and what a container gets."""
+
+    def __init__(
+        self,
+        daemons: Daemons,
+        inventory: Cell[Snapshot],
+        pairing: Pairing,
+        injector: Injector,
+        most_clients: int | None = None,
+    ) -> None:
+        self._daemons = daemons
+        self._inventory = inventory
+        self._pairing = pairing
+        self._injector = injector
+        self._most_clients = most_clients
+
+    def sharing(self) -> Sharing:
+        """The mode, for the lists and answers of both halves."""
+        return Sharing(MPS, Mode.MPS, unready=self._daemons.unready, full=self.full, extras=self.extras)
+
+    def ceiling(self, uuid: str) -> int:
+        """How many containers may hold shares of a GPU at once."""
+        snapshot = self._inventory.value
+        state = snapshot.by_uuid.get(uuid)
+        if state is None:
+            return 0
+        most = client_ceiling(state.gpu, snapshot.driver)
+        return most if self._most_clients is None else min(most, self._most_clients)
+
+    def full(self, uuid: str) -> str:
+        """Why no more shares of a GPU are sold now, in words; empty: they are."""
+        ledger = self._pairing.view.ledger
+        stock = ledger.stocks.get(uuid)
+        if stock is None:
+            return ""
+        holders = {
+            held.holder for held in ledger.held if held.half is Half.CORE and held.ids & stock.core_set
+        }
+        # A promise counts once both halves are granted: the second half must still be on its list.
+        holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
+        most = self.ceiling(uuid)
+        return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
+
+    def extras(self, half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
+        """The daemon's sockets and the cap on cores from one half, the cap on memory from the other."""
+        (gpu,) = gpus
+        if self._injector.own_cdi:
+            return Allocation(cdi_devices=shares_cdi.devices(half, gpu.uuid, len(ids)))
+        if half is Half.MEMORY:
+            return Allocation(environment=limits(0, len(ids)))
+        return Allocation(
+            environment={PIPE_DIRECTORY: PIPE_IN_CONTAINER, **limits(len(ids), 0)},
+            mounts=mounts(self._daemons, gpu.uuid),
+        )
+
+
+def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
+    """What a container needs of its daemon's folders; clients write to both."""
+    return (
+        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=False),
+        Mount(SHARED_MEMORY_IN_CONTAINER, daemons.shared_memory(uuid), read_only=False),
+    )
+
+
+class MpsPlugin(SharePlugin):
+    """One half of the pair; containers start once their daemon serves. That of the cores keeps both."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        half: Half,
+        injector: Injector,
+        daemons: Daemons,
+        root_check: RootCheck | None = None,
+    ) -> None:
+        super().__init__(shares, half, injector)
+        self._root_check = root_check
+        # Both halves are always asked for: one of them waits for the daemon.
+        self.needs_pre_start = half is Half.CORE
+        self._daemons = daemons
+
+    async def run(self) -> None:
+        """Keep the list true, to the daemons' life too."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(super().run)
+            group.start_soon(follow, self.refresh, self._daemons.statuses)
+            if self._half is Half.CORE:
+                group.start_soon(self._shares.run)
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """Wait until the daemon serves: a container without it would fail, or run without limits."""
+        holder = await self._holder(frozenset(ids))
+        self._refuse_half(holder)
+        await self._refuse_root(holder)
+        for uuid in {_gpu_of(each) for each in ids}:
+            with anyio.move_on_after(WAIT_SECONDS):
+                await self._daemons.wait_serving(uuid)
+                continue
+            raise Refused(
+                f"the MPS control daemon of GPU {uuid} did not serve within {WAIT_SECONDS:g} s: "
+                f"{self._daemons.unready(uuid)}; the container is tried again",
+                Reason.UNAVAILABLE,
+            )
+
+    async def _holder(self, ids: frozenset[str]) -> Holder | None:
+        """The container that these cores were handed to; None: an init container whose grant is long ago."""
+        pairing = self._shares.pairing
+        await pairing.reconcile()
+        ledger = pairing.view.ledger
+        found = [each.holder for each in ledger.reservations if each.core_ids == ids]
+        found += [each.holder for each in ledger.held if each.half is Half.CORE and each.ids == ids]
+        return found[0] if found else None
+
+    def _refuse_half(self, holder: Holder | None) -> None:
+        """Without the API server it shows only now that a container asks for cores alone."""
+        if holder is None:
+            return
+        ledger = self._shares.pairing.view.ledger
+        promise = ledger.reservation(holder)
+        granted = promise is not None and Half.MEMORY in promise.granted
+        if granted or any(each.holder == holder and each.half is Half.MEMORY for each in ledger.held):
+            return
+        raise Refused(
+            f"{holder} asks for {MPS.core} without {MPS.memory}, and would run without a limit of memory: "
+            f"add {MPS.memory} to its limits"
+        )
+
+    async def _refuse_root(self, holder: Holder | None) -> None:
+        """Root in a container reaches the control socket, and could change its own limits and others'."""
+        if self._root_check is None:
+            return
+        if holder is None:
+            raise Refused(f"it is not known whose {self.resource} these are; tried again", Reason.UNAVAILABLE)
+        why = await self._root_check(holder.namespace, holder.pod, holder.container)
+        if why:
+            raise Refused(
+                f"{holder} may run as root ({why}), which mps.rootPods refuses: set runAsNonRoot: true or a "
+                "runAsUser above 0 in its security context"
+            )
+
+
+def build(
+    settings: Settings,
+    daemons: Daemons,
+    inventory: Cell[Snapshot],
+    modes: Cell[Assignment],
+    injector: Injector,
+    lister: Lister,
+    source: PodSource | None = None,
+    recorder: Recorder | None = None,
+    node: str = "",
+    root_check: RootCheck | None = None,
+) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
+    """The two resources and what they share."""
+    pairing = Pairing(
+        MPS,
+        Identity(MPS, lister, source or NoPods()),
+        policy=Policy(settings.mps.placement),
+        reservation_seconds=settings.mps.reservation_seconds,
+        recorder=recorder,
+        node=node,
+    )
+    conditions = Conditions(daemons, inventory, pairing, injector, settings.mps.most_clients)
+    shares = Shares(conditions.sharing(), inventory, modes, pairing)
+    return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
+
+
+def _gpu_of(text: str) -> str:
+    try:
+        return parse(text).gpu
+    except BadDeviceId as error:
+        raise Refused(str(error)) from error

@@ -1,0 +1,129 @@
+"""The agent's own CDI specification: what shares add to a container, in a way that a pod cannot undo.
+
+The container runtime applies CDI edits after the pod's own environment, so limits given this way hold
+whatever the pod sets. There is one device for each thing that a share can add (a GPU's daemon, 1..100
+cores, each number of memory units), so the file changes only when GPUs do, and no admission waits for a disk.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.api import Mount
+from agent.model.demand import CORES, MPS
+from agent.model.ledger import Half
+from agent.model.mps import PIPE_DIRECTORY, limits
+
+log = structlog.get_logger()
+
+KIND = "gpu-node-agent.io/share"
+FILE = "gpu-node-agent.json"
+CDI_VERSION = "0.5.0"  # nothing newer is used, and old runtimes refuse newer files
+RETRY_SECONDS = 10.0
+
+
+def devices(half: Half, uuid: str, units: int) -> tuple[str, ...]:
+    """Qualified names of what a half adds to a container."""
+    if half is Half.MEMORY:
+        return (f"{KIND}={_memory(units)}",)
+    return (f"{KIND}={_daemon(uuid)}", f"{KIND}={_core(units)}")
+
+
+def specification(mounts: Mapping[str, tuple[Mount, ...]], pipe: str, most_memory: int) -> dict[str, object]:
+    """The file's content: `mounts` of each GPU's daemon by UUID, memory units up to `most_memory`."""
+    found = [
+        _device(_daemon(uuid), {PIPE_DIRECTORY: pipe}, folders) for uuid, folders in sorted(mounts.items())
+    ]
+    found += [_device(_core(number), limits(number, 0)) for number in range(1, CORES + 1)]
+    found += [_device(_memory(number), limits(0, number)) for number in range(1, most_memory + 1)]
+    return {"cdiVersion": CDI_VERSION, "kind": KIND, "devices": found}
+
+
+def write(folder: Path, content: Mapping[str, object]) -> None:
+    """Put the file in place in one step. Blocks. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # A dot file without the suffix: the runtime reads every .json in the folder, half-written or not.
+    descriptor, scratch = tempfile.mkstemp(prefix=".gpu-node-agent-", dir=folder)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file, separators=(",", ":"))
+        Path(scratch).chmod(0o644)
+        Path(scratch).replace(folder / FILE)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+class SpecificationKeeper:
+    """Keeps the file true to the GPUs of the node."""
+
+    def __init__(
+        self,
+        folder: Path,
+        inventory: Cell[Snapshot],
+        changes: Cell[Mapping[str, Any]],
+        entries: Callable[[], Mapping[str, tuple[Mount, ...]]],
+        pipe: str,
+    ) -> None:
+        self._folder = folder
+        self._inventory = inventory
+        self._changes = changes
+        self._entries = entries
+        self._pipe = pipe
+        self._written: dict[str, object] | None = None
+
+    async def run(self) -> None:
+        """Write the file whenever its content changes, until cancelled."""
+        while True:
+            version = self._changes.version
+            try:
+                await self.keep()
+                pause = float("inf")
+            except OSError as error:
+                log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
+                pause = RETRY_SECONDS
+            with anyio.move_on_after(pause):
+                await self._changes.wait_change(version)
+
+    async def keep(self) -> None:
+        """Write the file now if it is not as it should be. Raises OSError."""
+        most = max((MPS.blocks(state.gpu.memory_bytes) for state in self._inventory.value.gpus), default=0)
+        wanted = specification(self._entries(), self._pipe, most)
+        if wanted != self._written:
+            await anyio.to_thread.run_sync(write, self._folder, wanted)
+            self._written = wanted
+
+
+def _device(name: str, environment: Mapping[str, str], folders: tuple[Mount, ...] = ()) -> dict[str, object]:
+    edits: dict[str, object] = {"env": [f"{key}={value}" for key, value in environment.items()]}
+    if folders:
+        edits["mounts"] = [
+            {
+                "hostPath": each.host_path,
+                "containerPath": each.container_path,
+                "options": ["ro" if each.read_only else "rw", "rbind", "nosuid", "nodev"],
+            }
+            for each in folders
+        ]
+    return {"name": name, "containerEdits": edits}
+
+
+def _daemon(uuid: str) -> str:
+    return f"mps-{uuid}"
+
+
+def _core(number: int) -> str:
+    return f"mps-core-{number}"
+
+
+def _memory(number: int) -> str:
+    return f"mps-memory-{number}"
