@@ -109,35 +109,49 @@ def _read_pod(
     for low, high in bodies:
         container, held = _read_container(data, low, high)
         containers.append((namespace, name, container))
-        holdings.extend(
-            Holding(namespace, name, container, resource, tuple(ids)) for resource, ids in held.items()
-        )
+        holdings.extend(Holding(namespace, name, container, resource, ids) for resource, ids in held.items())
 
 
-def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, list[str]]]:
+def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, tuple[str, ...]]]:
     name = ""
-    held: dict[str, list[str]] = {}
-    for number, kind, low, high in wire.fields(data, start, end):
-        if kind != 2:
-            continue
-        if number == 1:
+    held: dict[str, list[bytes]] = {}
+    at = start
+    while at < end:
+        number, kind, low, high, after = wire.field_at(data, at, end)
+        if number == 1 and kind == 2:
             name = wire.text(data, low, high)
-        elif number == 2:
-            resource, ids = _read_devices(data, low, high)
+        elif number == 2 and kind == 2:
+            resource, ids, begin = _read_devices(data, low, high)
             if ids:
-                held.setdefault(resource, []).extend(ids)
-    return name, held
+                found = held.setdefault(resource, [])
+                found.extend(ids)
+                if begin:
+                    # The kubelet sends one entry for each ID, and those of one resource in a row: as long as
+                    # the bytes before the ID are the same, the whole entry has the same shape.
+                    head, length = data[at:begin], after - at
+                    offset = begin - at
+                    at = after
+                    while at + length <= end and data.startswith(head, at):
+                        found.append(data[at + offset : at + length])
+                        at += length
+                    continue
+        at = after
+    return name, {resource: wire.texts(ids) for resource, ids in held.items()}
 
 
-def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[str]]:
+def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[bytes], int]:
+    """Resource, IDs, and where the ID begins if it is the only one and the last of the entry; else 0."""
     resource = ""
-    ids: list[str] = []
+    ids: list[bytes] = []
+    begin = 0
     for number, kind, low, high in wire.fields(data, start, end):
+        begin = 0
         if kind == 2 and number == 1:
             resource = wire.text(data, low, high)
         elif kind == 2 and number == 2:
-            ids.append(wire.text(data, low, high))
-    return resource, ids
+            ids.append(data[low:high])
+            begin = low if high == end and len(ids) == 1 else 0
+    return resource, ids, begin
 
 
 def by_id(holdings: tuple[Holding, ...]) -> Iterator[tuple[str, Holding]]:

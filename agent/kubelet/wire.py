@@ -62,26 +62,52 @@ class AllocationRequests:
     @classmethod
     def parse(cls, data: bytes) -> "AllocationRequests":
         """Read the message; raises MalformedMessage."""
-        return cls(
-            tuple(
-                tuple(text(data, a, b) for a, b in submessages(data, start, end, 1))
-                for start, end in submessages(data, 0, len(data), 1)
-            )
-        )
+        return cls(tuple(_ids(data, start, end) for start, end in submessages(data, 0, len(data), 1)))
 
 
 def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
-    available: list[str] = []
-    must_include: list[str] = []
+    available: list[bytes] = []
+    must_include: list[bytes] = []
     size = 0
-    for number, wire, low, high in fields(data, start, end):
+    at = start
+    while at < end:
+        if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
+            available.append(data[at + 2 : stop])
+            at = stop
+            continue
+        number, wire, low, high, at = field_at(data, at, end)
         if number == 1 and wire == 2:
-            available.append(text(data, low, high))
+            available.append(data[low:high])
         elif number == 2 and wire == 2:
-            must_include.append(text(data, low, high))
+            must_include.append(data[low:high])
         elif number == 3 and wire == 0:
             size = _int32(low)
-    return PreferenceRequest(tuple(available), tuple(must_include), size)
+    return PreferenceRequest(texts(available), texts(must_include), size)
+
+
+def _ids(data: bytes, start: int, end: int) -> tuple[str, ...]:
+    """The texts of field 1, and nothing else, of a message."""
+    found: list[bytes] = []
+    at = start
+    while at < end:
+        if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
+            found.append(data[at + 2 : stop])
+            at = stop
+            continue
+        number, wire, low, high, at = field_at(data, at, end)
+        if number == 1 and wire == 2:
+            found.append(data[low:high])
+    return texts(found)
+
+
+TEXT_1 = 0x0A  # the key of field 1 with wire type 2
+
+
+def short_end(data: bytes, at: int, end: int) -> int:
+    """Where a value with a length below 128 ends, whose one-byte key stands at `at`; 0: take the long way."""
+    length = data[at + 1] if at + 1 < end else 128
+    stop = at + 2 + length
+    return stop if length < 128 and stop <= end else 0
 
 
 def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
@@ -91,41 +117,36 @@ def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tupl
 
 
 def fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message that stands in data[start:end]: number, wire type, and two figures.
+    """The fields of a message that stands in data[start:end], as `field_at` tells them."""
+    at = start
+    while at < end:
+        number, wire, low, high, at = field_at(data, at, end)
+        yield number, wire, low, high
+
+
+def field_at(data: bytes, at: int, end: int) -> tuple[int, int, int, int, int]:
+    """The field that begins at `at` of a message that ends at `end`: number, wire type, two figures, next.
 
     For wire type 2 (text, bytes, messages) the figures are the bounds of the value; for 0 the value
     and 0; for 1 and 5 the bounds again. Raises MalformedMessage. Source: the protocol buffer
     encoding guide.
     """
-    at = start
-    while at < end:
-        key = data[at]
-        at += 1
-        if key > 127:
-            key, at = _varint_rest(data, at, end, key)
-        number, wire = key >> 3, key & 7
-        if wire == 2:
-            if at >= end:
-                raise MalformedMessage("the message is cut off")
-            length = data[at]
-            at += 1
-            if length > 127:
-                length, at = _varint_rest(data, at, end, length)
-            if at + length > end:
-                raise MalformedMessage("a field reaches beyond its message")
-            yield number, 2, at, at + length
-            at += length
-        elif wire == 0:
-            value, at = _varint(data, at, end)
-            yield number, 0, value, 0
-        elif wire in (1, 5):
-            width = 8 if wire == 1 else 4
-            if at + width > end:
-                raise MalformedMessage("a field reaches beyond its message")
-            yield number, wire, at, at + width
-            at += width
-        else:
-            raise MalformedMessage(f"wire type {wire} is not in use")
+    key, at = _varint(data, at, end)
+    number, wire = key >> 3, key & 7
+    if number == 0:
+        raise MalformedMessage("field number 0 is not in use")
+    if wire == 0:
+        value, at = _varint(data, at, end)
+        return number, 0, value, 0, at
+    if wire == 2:
+        length, at = _varint(data, at, end)
+    elif wire in (1, 5):
+        length = 8 if wire == 1 else 4
+    else:
+        raise MalformedMessage(f"wire type {wire} is not in use")
+    if at + length > end:
+        raise MalformedMessage("a field reaches beyond its message")
+    return number, wire, at, at + length, at + length
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
@@ -157,6 +178,14 @@ def _int32(value: int) -> int:
 def text(data: bytes, start: int, end: int) -> str:
     try:
         return str(data[start:end], "utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedMessage("a text is not UTF-8") from error
+
+
+def texts(values: list[bytes]) -> tuple[str, ...]:
+    """Many texts at once."""
+    try:
+        return tuple([value.decode() for value in values])
     except UnicodeDecodeError as error:
         raise MalformedMessage("a text is not UTF-8") from error
 
