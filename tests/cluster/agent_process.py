@@ -29,6 +29,8 @@ class AgentProcess:
 
         `arguments` follow on the command line; `interpreter` is Python and its options.
         """
+        # A file for every list message that it sends (tests/recording_agent.py); None: the plain program.
+        self.record: Path | None = None
         self._folder = folder
         self._arguments = tuple(arguments)
         self._interpreter = tuple(interpreter)
@@ -55,9 +57,12 @@ class AgentProcess:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("GPU_NODE_AGENT")
         }
+        if self.record:
+            environment["RECORD_LISTS"] = str(self.record)
+        module = "tests.recording_agent" if self.record else "agent"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._interpreter, "-m", "agent", "run", f"--config={config}", *self._arguments],
+                [*self._interpreter, "-m", module, "run", f"--config={config}", *self._arguments],
                 cwd=REPOSITORY,
                 env=environment | self._env,
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,54 @@
+"""`python -m tests.bench [--list] [--only NAME ...] [--output FILE]`.
+
+Exit code 0 when every figure was taken (a budget that does not hold is told, not punished: the machine may
+be busy), 1 when one could not be taken, 2 for a wrong command line.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import structlog
+
+from tests.bench import report
+from tests.bench.conditions import ROOT, Conditions, load_average
+from tests.bench.registry import Measurement, discover
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; the exit code."""
+    measurements = discover()
+    known = {figure.name: one for one in measurements for figure in one.figures}
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description="Figures beside their budgets."
+    )
+    parser.add_argument("--list", action="store_true", help="tell the figures and take none")
+    parser.add_argument("--only", action="append", metavar="NAME", choices=sorted(known), default=[])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for one in measurements:
+            for figure in one.figures:
+                print(f"{figure.name}: {figure.what}")
+        return 0
+    # The embedded kubelet runs in this process and tells every move.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    chosen = [known[name] for name in dict.fromkeys(options.only)] or list(measurements)
+    rows = anyio.run(_run, list(dict.fromkeys(chosen)))
+    report.write(rows, options.output)
+    print(report.table(rows))
+    print(f"written to {options.output}; load average {load_average():.1f}")
+    return 1 if any(row.taken is None for row in rows) else 0
+
+
+async def _run(measurements: Sequence[Measurement]) -> list[report.Row]:
+    conditions = Conditions.prepare()
+    await conditions.warm_up()
+    return await report.run(measurements, conditions)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

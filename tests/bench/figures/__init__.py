@@ -1,0 +1,1 @@
+"""Measurements, one subject a file; each registers its figures with `tests.bench.registry.measurement`."""
