@@ -1,0 +1,22 @@
+"""The scenarios of health on a real kubelet, under the real pynvml over our libnvidia-ml.so.1."""
+
+from tests.scenarios import health
+from tests.scenarios.health import (
+    test_a_call_that_never_returns_costs_its_gpu_only,
+    test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold,
+    test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself,
+    test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet,
+    test_faults_of_programs_and_notices_change_nothing,
+)
+
+__all__ = [
+    "test_a_call_that_never_returns_costs_its_gpu_only",
+    "test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold",
+    "test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself",
+    "test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet",
+    "test_faults_of_programs_and_notices_change_nothing",
+]
+
+
+def test_no_scenario_of_health_is_forgotten() -> None:
+    assert {scenario.__name__ for scenario in health.ALL} == set(__all__)

@@ -1,0 +1,115 @@
+"""GPUs that fall ill under a node in service: what the node offers, before, meanwhile and after.
+
+Each runs on a fresh node with 8 GPUs (see `rig.py`), on the embedded kubelet and on the real cluster.
+"""
+
+import anyio
+
+from agent.simulator.kubelet.pods import Phase
+from tests.scenarios.rig import Rig
+from tests.scenarios.skeleton import all_held, check_container, gpu_pod, running
+
+DOUBLE_BIT_ERROR, OFF_THE_BUS, GSP_TIMEOUT, PAGE_FAULT = 48, 79, 119, 31
+# Longer than a status tick of the rigs' kubelets (2 s at most), so that both states show in the node.
+QUIET = {
+    "health.kernelLog": None,
+    "health.quiet.needsReset": 6.0,
+    "health.quiet.ecc": 6.0,
+    "health.quiet.lost": 6.0,
+}
+WATCH_SECONDS = 5.0
+# A probe round (2 s), what the probe may take, a status tick.
+FOUND_SECONDS = 12.0
+
+
+async def serving(rig: Rig) -> None:
+    await rig.start_agent(QUIET)
+    await rig.wait_allocatable(8)
+
+
+async def test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself(rig: Rig) -> None:
+    await serving(rig)
+    holder = gpu_pod("holder", 3)
+    await running(rig, [holder])
+    held = await check_container(rig, holder, "main", 3)
+    sick = next(uuid for uuid in rig.gpu_uuids() if uuid not in held)
+    async with rig.watching_allocatable() as values:
+        rig.machine.xid(sick, DOUBLE_BIT_ERROR)
+        rig.machine.ecc_double(sick)
+        await rig.wait_allocatable(7, deadline=FOUND_SECONDS)
+        assert await rig.capacity() == 8
+        await rig.wait_allocatable(8)
+        assert list(values) == [8, 7, 8]
+    assert await rig.phase(holder) is Phase.RUNNING
+    rest = gpu_pod("rest", 5)
+    await running(rig, [rest])
+    assert sorted(await all_held(rig, [holder, rest])) == sorted(rig.gpu_uuids())
+
+
+async def test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold(rig: Rig) -> None:
+    await serving(rig)
+    rig.machine.lose(5)
+    await rig.wait_allocatable(7, deadline=FOUND_SECONDS)
+    seven = gpu_pod("seven", 7)
+    await running(rig, [seven])
+    assert rig.machine.uuid(5) not in await check_container(rig, seven, "main", 7)
+    rig.machine.restore(5)
+    await rig.wait_allocatable(8)
+    last = gpu_pod("last", 1)
+    await running(rig, [last])
+    assert await rig.held_ids(last, "main") == {rig.machine.uuid(5)}
+
+
+async def test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet(rig: Rig) -> None:
+    await serving(rig)
+    rig.machine.fall_off_bus(2)
+    rig.machine.xid(6, GSP_TIMEOUT)
+    await rig.wait_allocatable(6, deadline=FOUND_SECONDS)
+    async with rig.watching_allocatable() as values:
+        await rig.restart_kubelet(1.0)
+        await rig.wait_allocatable(6)
+        await rig.kill_agent()
+        await rig.wait_allocatable(0)
+        await rig.start_agent(QUIET)
+        await rig.wait_allocatable(6)
+        await anyio.sleep(WATCH_SECONDS)
+        assert max(value or 0 for value in values) == 6
+        assert values[-1] == 6
+    assert await rig.capacity() == 8
+    six = gpu_pod("six", 6)
+    await running(rig, [six])
+    sick = {rig.machine.uuid(2), rig.machine.uuid(6)}
+    assert not sick & await check_container(rig, six, "main", 6)
+
+
+async def test_faults_of_programs_and_notices_change_nothing(rig: Rig) -> None:
+    await serving(rig)
+    async with rig.watching_allocatable() as values:
+        for xid in (13, PAGE_FAULT, 43, 45, 63, 68, 92, 109):
+            for uuid in rig.gpu_uuids():
+                rig.machine.xid(uuid, xid)
+        await anyio.sleep(WATCH_SECONDS)
+        assert list(values) == [8]
+
+
+async def test_a_call_that_never_returns_costs_its_gpu_only(rig: Rig) -> None:
+    await serving(rig)
+    hang = rig.machine.hang(None, 4)
+    try:
+        await rig.wait_allocatable(7, deadline=3 * FOUND_SECONDS)
+        rig.machine.xid(0, GSP_TIMEOUT)
+        await rig.wait_allocatable(6, deadline=FOUND_SECONDS)
+        six = gpu_pod("six", 6)
+        await running(rig, [six])
+        assert rig.machine.uuid(4) not in await check_container(rig, six, "main", 6)
+    finally:
+        hang.release()
+
+
+ALL = (
+    test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself,
+    test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold,
+    test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet,
+    test_faults_of_programs_and_notices_change_nothing,
+    test_a_call_that_never_returns_costs_its_gpu_only,
+)
