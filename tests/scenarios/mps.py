@@ -44,8 +44,9 @@ class MpsNode:
     program: Path
     mode_file: Path
 
-    def settings(self, **more: Any) -> dict[str, Any]:
+    async def settings(self, **more: Any) -> dict[str, Any]:
         return {
+            **await self.rig.api_access(),
             "modeFile": str(self.mode_file),
             "host.run": str(self.run),
             "mps.controlProgram": str(self.program),
@@ -88,7 +89,7 @@ async def mps_node(rig: Rig, **settings: Any) -> AsyncIterator[MpsNode]:
     node = MpsNode(rig, folder, folder / "bin" / "nvidia-cuda-mps-control", folder / "mode")
     try:
         await anyio.to_thread.run_sync(_lay_out, node)
-        await rig.start_agent(node.settings(**settings))
+        await rig.start_agent(await node.settings(**settings))
         await rig.wait_allocatable(100 * len(rig.gpu_uuids()), CORE)
         yield node
     finally:
@@ -144,8 +145,7 @@ async def test_mps_pods_get_exactly_their_caps(rig: Rig) -> None:
 
 async def test_mps_pair_on_one_gpu(rig: Rig) -> None:
     async with mps_node(rig):
-        # Memory in step with cores: without an API server the second half's size is not known at the first.
-        shares = [(30, 40), (60, 80), (45, 60), (25, 30), (70, 95), (100, 139), (10, 12), (33, 44), (5, 1)]
+        shares = [(30, 40), (60, 10), (45, 90), (25, 5), (70, 60), (100, 139), (10, 100), (33, 33)]
         pods = [mps_pod(f"p{number}", *share) for number, share in enumerate(shares)]
         await running(rig, pods)
         used: dict[str, tuple[int, int]] = {}
@@ -203,7 +203,7 @@ async def test_agent_update_keeps_daemons_and_pods(rig: Rig) -> None:
             await end()
             await rig.wait_allocatable(0, CORE)
             assert await node.pids() == before
-            await rig.start_agent(node.settings())
+            await rig.start_agent(await node.settings())
             await rig.wait_allocatable(100 * len(rig.gpu_uuids()), CORE)
             await running(rig, [second := mps_pod(f"after-{end.__name__.replace('_', '-')}", 10, 1)])
             assert await node.pids() == before
