@@ -65,9 +65,7 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
 
 def _empty() -> Any:  # noqa: ANN401  as above
     _seed()
-    importlib.import_module(
-        "kubernetes_asyncio.client.rest"
-    )  # takes a tenth of a second: here, not later
+    importlib.import_module("kubernetes_asyncio.client.rest")  # takes a tenth of a second: here, not later
     return importlib.import_module("kubernetes_asyncio.client.configuration").Configuration()
 
 
