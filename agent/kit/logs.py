@@ -33,6 +33,7 @@ def configure(level: str, style: Literal["auto", "json", "console"], stream: Tex
             structlog.processors.ExceptionRenderer(
                 structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
             ),
+            _ordered,
             structlog.processors.JSONRenderer(),
         ]
     )
@@ -43,6 +44,11 @@ def configure(level: str, style: Literal["auto", "json", "console"], stream: Tex
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_Bridge()], level=max(_LEVELS[level], logging.WARNING), force=True)
+
+
+def _ordered(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """When, how grave and what first: people read these lines, too."""
+    return {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
 
 
 class _Bridge(logging.Handler):

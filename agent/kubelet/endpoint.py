@@ -186,15 +186,22 @@ class Endpoint:
             group.start_soon(self._until_socket_gone, server, group.cancel_scope)
 
     async def _until_silent(self, done: anyio.CancelScope) -> None:
+        """One kubelet lived all the time and did not listen: it has dropped us and will not ask again.
+
+        One that is down asks when it is back, and finds the socket where it was.
+        """
         streams = self.service.streams
         while True:
             await streams.wait_for(lambda open_now: open_now == 0)
+            before = await self._kubelet.serves()
             with anyio.move_on_after(SILENCE_SECONDS):
                 await streams.wait_for(lambda open_now: open_now > 0)
                 continue
-            log.warning("kubelet_silent", resource=self.plugin.resource, silent_seconds=SILENCE_SECONDS)
-            done.cancel()
-            return
+            lived = before is not None and await self._kubelet.serves() == before
+            if lived or await self._kubelet.identity() is None:  # without kubelet.sock nobody can tell
+                log.warning("kubelet_silent", resource=self.plugin.resource, silent_seconds=SILENCE_SECONDS)
+                done.cancel()
+                return
 
     async def _until_socket_gone(self, server: DrainableServer, done: anyio.CancelScope) -> None:
         while await server.in_place():

@@ -18,6 +18,7 @@ from agent.kit.supervise import describe
 from agent.kubelet import wire
 from agent.kubelet.api import Reason, Refused, ResourcePlugin
 from agent.kubelet.server import Handlers
+from agent.model.ids import SEPARATOR
 
 log = structlog.get_logger()
 
@@ -198,6 +199,9 @@ class DevicePluginService:
             )
 
         await _send(stream, await self._bounded("Allocate", CALL_SECONDS, answer))
+        for ids in requests.containers:
+            gpus = sorted({device.partition(SEPARATOR)[0] for device in ids})
+            log.info("allocated", resource=self.plugin.resource, devices=len(ids), gpus=gpus)
 
     async def _pre_start(
         self, stream: Stream[v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse]

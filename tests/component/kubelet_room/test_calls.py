@@ -102,6 +102,20 @@ async def test_pre_start_gets_the_ids(folder: Path) -> None:
         assert seen == [("a",)]
 
 
+async def test_what_was_handed_out_is_logged_by_gpu(folder: Path, logs: Any) -> None:
+    async with served(ScriptedPlugin(), folder) as one, Peer(one.path) as peer:
+        await peer.allocate("GPU-b::c1", "GPU-a::c2", "GPU-b::c3")
+    assert logs == [
+        {
+            "event": "allocated",
+            "log_level": "info",
+            "resource": GPU,
+            "devices": 3,
+            "gpus": ["GPU-a", "GPU-b"],
+        }
+    ]
+
+
 @pytest.mark.parametrize(
     ("reason", "code"),
     [

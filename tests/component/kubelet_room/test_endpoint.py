@@ -138,6 +138,20 @@ async def test_the_kubelet_restarts(folder: Path, way: Literal["registry", "sock
             await eventually(lambda: _listed(kubelet))
 
 
+async def test_a_kubelet_that_is_down_for_long_finds_the_same_socket(folder: Path) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        before = endpoint.path.stat()
+        await kubelet.stop()
+        await anyio.sleep(1.0)  # thrice the silence
+        after = endpoint.path.stat()
+        assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+        assert "it may be restarting" in (endpoint.blocker or "")
+        await kubelet.start()
+        await eventually(lambda: _listed(kubelet))
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_our_socket_is_deleted(folder: Path, way: Literal["registry", "socket"]) -> None:
     kubelet = _kubelet(folder)
