@@ -141,6 +141,9 @@ class Story:
         )
         screen.seen(f"The node offers {count - 1}. {holders[uuid]} runs on; nobody new gets that GPU.")
         self._show_gpus({other for other in holders if holders[other] == holders[uuid]})
+        # A reset that is over before a probe missed the GPU would not be seen as one.
+        with anyio.move_on_after(stage.patience):
+            await inventory.wait_for(lambda value: value.by_uuid[uuid].health.away)
         screen.say("The GPU is reset and answers again.")
         stage.machine.restore(uuid)
         health = await self._on_probation(inventory, uuid)
