@@ -8,7 +8,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList, PodResources, PodResourcesUnavailable
-from agent.model.ids import BadDeviceId, Unit, parse
+from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
 from agent.model.modes import Mode
 
 log = structlog.get_logger()
@@ -41,16 +41,22 @@ class Holder:
 
 def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
     """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
-    found: dict[str, dict[Holder, None]] = {}
+    found: dict[str, list[Holder]] = {}
     for holding in pods.holdings:
+        # A container may hold hundreds of units: one of each kind and GPU is looked at.
+        kinds: dict[str, str] = {}
         for text in holding.ids:
+            kinds.setdefault(text.rstrip("0123456789") if SEPARATOR in text else text, text)
+        shares: dict[tuple[str, Mode, bool], None] = {}
+        for text in kinds.values():
             try:
                 device = parse(text)
             except BadDeviceId:
                 continue
-            holder = Holder(MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA, holding)
-            found.setdefault(device.gpu, {})[holder] = None
-    return {gpu: list(holders) for gpu, holders in found.items()}
+            shares[device.gpu, MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA] = None
+        for gpu, mode, replica in shares:
+            found.setdefault(gpu, []).append(Holder(mode, replica, holding))
+    return found
 
 
 class HoldingsWatch:

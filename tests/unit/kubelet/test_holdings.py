@@ -1,0 +1,100 @@
+"""Who holds what, by GPU, and the watch that keeps it at hand."""
+
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.kubelet import holdings as holdings_module
+from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
+from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.model.modes import Mode
+from tests.component.kubelet_room.parts import eventually
+
+A, B = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0000-0000-000000000012"
+
+
+def _held(*ids: str, pod: str = "p", resource: str = "r") -> Holding:
+    return Holding("ns", pod, "c", resource, ids)
+
+
+def _listed(*holdings: Holding) -> PodList:
+    return PodList(holdings, ())
+
+
+@pytest.mark.parametrize(
+    ("device_id", "mode", "replica"),
+    [
+        (A, Mode.PGPU, False),
+        (f"{A}::r3", Mode.PGPU, True),
+        (f"{A}::c17", Mode.VGPU, False),
+        (f"{A}::m42", Mode.VGPU, False),
+        (f"{A}::sc1", Mode.MPS, False),
+        (f"{A}::sm0", Mode.MPS, False),
+    ],
+)
+def test_a_device_id_tells_gpu_and_mode(device_id: str, mode: Mode, replica: bool) -> None:
+    holding = _held(device_id)
+    ((gpu, (holder,)),) = holders_by_gpu(_listed(holding)).items()
+    assert (gpu, holder.mode, holder.replica, holder.holding, holder.pod) == (
+        A,
+        mode,
+        replica,
+        holding,
+        "ns/p",
+    )
+
+
+def test_many_units_are_one_holder_and_each_gpu_has_its_own() -> None:
+    cores = _held(*(f"{A}::c{n}" for n in range(100)), *(f"{B}::c{n}" for n in range(5)))
+    memory = _held(*(f"{A}::m{n}" for n in range(564)), resource="m")
+    whole = _held(B, pod="q")
+    found = holders_by_gpu(_listed(cores, memory, whole))
+    assert [holder.holding for holder in found[A]] == [cores, memory]
+    assert [(holder.mode, holder.pod) for holder in found[B]] == [(Mode.VGPU, "ns/p"), (Mode.PGPU, "ns/q")]
+
+
+def test_whole_gpus_are_told_apart_by_all_their_digits() -> None:
+    found = holders_by_gpu(_listed(_held(A, B)))
+    assert set(found) == {A, B}
+
+
+def test_devices_of_others_are_passed_over() -> None:
+    assert holders_by_gpu(_listed(_held("", f"{A}::0", f"{A}::x1", "x" * 64), _held())) == {}
+
+
+class Lister:
+    """PodResources that answer as scripted."""
+
+    def __init__(self, *answers: PodList | str) -> None:
+        self.answers = list(answers)
+
+    async def list(self) -> PodList:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, str):
+            raise PodResourcesUnavailable(answer)
+        return answer
+
+
+async def test_the_watch_publishes_changes_and_tells_outages_once(
+    monkeypatch: pytest.MonkeyPatch, logs: Any
+) -> None:
+    monkeypatch.setattr(holdings_module, "REFRESH_SECONDS", 0.001)
+    one, two = _listed(_held(A)), _listed(_held(B))
+    lister = Lister(one, one, "it is down", "it is down", two)
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    assert watch.problem == "PodResources has not been read yet"
+    seen: list[PodList | None] = []
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        while watch.cell.value != two:
+            await watch.cell.wait_change(watch.cell.version)
+            seen.append(watch.cell.value)
+        await eventually(lambda: watch.problem is None)
+        group.cancel_scope.cancel()
+    assert seen == [one, None, two]
+    assert [event["event"] for event in logs] == [
+        "pod_resources_readable",
+        "pod_resources_unavailable",
+        "pod_resources_readable",
+    ]
