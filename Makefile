@@ -22,9 +22,9 @@ venv-runtime:
 demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
 	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
 
-test: venv lint ## lint, types, import contracts, unit and component tests
+test: venv lint ## lint, types, import contracts, unit, component and chart tests
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest tests/unit tests/component --junitxml=build/test.xml
+	$(PYTHON_IN_VENV) -m pytest tests/unit tests/component tests/chart --junitxml=build/test.xml
 
 test-cluster: venv ## the scenarios on a real kubelet and containerd (builds them once, minutes)
 	@mkdir -p build
@@ -52,16 +52,21 @@ format: venv ## put the code into the house's format
 proto: venv ## generate agent/_proto from proto/*.proto
 	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
 
-docs: venv ## write the generated files: docs/metrics.md, config/schema.json
+docs: venv ## write the generated files: docs/metrics.md, config/schema.json, the chart's schema
 	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
+	$(PYTHON_IN_VENV) -m tests.chart.schema
 
 lock: venv ## resolve pyproject.toml anew into the two locks
 	.ci/lock
 
-image chart: ## not there yet
-	@echo "make $@ comes with the Helm chart, which is not part of this version." >&2; exit 2
+image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar
+	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image.tar
+
+chart: venv ## check the chart and pack it: build/gpu-node-agent-<version>.tgz
+	helm lint --strict charts/gpu-node-agent --namespace gpu-node-agent
+	helm package charts/gpu-node-agent --destination build
 
 clean: ## remove what was built, .venv included
 	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

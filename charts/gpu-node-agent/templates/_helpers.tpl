@@ -1,0 +1,110 @@
+{{- define "gna.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "gna.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "gna.name" . -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Cluster-wide objects carry the namespace: two releases may have one name. */ -}}
+{{- define "gna.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "gna.fullname" .) | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "gna.selector" -}}
+app.kubernetes.io/name: {{ include "gna.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "gna.labels" -}}
+{{ include "gna.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "gna.account" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "gna.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "gna.user" -}}
+system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
+{{- end -}}
+
+{{- define "gna.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{- define "gna.hostDriver" -}}
+{{- if or .Values.mps.enabled (eq .Values.driver.source "host") }}true{{ end -}}
+{{- end -}}
+
+{{- /* The driver root as the agent sees it: the host's own root cannot be mounted at /. */ -}}
+{{- define "gna.driverRoot" -}}
+{{- if not (include "gna.hostDriver" .) -}}/
+{{- else if eq .Values.driver.hostRoot "/" -}}/host
+{{- else -}}{{ .Values.driver.hostRoot }}
+{{- end -}}
+{{- end -}}
+
+{{- define "gna.writesChoice" -}}
+{{- $vgpu := dig "vgpu" "writeChoice" true .Values.config -}}
+{{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}
+{{- end -}}
+
+{{- define "gna.policies" -}}
+{{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
+{{- end -}}
+
+{{- /* The agent's configuration: what follows from other values, below what .config says. */ -}}
+{{- define "gna.config" -}}
+version: 1
+modes:
+  pgpu: {{ .Values.pgpu.enabled }}
+  vgpu: {{ .Values.vgpu.enabled }}
+  mps: {{ .Values.mps.enabled }}
+cluster:
+  access: required
+http:
+  port: {{ .Values.port }}
+logging:
+  format: json
+kubelet:
+  root: {{ .Values.kubelet.root | quote }}
+  devicePlugins: {{ .Values.kubelet.devicePlugins | quote }}
+driver:
+  root: {{ include "gna.driverRoot" . | quote }}
+{{- if ne .Values.driver.hostRoot "/" }}
+  devRoot: {{ .Values.driver.hostRoot | quote }}
+{{- end }}
+{{- if .Values.mps.enabled }}
+host:
+  cgroups: /host-cgroups
+{{- else }}
+health:
+  kernelLog: null
+{{- end }}
+{{- end -}}
+
+{{- define "gna.mergedConfig" -}}
+{{- mergeOverwrite (include "gna.config" . | fromYaml) (deepCopy .Values.config) | toYaml -}}
+{{- end -}}
+
+{{- /* Without the keys that a running agent takes up by itself: only the others are worth a restart. */ -}}
+{{- define "gna.restartDigest" -}}
+{{- $all := include "gna.mergedConfig" . | fromYaml -}}
+{{- omit $all "defaultMode" "layouts" "modes" "whenBusy" "logging" | toYaml | sha256sum -}}
+{{- end -}}

