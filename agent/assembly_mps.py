@@ -1,7 +1,7 @@
 """Builds MPS: the daemons, their resources, what the switcher needs of them, and who is told what."""
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,11 +106,11 @@ async def build_mps(
         _root_check(agent) if settings.mps.root_pods == "refuse" else None,
     )
 
-    def entries() -> Mapping[str, tuple[Mount, ...]]:
-        return {uuid: mps.mounts(fleet, uuid) for uuid in fleet.statuses.value}
+    def mounts_of(uuid: str) -> tuple[Mount, ...]:
+        return mps.mounts(fleet, uuid)
 
     keeper = SpecificationKeeper(
-        Path(settings.host.cdi), snapshot, fleet.statuses, entries, mps.PIPE_IN_CONTAINER
+        Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER
     )
     group.start_soon(spawn, "mps daemons", fleet.run, assignment)
     group.start_soon(spawn, "mps clients", clients.run)

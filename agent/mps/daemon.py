@@ -73,6 +73,7 @@ class Daemon:
         self._report = report
         self._options = options
         self._multi_user: bool | None = None
+        self._told: str | None = None  # the failure that people were told of last
         self._server_log = ServerLog()
         self._tails = (Tail(folders.log / "server.log"), Tail(folders.log / "control.log"))
 
@@ -111,7 +112,7 @@ class Daemon:
         found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
         if not found:
             return None
-        process = min(found, key=lambda each: each.started)
+        process = min(found, key=lambda each: (each.started, each.pid))
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
         shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self.folders)
         await anyio.to_thread.run_sync(self._skip_logs)
@@ -132,15 +133,10 @@ class Daemon:
 
     async def _started(self) -> Process:
         """Start one. Raises MpsError."""
-        options = self._options
-        self._publish(
-            replace(
-                self.status.value,
-                state=DaemonState.STARTING,
-                reason="the MPS control daemon starts",
-                pid=None,
-            )
-        )
+        options, before = self._options, self.status.value
+        # The reason of a failure stays until the next try has an outcome.
+        reason = before.reason or "the MPS control daemon starts"
+        self._publish(replace(before, state=DaemonState.STARTING, reason=reason, pid=None))
         await anyio.to_thread.run_sync(self.folders.make)
         await self._no_orphans()
         await anyio.to_thread.run_sync(self.folders.clear)
@@ -187,7 +183,7 @@ class Daemon:
                 found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
                 if found:
                     await self.control.alive()
-                    return min(found, key=lambda each: each.started)
+                    return min(found, key=lambda each: (each.started, each.pid))
                 await anyio.sleep(POLL_SECONDS / 10)
         raise StartFailed(
             f"the MPS control daemon of GPU {self.uuid} ended at once; see {self.folders.log}/control.log"
@@ -343,7 +339,8 @@ class Daemon:
             )
         )
         self._server_log.clear()
-        if before.reason != self.status.value.reason:
+        if problem != self._told:
+            self._told = problem
             self._report(Kind.FAILED, self.uuid, problem)
 
     def _publish(self, after: DaemonStatus) -> None:
@@ -356,6 +353,8 @@ class Daemon:
         log.info(
             "mps_daemon", gpu=self.uuid, state=after.state.value, reason=after.reason or None, pid=after.pid
         )
+        if after.serving:
+            self._told = None
         if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
             self._report(Kind.FAULT, self.uuid, after.reason, frozenset(self._server_log.culprits))
         elif after.serving and (

@@ -40,6 +40,8 @@ class Tail:
                 file.seek(self._offset)
                 data = file.read(MOST_BYTES)
         except OSError:
+            # The next file of that name may get the same inode.
+            self._inode, self._offset, self._rest = 0, 0, b""
             return []
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")

@@ -22,6 +22,7 @@ from agent.kubelet.api import Mount
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import Half
 from agent.model.mps import PIPE_DIRECTORY, limits
+from agent.plugins.follow import follow
 
 log = structlog.get_logger()
 
@@ -64,43 +65,54 @@ def write(folder: Path, content: Mapping[str, object]) -> None:
 
 
 class SpecificationKeeper:
-    """Keeps the file true to the GPUs of the node."""
+    """Keeps the file true to the GPUs of the node, whatever mode they are in: a container that the kubelet
+    starts anew needs its devices at once, even while the agent itself is starting.
+    """
 
     def __init__(
         self,
         folder: Path,
         inventory: Cell[Snapshot],
         changes: Cell[Mapping[str, Any]],
-        entries: Callable[[], Mapping[str, tuple[Mount, ...]]],
+        mounts_of: Callable[[str], tuple[Mount, ...]],
         pipe: str,
     ) -> None:
         self._folder = folder
         self._inventory = inventory
         self._changes = changes
-        self._entries = entries
+        self._mounts_of = mounts_of
         self._pipe = pipe
         self._written: dict[str, object] | None = None
+        self._wake = anyio.Event()
 
     async def run(self) -> None:
         """Write the file whenever its content changes, until cancelled."""
-        while True:
-            version = self._changes.version
-            try:
-                await self.keep()
+        async with anyio.create_task_group() as group:
+            group.start_soon(follow, self._wake_up, self._inventory, self._changes)
+            while True:
+                self._wake = anyio.Event()
                 pause = float("inf")
-            except OSError as error:
-                log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
-                pause = RETRY_SECONDS
-            with anyio.move_on_after(pause):
-                await self._changes.wait_change(version)
+                try:
+                    await self.keep()
+                except OSError as error:
+                    log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
+                    pause = RETRY_SECONDS
+                with anyio.move_on_after(pause):
+                    await self._wake.wait()
 
     async def keep(self) -> None:
         """Write the file now if it is not as it should be. Raises OSError."""
-        most = max((MPS.blocks(state.gpu.memory_bytes) for state in self._inventory.value.gpus), default=0)
-        wanted = specification(self._entries(), self._pipe, most)
+        gpus = [state.gpu for state in self._inventory.value.gpus]
+        if not gpus:
+            return  # not looked at yet: the file of the agent before is better than an empty one
+        mounts = {gpu.uuid: self._mounts_of(gpu.uuid) for gpu in gpus}
+        wanted = specification(mounts, self._pipe, max(MPS.blocks(gpu.memory_bytes) for gpu in gpus))
         if wanted != self._written:
             await anyio.to_thread.run_sync(write, self._folder, wanted)
             self._written = wanted
+
+    def _wake_up(self) -> None:
+        self._wake.set()
 
 
 def _device(name: str, environment: Mapping[str, str], folders: tuple[Mount, ...] = ()) -> dict[str, object]:

@@ -49,6 +49,8 @@ class MpsNode:
             **await self.rig.api_access(),
             "modeFile": str(self.mode_file),
             "host.run": str(self.run),
+            # Daemons that a failed test leaves are ended by their folder; cgroups are not looked for.
+            "host.cgroups": str(self.run / "no-cgroups"),
             "mps.controlProgram": str(self.program),
             "mps.prestartServer": False,
             "mps.sharedMemory": "directory",

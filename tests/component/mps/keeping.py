@@ -103,3 +103,11 @@ async def daemons_of(daemon: Daemon) -> tuple[Process, ...]:
 async def servers_of(daemon: Daemon) -> tuple[Process, ...]:
     """Servers that were started for the supervisor's pipe folder."""
     return await anyio.to_thread.run_sync(processes.servers, daemon.folders.pipe)
+
+
+async def one_server(daemon: Daemon, deadline: float = 10.0) -> Process:
+    """The server that was just started: for a moment it still looks like its daemon."""
+    with anyio.fail_after(deadline):
+        while len(found := await servers_of(daemon)) != 1:
+            await anyio.sleep(0.01)
+    return found[0]

@@ -16,7 +16,7 @@ from agent.mps.directories import Directories
 from agent.mps.errors import BadFolder, MpsError
 from agent.mps.status import DaemonState, Kind
 from agent.nvml.port import ComputeMode
-from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, reached, servers_of
+from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 
 EIGHT = [f"GPU-5fd4f087-86f3-7a43-b711-4771313afc5{number}" for number in range(8)]
 
@@ -133,7 +133,7 @@ async def test_stop_leaves_nothing(program: Program, run_folder: Path, stand_in_
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
         await daemon.control.start_server()
-        assert len(await servers_of(daemon)) == 1
+        await one_server(daemon)
     await daemon.stop()
     assert not await daemons_of(daemon)
     assert not await servers_of(daemon)
@@ -164,7 +164,7 @@ async def test_not_serving_while_a_server_of_the_dead_daemon_lives(
     async with bench.kept(daemon):
         status = await reached(daemon, DaemonState.SERVING)
         await daemon.control.start_server()
-        (orphan,) = await servers_of(daemon)
+        orphan = await one_server(daemon)
         assert status.pid
         os.kill(status.pid, signal.SIGKILL)
         with anyio.fail_after(20):

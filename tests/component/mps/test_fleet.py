@@ -1,0 +1,149 @@
+"""All daemons of a node: set up, taken back, left over, refused."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from agent.kit.cell import Cell
+from agent.model.gpu import Driver, Gpu
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.mps import processes
+from agent.mps.binary import Program, find
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError, ProgramMissing
+from agent.mps.fleet import Fleet
+from agent.nvml.port import ComputeMode
+from tests.component.mps.keeping import OPTIONS, Modes, Reports
+
+DRIVER = Driver("580.95.05", "13.580.95.05", (13, 0))
+
+
+def gpu(number: int) -> Gpu:
+    uuid = f"GPU-5fd4f087-86f3-7a43-b711-4771313afc5{number}"
+    return Gpu(uuid, number, number, f"0000:{number:02x}:00.0", "NVIDIA H200", 143771 << 20, (9, 0))
+
+
+@contextlib.asynccontextmanager
+async def running(
+    fleet: Fleet, assignment: Cell[Assignment] | None = None
+) -> AsyncIterator[Cell[Assignment]]:
+    cell = assignment or Cell(Assignment())
+    async with anyio.create_task_group() as group:
+        group.start_soon(fleet.run, cell)
+        yield cell
+        group.cancel_scope.cancel()
+
+
+def fleet_of(run: Path, program: Program, modes: Modes, seconds: float = 20.0) -> Fleet:
+    return Fleet(run, lambda: program, modes, Reports(), OPTIONS, set_up_seconds=seconds)
+
+
+async def daemons(run: Path, uuid: str) -> list[int]:
+    found = await anyio.to_thread.run_sync(processes.daemons, Directories.of(run, uuid).pipe)
+    return [each.pid for each in found]
+
+
+async def test_set_up_and_tear_down_of_single_gpus(newest: Program, run_folder: Path) -> None:
+    modes = Modes()
+    fleet = fleet_of(run_folder, newest, modes)
+    one, other = gpu(0), gpu(1)
+    async with running(fleet):
+        async with anyio.create_task_group() as group:
+            for each in (one, other):
+                group.start_soon(fleet.set_up, each)
+        assert {uuid: status.serving for uuid, status in fleet.statuses.value.items()} == {
+            one.uuid: True,
+            other.uuid: True,
+        }
+        assert fleet.unready(one.uuid) == ""
+        pid = fleet.status(other.uuid).pid
+        await fleet.tear_down(one)
+        assert await daemons(run_folder, one.uuid) == []
+        assert modes.modes[one.uuid] is ComputeMode.DEFAULT
+        assert "no MPS control daemon" in fleet.unready(one.uuid)
+        assert await daemons(run_folder, other.uuid) == [pid]
+        await fleet.set_up(one)
+        await fleet.tear_down(one)
+        await fleet.tear_down(other)
+
+
+async def test_set_up_that_fails_leaves_nothing(tmp_path: Path, run_folder: Path) -> None:
+    broken = tmp_path / "nvidia-cuda-mps-control"
+    broken.write_text("#!/bin/sh\necho 'error while loading shared libraries' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    modes = Modes()
+    fleet = fleet_of(run_folder, Program(broken), modes, seconds=2.0)
+    async with running(fleet):
+        with pytest.raises(MpsError, match="error while loading shared libraries"):
+            await fleet.set_up(gpu(0))
+        assert fleet.statuses.value == {}
+        assert modes.modes[gpu(0).uuid] is ComputeMode.DEFAULT
+        assert not await anyio.Path(Directories.of(run_folder, gpu(0).uuid).pipe).exists()
+
+
+async def test_daemons_of_an_earlier_agent_are_adopted_by_set_up(newest: Program, run_folder: Path) -> None:
+    modes = Modes()
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(gpu(0))
+        pid = first.status(gpu(0).uuid).pid
+    second = fleet_of(run_folder, newest, modes)
+    async with running(second):
+        await second.set_up(gpu(0))
+        status = second.status(gpu(0).uuid)
+        assert (status.pid, status.adopted) == (pid, True)
+        await second.tear_down(gpu(0))
+
+
+async def test_leftovers_on_gpus_of_another_mode_are_stopped(newest: Program, run_folder: Path) -> None:
+    modes = Modes()
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(gpu(0))
+        await first.set_up(gpu(1))
+    second = fleet_of(run_folder, newest, modes)
+    sold = {gpu(0).uuid: GpuMode(Mode.PGPU), gpu(1).uuid: GpuMode(Mode.MPS)}
+    async with running(second, Cell(Assignment(sold))):
+        with anyio.fail_after(20):
+            while (
+                await daemons(run_folder, gpu(0).uuid) or modes.modes[gpu(0).uuid] is not ComputeMode.DEFAULT
+            ):
+                await anyio.sleep(0.05)
+        # One that its GPU still needs is left for `set_up`.
+        assert len(await daemons(run_folder, gpu(1).uuid)) == 1
+        await second.set_up(gpu(1))
+        await second.tear_down(gpu(1))
+
+
+async def test_missing_program_refuses_the_mode_with_the_remedy(tmp_path: Path, run_folder: Path) -> None:
+    def finder() -> Program:
+        return find(tmp_path, search=str(tmp_path))
+
+    fleet = Fleet(run_folder, finder, Modes(), Reports(), OPTIONS)
+    await fleet.look()
+    refused = fleet.refusal(gpu(0), DRIVER)
+    assert refused is not None
+    assert "install the driver's MPS package" in refused
+    assert "MIG" in (fleet.refusal(replace(gpu(0), mig_enabled=True), DRIVER) or "")
+    async with running(fleet):
+        with pytest.raises(ProgramMissing):
+            await fleet.set_up(gpu(0))
+        await fleet.tear_down(gpu(0))  # nothing to do, and no way to fail
+
+
+def test_program_is_found_in_the_driver_root_before_path(newest: Program, tmp_path: Path) -> None:
+    folder = str(newest.path.parent)
+    assert find(tmp_path, search=folder) == Program(newest.path)
+    inside = tmp_path / "usr" / "bin" / "nvidia-cuda-mps-control"
+    inside.parent.mkdir(parents=True)
+    inside.symlink_to(newest.path)
+    found = find(tmp_path, search=folder)
+    assert found == Program(inside, tmp_path)
+    assert found.inner == "/usr/bin/nvidia-cuda-mps-control"
+    with pytest.raises(ProgramMissing, match=r"mps\.controlProgram"):
+        find(tmp_path, explicit=tmp_path / "nothing")

@@ -1,0 +1,154 @@
+"""Clients mapped to pods, what is wrong among them, and the orderly end of those of dying pods."""
+
+import datetime as dt
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import Holding, PodList
+from agent.mps import clients as module
+from agent.mps.clients import ClientWatch, Overview, PodFacts
+from agent.mps.errors import CommandRefused
+from agent.mps.fleet import Fleet
+from agent.mps.status import DaemonState, DaemonStatus
+
+GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
+SERVER = 4000
+ID = "0123456789abcdef" * 4
+
+
+def uid(number: int) -> str:
+    return f"3fa85f64-5717-4562-b3fc-2c963f66af{number:02d}"
+
+
+@dataclass
+class Control:
+    """A daemon's answers; no real server can be had without a GPU."""
+
+    pids: tuple[int, ...] = ()
+    terminated: list[int] = field(default_factory=list)
+    stubborn: bool = False
+
+    async def client_pids(self, server: int) -> tuple[int, ...]:
+        assert server == SERVER
+        return self.pids
+
+    async def terminate_client(self, server: int, client: int) -> None:
+        assert server == SERVER
+        self.terminated.append(client)
+        if self.stubborn:
+            raise CommandRefused("it does not want to")
+
+
+class Scene:
+    """One GPU with its daemon, pods that hold shares of it, and processes."""
+
+    def __init__(self, proc: Path, holders: Iterable[str] = ()) -> None:
+        self.control = Control()
+        self.pods: list[PodFacts] = []
+        statuses: Cell[Mapping[str, DaemonStatus]] = Cell(
+            {GPU: DaemonStatus(DaemonState.SERVING, pid=3999, server=SERVER)}
+        )
+        fleet: Any = SimpleNamespace(
+            statuses=statuses,
+            status=lambda uuid: statuses.value[uuid],
+            daemon=lambda _uuid: SimpleNamespace(control=self.control),
+        )
+        held = tuple(
+            Holding("default", name, "main", "nvidia.com/mps-core", (f"{GPU}::sc{number}",))
+            for number, name in enumerate(holders)
+        )
+        self._proc = proc
+        self.watch = ClientWatch(cast("Fleet", fleet), Cell(PodList(held, ())), lambda: self.pods, proc=proc)
+
+    def pod(self, number: int, dies_at: dt.datetime | None = None) -> None:
+        self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at))
+
+    def process(self, pid: int, pod: int | None, root: bool = False) -> None:
+        folder = self._proc / str(pid)
+        folder.mkdir()
+        where = f"/kubepods/pod{uid(pod)}/{ID}" if pod is not None else "/user.slice"
+        (folder / "cgroup").write_text(f"0::{where}\n")
+        os.chown(folder, 0 if root else 1000, -1)
+        self.control.pids = (*self.control.pids, pid)
+
+    async def look(self) -> Overview:
+        await self.watch.look()
+        return self.watch.overviews.value[GPU]
+
+
+async def test_clients_are_mapped_to_their_pods(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, ["p1", "p2"])
+    scene.pod(1)
+    scene.pod(2)
+    scene.process(101, 1)
+    scene.process(102, 2)
+    scene.control.pids += (103,)  # it ended between the daemon's answer and our look
+    seen = await scene.look()
+    assert [(client.pid, client.pod, client.root) for client in seen.clients] == [
+        (101, "default/p1", False),
+        (102, "default/p2", False),
+    ]
+    assert seen.clients[0].container is not None
+    assert seen.clients[0].container.container_id == ID
+    assert not seen.crowded
+    assert not seen.strangers
+
+
+async def test_what_is_wrong_among_clients_is_told(tmp_path: Path, logs: list[Any]) -> None:
+    scene = Scene(tmp_path, ["p1", "p2"])
+    for number in (1, 2, 3):
+        scene.pod(number)
+    scene.process(101, 1)
+    scene.process(102, 1)  # a second process has the whole cap for itself, too
+    scene.process(103, 2, root=True)
+    scene.process(104, 3)  # a pod without a share
+    scene.process(105, None)  # a process of the host
+    seen = await scene.look()
+    assert seen.crowded == {"default/p1"}
+    assert seen.rooted == {"default/p2"}
+    assert seen.strangers == {104, 105}
+    assert not seen.silent
+    told = [event["event"] for event in logs]
+    assert told.count("mps_pod_with_many_clients") == 1
+    assert told.count("mps_pod_runs_as_root") == 1
+    assert told.count("mps_client_without_share") == 2
+    await scene.look()
+    assert [event["event"] for event in logs] == told  # transitions, not states
+
+
+async def test_pod_that_never_shows_up_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
+    scene = Scene(tmp_path, ["p1", "p2"])
+    scene.pod(1)
+    scene.pod(2)
+    scene.process(101, 1)
+    assert not (await scene.look()).silent
+    await anyio.sleep(0.06)
+    assert (await scene.look()).silent == {"default/p2"}
+    assert [event["pod"] for event in logs if event["event"] == "mps_pod_without_client"] == ["default/p2"]
+    scene.process(102, 2)
+    assert not (await scene.look()).silent
+
+
+async def test_clients_of_dying_pods_are_terminated_once_and_late(tmp_path: Path) -> None:
+    now = dt.datetime.now(dt.UTC)
+    scene = Scene(tmp_path, ["p1", "p2", "p3"])
+    scene.pod(1, dies_at=now + dt.timedelta(seconds=1))
+    scene.pod(2, dies_at=now + dt.timedelta(seconds=30))  # it may still end by itself
+    scene.pod(3)
+    for number in (1, 2, 3):
+        scene.process(100 + number, number)
+    scene.control.stubborn = True  # a refusal is no reason to ask for ever
+    with anyio.move_on_after(1.2):
+        await scene.watch.run()
+    assert scene.control.terminated == [101]
