@@ -31,6 +31,7 @@ class Commands:
         server.add("release", self._release)
 
     async def _status(self, _: Mapping[str, object]) -> Document:
+        await self._sources.holdings.refresh()  # its timer is slow, and a person wants the present
         return report(self._sources)
 
     async def _clear(self, request: Mapping[str, object]) -> Document:

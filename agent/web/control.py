@@ -5,13 +5,16 @@ or `{"ok": false, "error": "..."}`. Whoever owns a command adds it. Only root ma
 """
 
 import json
+import socket
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.to_thread
 import structlog
-from anyio.abc import SocketStream
+from anyio.abc import SocketListener, SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 log = structlog.get_logger()
@@ -25,6 +28,20 @@ Handler = Callable[[Mapping[str, object]], Awaitable[object]]
 
 class CommandRefused(Exception):
     """A command that is not carried out; the text goes to the person who gave it."""
+
+
+def _bound(path: Path) -> socket.socket:
+    """A listening socket; one that a dead agent left there is replaced. Raises OSError."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class ControlServer:
@@ -42,12 +59,14 @@ class ControlServer:
 
     async def serve(self) -> None:
         """Serve until cancelled. Raises OSError where the socket cannot be made."""
-        listener = await anyio.create_unix_listener(self.path, mode=0o600)
+        bound = await anyio.to_thread.run_sync(_bound, self.path)
+        listener = await SocketListener.from_socket(bound)
         try:
             async with listener:
                 await listener.serve(self._serve_one)
         finally:
-            self.path.unlink(missing_ok=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(partial(self.path.unlink, missing_ok=True))
 
     async def _serve_one(self, stream: SocketStream) -> None:
         async with stream:

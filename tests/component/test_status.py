@@ -1,0 +1,100 @@
+"""`gpu-node-agent status`, `clear-health` and `release` against a running agent on the embedded kubelet."""
+
+import json
+import subprocess
+import sys
+
+import anyio
+import anyio.to_thread
+
+from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.scenarios.skeleton import gpu_pod, running
+
+QUIET = {"health.kernelLog": None}
+
+
+async def command(rig: EmbeddedRig, *words: str) -> tuple[int, str]:
+    """Run the command line with the agent's configuration; exit code, and what it said."""
+    config = rig._folder / "config.yaml"
+    done = await anyio.to_thread.run_sync(
+        lambda: subprocess.run(
+            [sys.executable, "-m", "agent", *words, f"--config={config}"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    )
+    if done.returncode:
+        print((rig._folder / "agent.log").read_text()[-3000:])
+    return done.returncode, done.stdout + done.stderr
+
+
+async def test_status_tells_of_holders_and_sick_gpus_and_clear_brings_them_back() -> None:
+    async with embedded_rig() as rig:
+        await rig.start_agent(QUIET)
+        await rig.wait_allocatable(8)
+        pod = gpu_pod("holder", 2)
+        await running(rig, [pod])
+        held = await rig.held_ids(pod, "main")
+        rig.machine.xid(7, 119)
+        rig.machine.lose(6)
+        await rig.wait_allocatable(6)
+        code, text = await command(rig, "status", "--json")
+        assert code == 0, text
+        document = json.loads(text)
+        gpus = {gpu["uuid"]: gpu for gpu in document["gpus"]}
+        assert {uuid for uuid, gpu in gpus.items() if gpu["holders"]} == held
+        assert gpus[next(iter(held))]["holders"][0]["pod"] == "default/holder"
+        assert gpus[rig.machine.uuid(7)]["health"]["state"] == "unhealthy"
+        assert gpus[rig.machine.uuid(7)]["lastXid"] == 119
+        assert gpus[rig.machine.uuid(7)]["mode"]["active"] == "pgpu"
+        code, text = await command(rig, "status")
+        assert code == 0, text
+        assert "GPU 7: Xid 119, GSP RPC timeout" in text
+        assert "what to do: reset the GPU" in text
+        code, text = await command(rig, "clear-health", rig.machine.uuid(6))
+        assert code == 1
+        assert "cannot be cleared while it does not answer" in text
+        code, text = await command(rig, "clear-health", "7")
+        assert code == 0, text
+        assert "it was: Xid 119" in text
+        await rig.wait_allocatable(7)
+        code, text = await command(rig, "clear-health", "9")
+        assert code == 1
+        assert "this node has no GPU '9'; there are: 0 = GPU-" in text
+
+
+async def test_a_gpu_in_mig_mode_is_not_sold_and_status_says_why() -> None:
+    async with embedded_rig() as rig:
+        rig.machine.set_mig(3, enabled=True)
+        await rig.start_agent(QUIET)
+        await rig.wait_allocatable(7)
+        code, text = await command(rig, "status")
+        assert code == 0, text
+        assert "GPU 3: not sold: the GPU is in MIG mode" in text
+
+
+async def test_release_takes_all_gpus_away_and_gives_them_back() -> None:
+    async with embedded_rig() as rig:
+        await rig.start_agent(QUIET)
+        await rig.wait_allocatable(8)
+        code, text = await command(rig, "release", "--for", "10m")
+        assert code == 0, text
+        await rig.wait_allocatable(0)
+        assert await rig.capacity() == 8
+        code, text = await command(rig, "status")
+        assert "RELEASED for" in text
+        await rig.kill_agent()
+        await rig.start_agent(QUIET)
+        await anyio.sleep(3)
+        assert not await rig.allocatable()
+        code, text = await command(rig, "release", "--end")
+        assert code == 0, text
+        await rig.wait_allocatable(8)
+        code, text = await command(rig, "release", "--for", "soon")
+        assert code == 2
+        assert await rig.stop_agent() == 0
+        code, text = await command(rig, "status")
+        assert code == 1
+        assert "no agent answers" in text
