@@ -167,7 +167,11 @@ async def _serve(loaded: settings.Settings, nvml: NvmlPort, options: argparse.Na
                     # What lives now lives for ever: full collections need not look at it again.
                     gc.collect()
                     gc.freeze()
-                    await stop.wait()
+                    try:
+                        await stop.wait()
+                    finally:
+                        if not stop.is_set():  # a fatal task failed: what hangs must not keep the rest alive
+                            _end_the_hard_way_after(STOP_SECONDS)
                     group.cancel_scope.cancel()
             obeying.cancel_scope.cancel()
 
