@@ -1,8 +1,9 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import anyio
 from grpclib.client import Channel, UnaryUnaryMethod
@@ -43,11 +44,42 @@ class PodList:
     @classmethod
     def parse(cls, data: bytes) -> "PodList":
         """Read the message; raises wire.MalformedMessage."""
-        holdings: list[Holding] = []
-        containers: list[tuple[str, str, str]] = []
+        return _joined(_read_pod(data, start, end) for start, end in wire.submessages(data, 0, len(data), 1))
+
+
+# What one pod's part of a list says: holdings, and all containers.
+_Part = tuple[list[Holding], list[tuple[str, str, str]]]
+
+
+class Reader:
+    """Reads one list after the other; pods whose bytes did not change since the last are not read again.
+
+    Unchanged holdings are the very same objects, so that what was derived from them can be kept, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Part] = {}
+
+    def parse(self, data: bytes) -> PodList:
+        """Read the message; raises wire.MalformedMessage."""
+        fresh: dict[bytes, _Part] = {}
+        parts: list[_Part] = []
         for start, end in wire.submessages(data, 0, len(data), 1):
-            _read_pod(data, start, end, holdings, containers)
-        return cls(tuple(holdings), tuple(containers))
+            body = data[start:end]
+            part = self._known.get(body) or _read_pod(body, 0, len(body))
+            fresh[body] = part
+            parts.append(part)
+        self._known = fresh
+        return _joined(parts)
+
+
+def _joined(parts: Iterable[_Part]) -> PodList:
+    holdings: list[Holding] = []
+    containers: list[tuple[str, str, str]] = []
+    for held, names in parts:
+        holdings += held
+        containers += names
+    return PodList(tuple(holdings), tuple(containers))
 
 
 class PodResources:
@@ -55,6 +87,7 @@ class PodResources:
 
     def __init__(self, kubelet_root: Path) -> None:
         self.path = kubelet_root / "pod-resources" / "kubelet.sock"
+        self._reader = Reader()
 
     async def list(self, deadline: float = LIST_SECONDS) -> PodList:
         """All containers and what they hold. Raises PodResourcesUnavailable after `deadline` seconds at most.
@@ -80,21 +113,19 @@ class PodResources:
     async def _list(self, deadline: float) -> PodList:
         channel = Channel(path=str(self.path), codec=wire.Codec())
         try:
+            # The codec asks the type of the answer for no more than `parse`.
+            answer = cast("type[PodList]", self._reader)
             method: UnaryUnaryMethod[v1.ListPodResourcesRequest, PodList] = UnaryUnaryMethod(
-                channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, PodList
+                channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, answer
             )
             return await method(v1.ListPodResourcesRequest(), timeout=deadline)
         finally:
             channel.close()
 
 
-def _read_pod(
-    data: bytes,
-    start: int,
-    end: int,
-    holdings: list[Holding],
-    containers: list[tuple[str, str, str]],
-) -> None:
+def _read_pod(data: bytes, start: int, end: int) -> _Part:
+    holdings: list[Holding] = []
+    containers: list[tuple[str, str, str]] = []
     name = namespace = ""
     bodies: list[tuple[int, int]] = []
     for number, kind, low, high in wire.fields(data, start, end):
@@ -110,6 +141,7 @@ def _read_pod(
         container, held = _read_container(data, low, high)
         containers.append((namespace, name, container))
         holdings.extend(Holding(namespace, name, container, resource, ids) for resource, ids in held.items())
+    return holdings, containers
 
 
 def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, tuple[str, ...]]]:

@@ -4,14 +4,14 @@ It is no record of its own: `held` is what PodResources says, reservations are p
 seconds, from the first of a container's calls until the kubelet's records show the pair.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import Demand, Kind
+from agent.model.demand import CORES, Demand, Kind
 from agent.model.ids import SEPARATOR
 
 
@@ -66,7 +66,7 @@ class Stock:
     def of(cls, kind: Kind, gpu: str, index: int, memory_bytes: int) -> Self:
         """The stock of a GPU of that size: 100 cores and its whole blocks of memory."""
         core, memory = kind.core_unit.value, kind.memory_unit.value
-        cores = tuple(f"{gpu}{SEPARATOR}{core}{n}" for n in range(100))
+        cores = tuple(f"{gpu}{SEPARATOR}{core}{n}" for n in range(CORES))
         blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(kind.blocks(memory_bytes)))
         return cls(gpu, index, cores, blocks, frozenset(cores), frozenset(blocks))
 
@@ -86,6 +86,30 @@ class Held:
     holder: Holder
     half: Half
     ids: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that containers hold, with what is often asked of it worked out once."""
+
+    entries: tuple[Held, ...] = ()
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self.entries)
+
+    @cached_property
+    def ids(self) -> frozenset[str]:
+        """All IDs that anybody holds."""
+        return frozenset().union(*(entry.ids for entry in self.entries))
+
+    @cached_property
+    def large(self) -> tuple[frozenset[str], ...]:
+        """Cores of containers that hold as many as a GPU has, or more."""
+        return tuple(each.ids for each in self.entries if each.half is Half.CORE and len(each.ids) >= CORES)
+
+    def same(self, other: "Holdings") -> bool:
+        """Whether nothing changed: entry by entry the same object, or an equal one."""
+        return self is other or self.entries == other.entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +168,18 @@ class Ledger:
     """Stocks, holdings and reservations of one pair of resources on one node."""
 
     stocks: Mapping[str, Stock] = field(default_factory=lambda: MappingProxyType({}))
-    held: tuple[Held, ...] = ()
+    held: Holdings = Holdings()
     reservations: tuple[Reservation, ...] = ()
 
-    @cached_property
+    @property
     def held_ids(self) -> frozenset[str]:
         """All IDs that anybody holds."""
-        return frozenset().union(*(entry.ids for entry in self.held))
+        return self.held.ids
+
+    @cached_property
+    def kept_ids(self) -> frozenset[str]:
+        """All IDs that are held or promised."""
+        return self.held.ids | self.promised_ids if self.reservations else self.held.ids
 
     @cached_property
     def promised_ids(self) -> frozenset[str]:
@@ -161,7 +190,7 @@ class Ledger:
     @cached_property
     def whole(self) -> frozenset[str]:
         """GPUs of which one container holds all cores."""
-        large = [entry.ids for entry in self.held if entry.half is Half.CORE and len(entry.ids) >= 100]
+        large = [*self.held.large]
         large += [each.core_ids for each in self.reservations if each.complete and each.core_ids]
         return frozenset(
             stock.gpu for stock in self.stocks.values() for ids in large if stock.core_set <= ids
@@ -171,7 +200,7 @@ class Ledger:
         """The promise to a container."""
         return next((each for each in self.reservations if each.holder == holder), None)
 
-    def observed(self, held: Iterable[Held], pods: frozenset[tuple[str, str]], now: float) -> Self:
+    def observed(self, held: Holdings, pods: frozenset[tuple[str, str]], now: float) -> Self:
         """With what the kubelet's records say now.
 
         Promises end that were kept (the records show them from here on), that are late, or whose pod, by
@@ -184,7 +213,8 @@ class Ledger:
             and each.expires > now
             and (each.holder.nameless or each.holder.pod_key in pods)
         )
-        return replace(self, held=tuple(held), reservations=kept)
+        same = self.held.same(held)
+        return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
         """Without the promises that are late."""
@@ -216,9 +246,8 @@ class Ledger:
         that are held though no listed container shows them.
         """
         others = [each for each in self.reservations if each.holder != asking]
-        taken = (self.held_ids | busy).union(
-            *(ids for each in others for half in Half if (ids := each.ids(half)) is not None)
-        ) - own
+        promised = [ids for each in others for half in Half if (ids := each.ids(half)) is not None]
+        taken = self.held.ids.union(busy, *promised) - own
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}
         owed = {gpu: [0, 0] for gpu in self.stocks}

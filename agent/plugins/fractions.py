@@ -167,7 +167,7 @@ class SharePlugin:
         """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
         view = self._shares.pairing.view
         ledger, stocks = view.ledger, view.ledger.stocks
-        kept = ledger.held_ids | ledger.promised_ids | view.hidden
+        kept = ledger.kept_ids | view.hidden if view.hidden else ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
         admitting = {gpu for each in begun for gpu in each.gpus}
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}

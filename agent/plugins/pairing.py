@@ -240,8 +240,9 @@ class Pairing:
         existing = self._ledger.reservation(holder)
         promised = frozenset(existing.gpus) if existing and existing.granted else frozenset()
         tied = {each.partition(SEPARATOR)[0] for each in inherited | before | handed_on} | promised
-        visible = frozenset().union(*(each.ids for each in self._ledger.held if each.holder != holder))
-        own = (handed_on - visible) | before | inherited
+        if handed_on:
+            handed_on -= frozenset().union(*(each.ids for each in self._ledger.held if each.holder != holder))
+        own = handed_on | before | inherited
         peak = anchor.peak if anchor and not tied else demand
         rooms = self._ledger.rooms(holder, own, self._kept_back(half, available))
         choice = place(
@@ -356,7 +357,7 @@ class Pairing:
         before = self._ledger
         self._ledger = before.observed(records.held, records.pods, self._clock())
         gone = self._memory.forget_others_than(records.pods)
-        if gone or before.held != self._ledger.held or before.reservations != self._ledger.reservations:
+        if gone or before.held is not self._ledger.held or before.reservations != self._ledger.reservations:
             self._publish()
 
     def _forget_late(self) -> None:

@@ -11,7 +11,7 @@ from agent.kubelet.api import Reason, Refused
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
 from agent.model.demand import Impossible, Kind, Pod
 from agent.model.ledger import Half
-from agent.plugins.pairing_identity import Asker, Records, askers, resource_of, same_outcome
+from agent.plugins.pairing_identity import Asker, Known, Records, askers, resource_of, same_outcome
 from agent.plugins.pairing_ports import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
@@ -54,6 +54,7 @@ class Identity:
         self._kind = kind
         self._lister = lister
         self._source = source
+        self._known = Known()
 
     async def records(self) -> Records | None:
         """The kubelet's records now; None if they cannot be read."""
@@ -62,7 +63,7 @@ class Identity:
         except PodResourcesUnavailable as error:
             log.warning("records_unavailable", problem=str(error))
             return None
-        return Records.of(self._kind, listed)
+        return Records.of(self._kind, listed, self._known)
 
     async def who(
         self, half: Half, size: int, served: Collection[tuple[str, str, Half]], refused: Collection[str]

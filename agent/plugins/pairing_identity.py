@@ -8,9 +8,9 @@ pods in the records only the one that is being admitted has such a container.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from agent.kubelet.podresources import PodList
+from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import Anchor, Container, Demand, Kind, Pod, Stage, anchor_of, demand_of
-from agent.model.ledger import Half, Held, Holder
+from agent.model.ledger import Half, Held, Holder, Holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +37,51 @@ class Asker:
         return anchor if anchor and self.container.name in anchor.members else None
 
 
+class Known:
+    """Entries made of the last answer: a holding that comes again as the same object keeps its entry."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Holding, Held]] = {}
+
+    def entries(self, kind: Kind, listed: PodList) -> tuple[Held, ...]:
+        """The holdings of the pair."""
+        halves = {kind.core: Half.CORE, kind.memory: Half.MEMORY}
+        made: dict[int, tuple[Holding, Held]] = {}
+        for each in listed.holdings:
+            if half := halves.get(each.resource):
+                before = self._made.get(id(each))
+                if before is None or before[0] is not each:
+                    holder = Holder(each.namespace, each.pod, each.container)
+                    before = (each, Held(holder, half, frozenset(each.ids)))
+                made[id(each)] = before
+        self._made = made
+        return tuple(held for _, held in made.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Records:
     """What the kubelet's records say about one pair of resources."""
 
-    held: tuple[Held, ...]
+    held: Holdings
     holders: frozenset[tuple[Holder, Half]]
     containers: frozenset[Holder]  # all that are listed
     pods: frozenset[tuple[str, str]]
 
     @classmethod
-    def of(cls, kind: Kind, listed: PodList) -> "Records":
-        """The records for `kind` out of a PodResources answer."""
-        halves = {kind.core: Half.CORE, kind.memory: Half.MEMORY}
-        held = tuple(
-            Held(Holder(each.namespace, each.pod, each.container), halves[each.resource], frozenset(each.ids))
-            for each in listed.holdings
-            if each.resource in halves
-        )
+    def of(cls, kind: Kind, listed: PodList, known: "Known | None" = None) -> "Records":
+        """The records for `kind` out of a PodResources answer; `known` keeps what did not change."""
+        held = (known or Known()).entries(kind, listed)
         containers = frozenset(Holder(*names) for names in listed.containers)
         return cls(
-            held,
+            Holdings(held),
             frozenset((each.holder, each.half) for each in held),
             containers,
-            frozenset((each.namespace, each.pod) for each in containers),
+            frozenset(each.pod_key for each in containers),
         )
 
     def ids(self, holder: Holder, half: Half) -> frozenset[str]:
         """What a container holds of a half."""
-        found = (each.ids for each in self.held if each.holder == holder and each.half is half)
+        found = (each.ids for each in self.held.entries if each.holder == holder and each.half is half)
         return next(found, frozenset())
 
     def lacking(self, pod: tuple[str, str], half: Half) -> list[Holder]:

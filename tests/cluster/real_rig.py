@@ -15,22 +15,25 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
+from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
+from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
 from tests.cluster.node_watch import watching
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import Report, manifest, read_report
-from tests.scenarios.rig import GPU
+from tests.scenarios.rig import GPU, NodeView
 
 T = TypeVar("T")
 PROFILE = "dgx-h200"
 POLL = 0.05
 REPORT_SECONDS = 15.0
 PODRESOURCES_SECONDS = 30.0
+API_SECONDS = 60.0
 
 
 class RealRig:
@@ -40,6 +43,7 @@ class RealRig:
         self._cluster = cluster
         self._folder = folder
         self._pods: list[PodSpec] = []
+        self._labels: set[str] = set()
         self.machine = SimulatedMachine.create(PROFILE, folder / "machine")
         self._minors = {uuid: int(self.machine.gpu(uuid).minor) for uuid in self.machine.uuids}
         self.machine.write_sysfs(folder / "sys")
@@ -89,6 +93,13 @@ class RealRig:
     def agent_running(self) -> bool:
         return self.agent.pid is not None
 
+    def record_lists(self) -> Path:
+        self.agent.record = self._folder / "lists"
+        return self.agent.record
+
+    def agent_log(self) -> Path:
+        return self.agent.log
+
     # The node
 
     async def allocatable(self, resource: str = GPU) -> int | None:
@@ -110,6 +121,53 @@ class RealRig:
     async def watching_allocatable(self, resource: str = GPU) -> AsyncIterator[Sequence[int | None]]:
         async with watching(self._cluster, "allocatable", resource) as values:
             yield values
+
+    async def set_labels(self, labels: Mapping[str, str | None]) -> None:
+        self._labels |= set(labels)
+        path = self._cluster.api.path("v1", "Node", None, self._cluster.node)
+        patch = {"metadata": {"labels": dict(labels)}}
+        await self._blocking(partial(self._cluster.api.merge_patch, path, patch))
+
+    async def node(self) -> NodeView:
+        node = await self._blocking(partial(self._cluster.get, "Node", self._cluster.node))
+        conditions = {
+            each["type"]: (each["status"], each["reason"], each["message"])
+            for each in node["status"].get("conditions", ())
+        }
+        metadata = node["metadata"]
+        return NodeView(metadata["labels"], metadata["annotations"], conditions)
+
+    async def event_reasons(self) -> Sequence[str]:
+        api = self._cluster.api
+        path = api.path("v1", "Event", "default")
+        found = await self._blocking(partial(api.get, path, fieldSelector="involvedObject.kind=Node"))
+        return [
+            each["reason"] for each in sorted(found["items"], key=lambda each: each["firstTimestamp"] or "")
+        ]
+
+    @asynccontextmanager
+    async def api_server_away(self) -> AsyncIterator[None]:
+        await self._blocking(partial(self._cluster.stop, "api"))
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._blocking(partial(self._cluster.start, "api"))
+                await self._wait(self._api_answers, API_SECONDS, self._api_seen)
+
+    async def _api_answers(self) -> bool:
+        try:
+            await self._blocking(partial(self._cluster.api.request, "GET", "/readyz", timeout=2))
+        except (OSError, ApiError):
+            return False
+        return True
+
+    async def _api_seen(self) -> str:
+        return f"the API server is not back; end of its log:\n{self._cluster.log_tail('api')}"
+
+    async def known_devices(self, resource: str = GPU) -> int:
+        answer = await self._ask(lambda stub: stub.get_allocatable_resources(timeout=2))
+        return sum(len(item.device_ids) for item in answer.devices if item.resource_name == resource)
 
     async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
         before = await self._known_devices()
@@ -135,6 +193,27 @@ class RealRig:
 
     async def phase(self, pod: PodSpec) -> Phase:
         return Phase((await self._status(pod))["phase"])
+
+    async def all_pods(self) -> Mapping[str, tuple[Phase, str, str]]:
+        api = self._cluster.api
+        found = await self._blocking(partial(api.get, api.path("v1", "Pod", "default")))
+        return {
+            each["metadata"]["name"]: (
+                Phase(each["status"]["phase"]),
+                each["status"].get("reason", ""),
+                each["status"].get("message", ""),
+            )
+            for each in found["items"]
+        }
+
+    async def ask_to_delete(self, pod: PodSpec) -> None:
+        api = self._cluster.api
+        path = api.path("v1", "Pod", pod.namespace, pod.name)
+        try:
+            await self._blocking(partial(api.delete, path, grace_seconds=1))
+        except ApiError as error:
+            if error.status != 404:
+                raise
 
     async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
         async def reached() -> bool:
@@ -192,6 +271,10 @@ class RealRig:
         status = cluster.api.get(node)["status"]
         foreign = {name: None for name in status["capacity"] if "/" in name}
         cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
+        labels = dict.fromkeys((*self._labels, MODE_LABEL))
+        cluster.api.merge_patch(
+            node, {"metadata": {"labels": labels, "annotations": {STATE_ANNOTATION: None}}}
+        )
         cluster.start("kubelet")
 
     # Inner

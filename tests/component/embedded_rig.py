@@ -18,7 +18,7 @@ from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.component.kubelet.peer import PodResources, pod_resources
-from tests.scenarios.rig import GPU
+from tests.scenarios.rig import GPU, NodeView
 
 T = TypeVar("T")
 Face = Literal["1.36", "1.33"]
@@ -92,6 +92,13 @@ class EmbeddedRig:
     def agent_running(self) -> bool:
         return self.agent.pid is not None
 
+    def record_lists(self) -> Path:
+        self.agent.record = self._folder / "lists"
+        return self.agent.record
+
+    def agent_log(self) -> Path:
+        return self.agent.log
+
     # The node
 
     async def allocatable(self, resource: str = GPU) -> int | None:
@@ -109,6 +116,9 @@ class EmbeddedRig:
             lambda: f"allocatable {resource} is {amounts.allocatable.get(resource)}, not {count}",
         )
 
+    async def known_devices(self, resource: str = GPU) -> int:
+        return self.kubelet.healthy(resource)
+
     @asynccontextmanager
     async def watching_allocatable(self, resource: str = GPU) -> AsyncIterator[Sequence[int | None]]:
         with self._watching(resource) as values:
@@ -124,6 +134,29 @@ class EmbeddedRig:
 
         with self.kubelet.observing_node(look):
             yield values
+
+    async def set_labels(self, labels: Mapping[str, str | None]) -> None:
+        for key, value in labels.items():
+            self.http.set_label(key, value)
+
+    async def node(self) -> NodeView:
+        conditions = {
+            kind: (each["status"], each["reason"], each["message"])
+            for kind, each in self.http.conditions.items()
+        }
+        return NodeView(dict(self.http.labels), dict(self.http.annotations), conditions)
+
+    async def event_reasons(self) -> Sequence[str]:
+        return [each["reason"] for each in self.http.events if each["involvedObject"]["kind"] == "Node"]
+
+    @asynccontextmanager
+    async def api_server_away(self) -> AsyncIterator[None]:
+        self.http.reachable = False
+        self.kubelet.api.changed()  # open watches look up and end
+        try:
+            yield
+        finally:
+            self.http.reachable = True
 
     async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
         before = await self._ask(lambda lister: len(lister.allocatable()))
@@ -148,6 +181,14 @@ class EmbeddedRig:
 
     async def phase(self, pod: PodSpec) -> Phase:
         return self.kubelet.pod(pod).phase
+
+    async def all_pods(self) -> Mapping[str, tuple[Phase, str, str]]:
+        pods = self.kubelet.api.pods.values()
+        return {pod.spec.name: (pod.phase, pod.reason, pod.message) for pod in pods}
+
+    async def ask_to_delete(self, pod: PodSpec) -> None:
+        if pod.key in self.kubelet.api.pods:
+            self.kubelet.api.delete(pod)
 
     async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
         seen = self.kubelet.pod(pod)

@@ -19,12 +19,23 @@ what was seen last.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 
 GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What the Node object says."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    conditions: Mapping[str, tuple[str, str, str]]  # type -> status, reason, message
 
 
 class Rig(Protocol):
@@ -53,6 +64,12 @@ class Rig(Protocol):
     def agent_running(self) -> bool:
         """Whether the agent's process is alive."""
 
+    def record_lists(self) -> Path:
+        """From its next start on the agent writes down the lists it sends, for `tests.scenarios.lists`."""
+
+    def agent_log(self) -> Path:
+        """What the agent writes, of all its lives: JSON lines."""
+
     # The node.
     async def allocatable(self, resource: str = GPU) -> int | None:
         """`status.allocatable` of the node, as the API tells it; None: the node has no such key."""
@@ -63,11 +80,26 @@ class Rig(Protocol):
     async def wait_allocatable(self, count: int, resource: str = GPU, deadline: float = 30.0) -> None:
         """Wait until allocatable is exactly `count`."""
 
+    async def known_devices(self, resource: str = GPU) -> int:
+        """Devices that the kubelet may hand out, held ones included; the status may be ahead or behind."""
+
     def watching_allocatable(self, resource: str = GPU) -> AbstractAsyncContextManager[Sequence[int | None]]:
         """Inside: a growing list of the values that allocatable took, the present one first.
 
         Every value that the node's status held must show, however short (a watch, not a poll).
         """
+
+    async def set_labels(self, labels: Mapping[str, str | None]) -> None:
+        """Set labels of the Node object, as an administrator does; None removes one."""
+
+    async def node(self) -> NodeView:
+        """The Node object now."""
+
+    async def event_reasons(self) -> Sequence[str]:
+        """Reasons of the events about the node, oldest first."""
+
+    def api_server_away(self) -> AbstractAsyncContextManager[None]:
+        """Inside, no call to the API server succeeds, nor does one of this rig that needs it."""
 
     async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
         """Stop the kubelet, wait, start it; pods run on.
@@ -91,6 +123,12 @@ class Rig(Protocol):
 
     async def phase(self, pod: PodSpec) -> Phase:
         """`status.phase` now."""
+
+    async def all_pods(self) -> Mapping[str, tuple[Phase, str, str]]:
+        """Phase, `status.reason` and `status.message` of every pod of the namespace `default`, by name."""
+
+    async def ask_to_delete(self, pod: PodSpec) -> None:
+        """Delete without waiting for the end; a pod that is gone already is no error."""
 
     async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
         """Wait until the pod is in that phase; AssertionError at once if it ends in another final phase."""

@@ -38,8 +38,16 @@ async def start(rig: Rig) -> None:
 async def serving(rig: Rig) -> None:
     """The agent runs and the node offers all units of all GPUs."""
     await start(rig)
-    await rig.wait_allocatable(GPUS * CORES, CORE)
-    await rig.wait_allocatable(GPUS * BLOCKS, MEMORY)
+    await offered(rig, GPUS * BLOCKS)
+
+
+async def offered(rig: Rig, blocks: int, deadline: float = 60.0) -> None:
+    """Wait until all cores and so many blocks are to be had, by the status and by the kubelet itself."""
+    for resource, count in ((CORE, GPUS * CORES), (MEMORY, blocks)):
+        with anyio.fail_after(deadline):
+            while await rig.known_devices(resource) != count:
+                await anyio.sleep(0.05)
+        await rig.wait_allocatable(count, resource)
 
 
 async def created(rig: Rig, pods: Iterable[PodSpec]) -> None:
@@ -149,8 +157,7 @@ async def test_agent_sigkilled_ten_times_in_a_burst(rig: Rig) -> None:
         # Whoever was just being admitted fails for good, as the kubelet has it; all others get their pair.
         alive += [pod for pod in burst if await settled(rig, pod) is Phase.RUNNING]
         left = await check_pairs(rig, alive)
-        await rig.wait_allocatable(GPUS * CORES, CORE)
-        await rig.wait_allocatable(GPUS * BLOCKS, MEMORY)
+        await offered(rig, GPUS * BLOCKS)
         # The new agent knows to the unit what is left: the whole rest of a GPU is sold, and not one more.
         cores, blocks = max(left.values())
         rest = (
@@ -162,8 +169,7 @@ async def test_agent_sigkilled_ten_times_in_a_burst(rig: Rig) -> None:
         await check_pairs(rig, (*alive, rest))
         await rig.delete_pod(rest)
     assert alive
-    await rig.wait_allocatable(GPUS * CORES, CORE)
-    await rig.wait_allocatable(GPUS * BLOCKS, MEMORY)
+    await offered(rig, GPUS * BLOCKS)
 
 
 async def test_kubelet_restart_under_vgpu_pods(rig: Rig) -> None:
@@ -174,9 +180,8 @@ async def test_kubelet_restart_under_vgpu_pods(rig: Rig) -> None:
     await running(rig, whole, *before)
     held = {pod.name: await rig.held_ids(pod, "main", MEMORY) for pod in before}
     await rig.restart_kubelet()
-    await rig.wait_allocatable(GPUS * CORES, CORE)
     # The memory of the GPU that is held whole stays unsold but for the 5 blocks that came with it.
-    await rig.wait_allocatable((GPUS - 1) * BLOCKS + 5, MEMORY)
+    await offered(rig, (GPUS - 1) * BLOCKS + 5)
     for pod in (whole, *before):
         assert await rig.phase(pod) is Phase.RUNNING, await rig.message(pod)
     assert {pod.name: await rig.held_ids(pod, "main", MEMORY) for pod in before} == held

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
 from agent.kubelet.api import PreferenceRequest
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.podresources import Holding, PodList, Reader
 from agent.kubelet.wire import AllocationRequests, MalformedMessage, PreferenceRequests
 
 Field = tuple[int, int, bytes]  # number, wire type, encoded value
@@ -188,3 +188,24 @@ def test_an_entry_that_only_begins_like_its_neighbour_is_read_by_itself() -> Non
     data = message([(1, 2, message([(3, 2, message([(2, 2, first), (2, 2, other), (2, 2, first)]))]))])
     assert PodList.parse(data) == as_pod_list(data)
     assert [each.ids for each in PodList.parse(data).holdings] == [("GPU::m1", "GPU::m1"), ("GPU::m2",)]
+
+
+@given(st.lists(LISTS, min_size=1, max_size=4))
+def test_a_reader_that_remembers_reads_the_same(messages: list[bytes]) -> None:
+    reader = Reader()
+    for data in (*messages, *reversed(messages)):
+        assert reader.parse(data) == as_pod_list(data)
+
+
+def test_what_did_not_change_is_the_same_object() -> None:
+    first, second = (
+        message([(1, 2, message([(1, 2, name), (3, 2, message([(1, 2, b"main"), (2, 2, entry)]))]))])
+        for name, entry in (
+            (b"a", message([(1, 2, b"r"), (2, 2, b"GPU::m1")])),
+            (b"b", message([(1, 2, b"r"), (2, 2, b"GPU::m2")])),
+        )
+    )
+    reader = Reader()
+    before = reader.parse(first)
+    after = reader.parse(second + first)
+    assert after.holdings[1] is before.holdings[0]

@@ -1,7 +1,7 @@
 """The ledger: rooms after holdings and promises, and when promises end."""
 
 from agent.model.demand import VGPU, Demand
-from agent.model.ledger import Half, Held, Holder, Ledger, Reservation, Stock
+from agent.model.ledger import Half, Held, Holder, Holdings, Ledger, Reservation, Stock
 
 A, B = "GPU-a", "GPU-b"
 ME, OTHER = Holder("d", "me", "main"), Holder("d", "other", "main")
@@ -13,7 +13,7 @@ def stock(gpu: str, index: int) -> Stock:
 
 
 def ledger(*held: Held) -> Ledger:
-    return Ledger({A: stock(A, 0), B: stock(B, 1)}, held)
+    return Ledger({A: stock(A, 0), B: stock(B, 1)}, Holdings(held))
 
 
 def cores(gpu: str, first: int, count: int) -> frozenset[str]:
@@ -72,9 +72,9 @@ def test_promises_end_when_kept_late_or_orphaned() -> None:
     book = ledger().promised(kept).promised(opened)
     assert kept.complete
     assert not opened.complete
-    assert book.observed((), PODS, now=5.0).reservations == (opened,)
-    assert book.observed((), PODS, now=11.0).reservations == ()
-    assert book.observed((), frozenset({("d", "me")}), now=5.0).reservations == ()
+    assert book.observed(Holdings(), PODS, now=5.0).reservations == (opened,)
+    assert book.observed(Holdings(), PODS, now=11.0).reservations == ()
+    assert book.observed(Holdings(), frozenset({("d", "me")}), now=5.0).reservations == ()
     assert book.expired(10.0).reservations == ()
     assert book.expired(9.0) is book
 
@@ -82,8 +82,8 @@ def test_promises_end_when_kept_late_or_orphaned() -> None:
 def test_a_promise_to_a_nameless_container_lives_until_it_is_late() -> None:
     nameless = Reservation(Holder("", "unknown", "core 1"), Demand(5, 0), (A,), 10.0, demand_known=False)
     book = ledger().promised(nameless.with_grant(Half.CORE))
-    assert book.observed((), PODS, now=5.0).reservations
-    assert not book.observed((), PODS, now=10.0).reservations
+    assert book.observed(Holdings(), PODS, now=5.0).reservations
+    assert not book.observed(Holdings(), PODS, now=10.0).reservations
 
 
 def test_a_second_promise_replaces_the_first() -> None:

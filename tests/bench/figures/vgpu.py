@@ -1,0 +1,310 @@
+"""Fractions: how long a pair's admission takes, and what its long lists cost."""
+
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import grpc
+
+from agent._proto import v1
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
+from agent.kubelet.server import DrainableServer
+from agent.kubelet.service import DevicePluginService
+from agent.model.demand import VGPU
+from agent.model.gpu import Gpu
+from agent.model.ledger import Half, Stock
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.plugins.inject import Injector
+from agent.plugins.vgpu import VgpuPlugin, build
+from agent.settings import Settings
+from agent.simulator.kubelet.api import Api
+from agent.simulator.kubelet.http_api import HttpApi
+from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.machine import SimulatedMachine
+from tests.bench.agent import BenchAgent
+from tests.bench.client import KubeletClient, kubelet_client
+from tests.bench.conditions import Conditions, short_folder
+from tests.bench.registry import Figure, Taken, measurement, percentile
+
+ADMISSIONS, WARM_UP = 300, 20
+READS = 100
+MEMORY_BYTES = 143771 << 20  # of an H200
+LISTS = 60
+PODS_PER_GPU = 9
+CORES, BLOCKS = 10, 56  # of each pod: nine of them hold 90 % of a GPU's 100 cores and 561 blocks
+
+
+class Ledger:
+    """PodResources as a server of its own that answers prepared bytes: its time is not the agent's."""
+
+    def __init__(self, standing: bytes) -> None:
+        self._standing = standing
+        self.newest = b""
+
+    @contextmanager
+    def serving(self, socket: Path) -> Iterator[None]:
+        """Serve on a unix socket."""
+        socket.parent.mkdir(parents=True, exist_ok=True)
+        handler = grpc.unary_unary_rpc_method_handler(lambda _, __: self._standing + self.newest)
+        server = grpc.server(ThreadPoolExecutor(2))
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("v1.PodResourcesLister", {"List": handler})]
+        )
+        server.add_insecure_port(f"unix:{socket}")
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop(0).wait()
+
+
+def entry(name: str, ids: Mapping[str, Sequence[str]]) -> bytes:
+    """One pod with a container `main`, one entry per device ID as the kubelet sends them."""
+    devices = [
+        v1.ContainerDevices(resource_name=resource, device_ids=[each])
+        for resource, held in ids.items()
+        for each in held
+    ]
+    pod = v1.PodResources(
+        name=name, namespace="default", containers=[v1.ContainerResources(name="main", devices=devices)]
+    )
+    return bytes(v1.ListPodResourcesResponse(pod_resources=[pod]))
+
+
+def stocks(uuids: Sequence[str], memory_bytes: int) -> list[Stock]:
+    """All units of the machine."""
+    return [Stock.of(VGPU, uuid, index, memory_bytes) for index, uuid in enumerate(uuids)]
+
+
+def held_pods(all_stocks: Sequence[Stock]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Pods that hold 90 % of everything."""
+    return {
+        f"held-{stock.index}-{n}": {
+            VGPU.core: stock.cores[n * CORES : (n + 1) * CORES],
+            VGPU.memory: stock.blocks[n * BLOCKS : (n + 1) * BLOCKS],
+        }
+        for stock in all_stocks
+        for n in range(PODS_PER_GPU)
+    }
+
+
+def pod_spec(name: str) -> PodSpec:
+    """A pod that asks for what is left of any GPU, nearly."""
+    return PodSpec(name, (ContainerSpec("main", {VGPU.core: 8, VGPU.memory: 40}),), node_name="bench")
+
+
+@measurement(
+    Figure(
+        "pair_admission_p99_ms",
+        "ms",
+        25,
+        "the four calls for core and memory of a pod, 90 % of 8 GPUs held; 99th percentile",
+    ),
+    Figure("pair_admission_p50_ms", "ms", None, "the same; median"),
+)
+async def admission(conditions: Conditions) -> Mapping[str, Taken]:
+    """Who asks is found in 4,752 held units each time; pods' specs come from a watch."""
+    folder = await anyio.to_thread.run_sync(short_folder)
+    machine = await anyio.to_thread.run_sync(SimulatedMachine.create, "dgx-h200", folder / "machine")
+    await anyio.to_thread.run_sync(machine.write_sysfs, folder / "sys")
+    every = stocks(machine.uuids, MEMORY_BYTES)
+    holding = held_pods(every)
+    api = Api("bench", random.Random(1))
+    for name in holding:
+        api.create(pod_spec(name))
+    ledger = Ledger(b"".join(entry(name, ids) for name, ids in holding.items()))
+    for name in ("cdi", "k/plugins_registry", "k/device-plugins"):
+        (folder / name).mkdir(parents=True)
+    with ledger.serving(folder / "k" / "pod-resources" / "kubelet.sock"):
+        async with HttpApi(api).serving() as http:
+            http.write_kubeconfig(folder / "kubeconfig")
+            settings = conditions.settings(folder) | {
+                "defaultMode": "vgpu",
+                "cluster.access": "required",
+                "cluster.kubeconfig": str(folder / "kubeconfig"),
+                "cluster.nodeName": "bench",
+            }
+            agent = BenchAgent(conditions.process(folder), settings)
+            await agent.start()
+            try:
+                taken = await _admissions(folder, every, holding, api, ledger)
+            finally:
+                await agent.kill()
+    return {
+        "pair_admission_p99_ms": Taken(percentile(taken, 0.99), len(taken)),
+        "pair_admission_p50_ms": Taken(percentile(taken, 0.5), len(taken)),
+    }
+
+
+async def _admissions(
+    folder: Path,
+    every: Sequence[Stock],
+    holding: Mapping[str, Mapping[str, Sequence[str]]],
+    api: Api,
+    ledger: Ledger,
+) -> list[float]:
+    in_use = {each for ids in holding.values() for held in ids.values() for each in held}
+    free = {
+        half: [each for stock in every for each in stock.ids(half) if each not in in_use] for half in Half
+    }
+    sockets = {
+        Half.CORE: folder / "k/plugins_registry/gna-tencent-vcuda-core.sock",
+        Half.MEMORY: folder / "k/plugins_registry/gna-tencent-vcuda-memory.sock",
+    }
+    with anyio.fail_after(20):
+        while not all(socket.exists() for socket in sockets.values()):
+            await anyio.sleep(0.05)
+    taken: list[float] = []
+    with kubelet_client(sockets[Half.CORE]) as core, kubelet_client(sockets[Half.MEMORY]) as memory:
+        clients = {Half.CORE: core, Half.MEMORY: memory}
+        for n in range(ADMISSIONS + WARM_UP):
+            spec = pod_spec(f"new-{n}")
+            api.create(spec)
+            ledger.newest = entry(spec.name, {})
+            # The watch tells of a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
+            await anyio.sleep(0.02)
+            halves = [Half.CORE, Half.MEMORY] if n % 2 else [Half.MEMORY, Half.CORE]
+            seconds = await anyio.to_thread.run_sync(_pair, clients, free, halves)
+            if n >= WARM_UP:
+                taken.append(seconds * 1000)
+            ledger.newest = b""
+            api.delete(spec)
+            api.remove(api.get(spec))
+    return taken
+
+
+def _pair(
+    clients: Mapping[Half, KubeletClient], free: Mapping[Half, Sequence[str]], halves: Sequence[Half]
+) -> float:
+    sizes = {Half.CORE: 8, Half.MEMORY: 40}
+    gpus: set[str] = set()
+    spent = 0.0
+    for half in halves:
+        started = time.perf_counter()
+        ids = clients[half].prefer(free[half], sizes[half])
+        clients[half].allocate(ids)
+        spent += time.perf_counter() - started
+        gpus |= {each.partition("::")[0] for each in ids}
+    if len(gpus) != 1:
+        raise RuntimeError(f"the pair lies on {len(gpus)} GPUs")
+    return spent
+
+
+@measurement(
+    Figure("podresources_read_ms", "ms", 8, "reading a PodResources List of 5,280 held units; median")
+)
+async def podresources_read(conditions: Conditions) -> Mapping[str, Taken]:
+    """On the event loop nothing else runs meanwhile."""
+    every = stocks([f"GPU-{n:08d}-86f3-7a43-b711-4771313afc50" for n in range(8)], MEMORY_BYTES)
+    data = b"".join(
+        entry(
+            f"pod-{stock.index}-{n}",
+            {VGPU.core: stock.cores[n * 10 : n * 10 + 10], VGPU.memory: stock.blocks[n * 56 : n * 56 + 56]},
+        )
+        for stock in every
+        for n in range(10)
+    )
+    if sum(len(each.ids) for each in PodList.parse(data).holdings) != 5280:
+        raise RuntimeError("the list does not hold 5,280 units")
+    taken: list[float] = []
+    for _ in range(READS):
+        started = time.perf_counter()
+        PodList.parse(data)
+        taken.append((time.perf_counter() - started) * 1000)
+    return {"podresources_read_ms": Taken(percentile(taken, 0.5), len(taken))}
+
+
+class _NoRecords:
+    async def list(self, deadline: float = 1.0) -> PodList:
+        return PodList((), ())
+
+
+@asynccontextmanager
+async def _served(plugin: VgpuPlugin) -> AsyncIterator[Path]:
+    folder = await anyio.to_thread.run_sync(short_folder)
+    service = DevicePluginService(plugin)
+    server = DrainableServer(service.handlers(), folder / "s.sock")
+    await server.start()
+    try:
+        yield folder / "s.sock"
+    finally:
+        service.drain()
+        await server.stop()
+
+
+@measurement(
+    Figure(
+        "vgpu_list_block_ms",
+        "ms",
+        5,
+        "longest stall of the event loop while 4,488 memory IDs are built anew and sent; median",
+    ),
+    Figure("vgpu_list_bytes", "B", 4 * 1024 * 1024, "that list; the budget is gRPC's limit"),
+)
+async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
+    """Every GPU changes at once, which is the worst case; a C-core client reads."""
+    gpus = [_gpu(f"GPU-{n:08d}-86f3-7a43-b711-4771313afc50", n) for n in range(8)]
+    inventory = Cell(_snapshot(gpus))
+    modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
+    _, plugins = build(Settings(), inventory, modes, Injector(Settings()), _NoRecords())
+    plugin = next(each for each in plugins if each.resource == VGPU.memory)
+    stalls: list[float] = []
+    async with _served(plugin) as socket:
+        done = anyio.Event()
+
+        async def read() -> None:
+            await anyio.to_thread.run_sync(_read_lists, socket, LISTS + 1)
+            done.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            await anyio.sleep(0.3)
+            for n in range(LISTS):
+                gpus = [replace(each, blocked="" if n % 2 else "for the bench") for each in gpus]
+                inventory.publish(_snapshot(gpus))
+                stalls.append(await _longest_stall(plugin))
+            with anyio.fail_after(20):
+                await done.wait()
+    return {
+        "vgpu_list_block_ms": Taken(percentile(stalls, 0.5), len(stalls)),
+        "vgpu_list_bytes": Taken(len(plugin.lists.value), 1),
+    }
+
+
+async def _longest_stall(plugin: VgpuPlugin) -> float:
+    """Refresh the list, then turn the loop for a while; the longest turn in milliseconds."""
+    before = time.perf_counter()
+    plugin.refresh()
+    longest = 0.0
+    end = before + 0.06
+    while (now := time.perf_counter()) < end:
+        longest = max(longest, now - before)
+        before = now
+        await anyio.lowlevel.checkpoint()
+    return longest * 1000
+
+
+def _read_lists(socket: Path, count: int) -> None:
+    """Raw bytes: decoding them here would hold the interpreter lock that the measured loop needs."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        stream = channel.unary_stream("/v1beta1.DevicePlugin/ListAndWatch")(b"", timeout=60)
+        for _, _message in zip(range(count), stream, strict=False):
+            pass
+        stream.cancel()
+
+
+def _gpu(uuid: str, index: int) -> GpuState:
+    return GpuState(Gpu(uuid, index, index, f"0000:{index:02x}:00.0", "NVIDIA H200", MEMORY_BYTES, (9, 0)))
+
+
+def _snapshot(gpus: Sequence[GpuState]) -> Snapshot:
+    return Snapshot(1, None, None, tuple(gpus), by_uuid={each.uuid: each for each in gpus})
