@@ -38,7 +38,7 @@ def control_program(major: str) -> Path:
         if not _program(final).exists():
             scratch = Path(tempfile.mkdtemp(prefix=f".{major}-", dir=root))
             try:
-                _fetch(SUITES[major], scratch)
+                _lay_out(unpack(PACKAGE, SUITES[major], "non-free", scratch), scratch / "root")
                 shutil.rmtree(final, ignore_errors=True)
                 (scratch / "root").rename(final)
             finally:
@@ -62,16 +62,17 @@ def _cache_root() -> Path:
     return root
 
 
-def _fetch(suite: str, scratch: Path) -> None:
+def unpack(package: str, suite: str, component: str, scratch: Path) -> Path:
+    """Fetch a Debian package into `scratch` and unpack it; the folder. Raises MpsBinaryMissing."""
     for command in ("apt-get", "dpkg-deb"):
         if shutil.which(command) is None:
             raise MpsBinaryMissing(
-                f"{command} is missing: the MPS tests take the control daemon from Debian's packages; "
+                f"{command} is missing: these tests take {package} from Debian's packages; "
                 "run them on Debian, or on an image derived from it"
             )
-    listing = scratch / "mps.sources"
+    listing = scratch / "own.sources"
     listing.write_text(
-        f"Types: deb\nURIs: {_archive()}\nSuites: {suite}\nComponents: non-free\nSigned-By: {KEYRING}\n"
+        f"Types: deb\nURIs: {_archive()}\nSuites: {suite}\nComponents: {component}\nSigned-By: {KEYRING}\n"
     )
     options = {
         "Dir::Etc::sourcelist": listing,
@@ -86,15 +87,17 @@ def _fetch(suite: str, scratch: Path) -> None:
         (scratch / part).mkdir(parents=True)
     apt = ["apt-get", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
     _run([*apt, "update", "-q"], scratch)
-    _run([*apt, "download", "-q", f"{PACKAGE}/{suite}"], scratch)
+    _run([*apt, "download", "-q", f"{package}/{suite}"], scratch)
     (archive,) = scratch.glob("*.deb")
     _run(["dpkg-deb", "-x", str(archive), str(scratch / "unpacked")], scratch)
-    found = sorted(
-        path for path in (scratch / "unpacked").rglob(PROGRAM) if path.is_file() and not path.is_symlink()
-    )
+    return scratch / "unpacked"
+
+
+def _lay_out(unpacked: Path, root: Path) -> None:
+    found = sorted(path for path in unpacked.rglob(PROGRAM) if path.is_file() and not path.is_symlink())
     if not found:
-        raise MpsBinaryMissing(f"{archive.name} holds no {PROGRAM}")
-    program = _program(scratch / "root")
+        raise MpsBinaryMissing(f"{PACKAGE} holds no {PROGRAM}")
+    program = _program(root)
     program.parent.mkdir(parents=True)
     shutil.copy2(found[0], program)
     program.chmod(0o755)
@@ -109,7 +112,7 @@ def _archive() -> str:
                 if address.rstrip("/").endswith("/debian"):
                     return address
     raise MpsBinaryMissing(
-        f"none of {', '.join(map(str, SOURCES))} names a Debian archive to take {PACKAGE} from"
+        f"none of {', '.join(map(str, SOURCES))} names a Debian archive to take packages from"
     )
 
 
@@ -119,10 +122,10 @@ def _run(argv: list[str], folder: Path) -> None:
             argv, cwd=folder, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise MpsBinaryMissing(f"{argv[0]} took longer than {FETCH_SECONDS} s to fetch {PACKAGE}") from error
+        raise MpsBinaryMissing(f"{argv[0]} took longer than {FETCH_SECONDS} s for {argv[-1]}") from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise MpsBinaryMissing(f"{argv[0]} failed while fetching {PACKAGE}: {' / '.join(said[-3:])}")
+        raise MpsBinaryMissing(f"{argv[0]} failed at {argv[-1]}: {' / '.join(said[-3:])}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The real NVML, through nvidia-ml-py (module `pynvml`)."""
 
 import ctypes
+import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -8,6 +9,8 @@ import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.nvml import library
+from agent.nvml.calls import call as _call
+from agent.nvml.calls import offered as _offered
 from agent.nvml.errors import (
     NvmlCode,
     NvmlDriverMismatch,
@@ -17,7 +20,18 @@ from agent.nvml.errors import (
     NvmlNotSupported,
     error_for,
 )
-from agent.nvml.port import ComputeMode, EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
+from agent.nvml.port import (
+    ComputeMode,
+    EventKind,
+    LinkPeer,
+    NvLink,
+    NvmlEvent,
+    PcieLevel,
+    Probe,
+    Sample,
+    SampleWish,
+)
+from agent.nvml.sampling import read_sample
 
 Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
@@ -160,21 +174,11 @@ class Binding:
             retirement_pending=None if pages is None else pages == pynvml.NVML_FEATURE_ENABLED,
         )
 
-    def sample(self, uuid: str) -> Sample:
+    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
         """See the port."""
         handle = self._handle(uuid)
         used, total = self._memory(handle)
-        rates = _offered("nvmlDeviceGetUtilizationRates", handle)
-        power = _offered("nvmlDeviceGetPowerUsage", handle)
-        heat = _temperature(handle)
-        return Sample(
-            gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
-            memory_utilization_ratio=None if rates is None else rates.memory / 100,
-            memory_used_bytes=used,
-            memory_total_bytes=total,
-            power_watts=None if power is None else power / 1000,
-            temperature_celsius=None if heat is None else float(heat),
-        )
+        return read_sample(handle, used, total, wish or SampleWish(time.time_ns() // 1000 - 1_000_000))
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""
@@ -278,31 +282,6 @@ class Binding:
         except (OSError, ValueError):
             return None
         return node if node >= 0 else None
-
-
-def _call(name: str, *args: Opaque) -> Opaque:
-    try:
-        return getattr(pynvml, name)(*args)
-    except pynvml.NVMLError as error:
-        raise error_for(error.value, name.removesuffix("_v2")) from error
-
-
-def _offered(name: str, *args: Opaque) -> Opaque:
-    """What a function answers; None where the GPU, the driver or the library has no such thing."""
-    try:
-        return _call(name, *args)
-    except NvmlNotSupported:
-        return None
-
-
-def _temperature(handle: Opaque) -> Opaque:
-    # The older function is in every driver until CUDA 14 drops it; the newer one is not in older drivers.
-    heat = _offered("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
-    return (
-        heat
-        if heat is not None
-        else _offered("nvmlDeviceGetTemperatureV", handle, pynvml.NVML_TEMPERATURE_GPU)
-    )
 
 
 def _address(handle: Opaque) -> int | None:

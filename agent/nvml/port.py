@@ -6,7 +6,8 @@ Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated mach
 except in `describe`, which is how UUIDs are learnt.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
 
@@ -42,6 +43,24 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that has a GPU open. `pid` is the host's only where the agent is in its PID namespace."""
+
+    pid: int
+    memory_bytes: int | None  # None: the driver does not tell
+    mps: bool = False  # a client of an MPS server
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """NVLink of a GPU, all links together, since the driver was loaded."""
+
+    sent_bytes: int
+    received_bytes: int
+    errors: Mapping[str, int] = field(default_factory=dict)  # by kind: crc_flit, crc_data, replay, recovery
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One reading of the moving figures of a GPU; None: not offered by this GPU."""
 
@@ -51,6 +70,27 @@ class Sample:
     memory_total_bytes: int
     power_watts: float | None
     temperature_celsius: float | None
+    power_limit_watts: float | None = None
+    energy_joules: float | None = None  # since the driver was loaded
+    clocks_mhz: Mapping[str, int] = field(default_factory=dict)  # graphics, sm, memory, video
+    throttle: int | None = None  # bits of `nvmlClocksEventReasons`
+    ecc_corrected: int | None = None  # since the driver was loaded
+    ecc_uncorrected: int | None = None
+    nvlink: Traffic | None = None
+    pcie_bytes_per_second: tuple[float, float] | None = None  # sent, received
+    processes: tuple[GpuProcess, ...] | None = None
+    # (pid, 0..1): mean use of the GPU's multiprocessors over the driver's samples after `since_us`.
+    # Processes that did nothing are left out. None: the GPU has no such figures.
+    busy: tuple[tuple[int, float], ...] | None = None
+    newest_us: int = 0  # time stamp of the newest of those samples; 0: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWish:
+    """What a reading shall hold. `since_us`: microseconds since 1970 after which processes' work counts."""
+
+    since_us: int
+    pcie: bool = False  # throughput; each reading blocks for 40 ms
 
 
 class PcieLevel(IntEnum):
@@ -107,8 +147,11 @@ class NvmlPort(Protocol):
     def probe(self, uuid: str) -> Probe:
         """Read the health counters of a GPU through a fresh handle."""
 
-    def sample(self, uuid: str) -> Sample:
-        """Read the moving figures; parts that the GPU does not offer come as None."""
+    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+        """Read the moving figures; parts that the GPU does not offer come as None.
+
+        Without `wish` the work of processes is that of the last second.
+        """
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """Closest common PCIe ancestor of two GPUs."""

@@ -4,10 +4,22 @@ Every method makes the same NVML calls, in the same order, as the real binding d
 injected fault strikes both faces alike.
 """
 
+import time
+
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
-from agent.nvml.port import ComputeMode, EventKind, LinkPeer, NvLink, NvmlEvent, PcieLevel, Probe, Sample
-from agent.simulator import events
+from agent.nvml.port import (
+    ComputeMode,
+    EventKind,
+    LinkPeer,
+    NvLink,
+    NvmlEvent,
+    PcieLevel,
+    Probe,
+    Sample,
+    SampleWish,
+)
+from agent.simulator import events, sampling
 from agent.simulator.calls import ANY, number_of
 from agent.simulator.events import EventReader
 from agent.simulator.fill import sysfs_bus_id
@@ -125,22 +137,12 @@ class SimulatedNvml:
             retirement_pending=bool(gpu.retirement_pending) if pages else None,
         )
 
-    def sample(self, uuid: str) -> Sample:
+    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
         """See the port."""
         slot = self._handle(uuid)
-        gpu = self._mapping.gpu(slot)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
-        rates = self._offered("nvmlDeviceGetUtilizationRates", slot, has=not gpu.mig_mode)
-        power = self._offered("nvmlDeviceGetPowerUsage", slot)
-        heat = self._offered("nvmlDeviceGetTemperature", slot)
-        return Sample(
-            gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
-            memory_utilization_ratio=gpu.memory_utilization / 100 if rates else None,
-            memory_used_bytes=gpu.memory_used if sized else 0,
-            memory_total_bytes=gpu.memory_total if sized else 0,
-            power_watts=gpu.power_mw / 1000 if power else None,
-            temperature_celsius=float(gpu.temperature_c) if heat else None,
-        )
+        wished = wish or SampleWish(time.time_ns() // 1000 - 1_000_000)
+        return sampling.read_sample(self._mapping, slot, sized, wished, self._offered)
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""

@@ -85,12 +85,41 @@ static nvmlReturn_t throughput(struct sim_gpu *gpu, unsigned int scope, int tran
     return NVML_SUCCESS;
 }
 
+/* Errors of one kind over all links of a GPU. */
+static nvmlReturn_t link_errors(struct sim_gpu *gpu, nvmlFieldValue_t *field) {
+    uint64_t sum = 0;
+    SIM_OFFERED(gpu->link_count > 0);
+    for (uint32_t link = 0; link < gpu->link_count; link++) {
+        switch (field->fieldId) {
+        case NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL:
+            sum += gpu->links[link].crc_flit_errors;
+            break;
+        case NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL:
+            sum += gpu->links[link].crc_data_errors;
+            break;
+        case NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL:
+            sum += gpu->links[link].replay_errors;
+            break;
+        default:
+            sum += gpu->links[link].recovery_errors;
+        }
+    }
+    field->valueType = NVML_VALUE_TYPE_UNSIGNED_LONG_LONG;
+    field->value.ullVal = sum;
+    return NVML_SUCCESS;
+}
+
 static nvmlReturn_t field_value(struct sim_gpu *gpu, nvmlFieldValue_t *field) {
     switch (field->fieldId) {
     case NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX:
         return throughput(gpu, field->scopeId, 1, field);
     case NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX:
         return throughput(gpu, field->scopeId, 0, field);
+    case NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL:
+    case NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL:
+    case NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL:
+    case NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL:
+        return link_errors(gpu, field);
     case NVML_FI_DEV_NVLINK_LINK_COUNT:
         field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
         field->value.uiVal = gpu->link_count;

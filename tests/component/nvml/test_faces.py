@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
-from agent.nvml.port import ComputeMode, EventKind, NvmlEvent
+from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleWish
+from agent.nvml.sampling import mean_use
 from agent.simulator.calls import CALLS
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profiles import PROFILES
+from agent.simulator.state import ProcessKind
 from tests.component.nvml.conftest import Faces, outcome
 
 every_machine = pytest.mark.parametrize("faces", list(PROFILES), indirect=True)
@@ -54,6 +56,64 @@ def test_a_machine_at_work(faces: Faces) -> None:
         faces.machine.remap_pending(uuid)
         faces.machine.ecc_double(uuid, seeded.randrange(8))
     assert everything(faces) != idle
+
+
+@every_machine
+def test_processes_clocks_and_links(faces: Faces) -> None:
+    machine = faces.machine
+    for slot, uuid in enumerate(faces.uuids):
+        gpu = machine.gpu(uuid)
+        gpu.event_reasons, gpu.energy_mj = 0x68, 12_345_000 + slot
+        gpu.pcie_tx_kib_s, gpu.pcie_rx_kib_s = 1000, 2000 + slot
+        for link in gpu.links[: gpu.link_count]:
+            link.tx_kib, link.rx_kib, link.replay_errors = 10, 20, 1
+        machine.processes.start(slot, 1000 + slot, memory_mib=100)
+        machine.processes.start(slot, 2000 + slot, ProcessKind.MPS, 200)
+        machine.processes.start(slot, 3000 + slot, ProcessKind.GRAPHICS, 10)
+        machine.processes.work(2000 + slot, 37)
+    for slot, uuid in enumerate(faces.uuids):
+        sample = faces.agree("sample", uuid, SampleWish(0, pcie=True))
+        assert isinstance(sample, Sample)
+        assert sample.processes is not None
+        volta = machine.gpu(uuid).cc_major >= 7
+        assert [(each.pid, each.mps) for each in sample.processes][:1] == [(1000 + slot, False)]
+        assert (GpuProcess(2000 + slot, 200 << 20, True) in sample.processes) == volta
+        assert sample.busy == ((2000 + slot, 0.37),)
+        assert sample.throttle == 0x68
+        assert sample.pcie_bytes_per_second == (1000 * 1024.0, (2000 + slot) * 1024.0)
+        assert faces.agree("sample", uuid, SampleWish(sample.newest_us)) != sample
+        gpu = machine.gpu(uuid)
+        if gpu.link_count:
+            assert sample.nvlink is not None
+            assert sample.nvlink.sent_bytes == gpu.link_count * 10 * 1024
+            assert sample.nvlink.errors["replay"] == gpu.link_count
+
+
+def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
+    uuid = faces.uuids[0]
+    whole = faces.agree("sample", uuid, SampleWish(0))
+    for call in (
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetMPSComputeRunningProcesses",
+        "nvmlDeviceGetProcessUtilization",
+        "nvmlDeviceGetEnforcedPowerLimit",
+    ):
+        fault = faces.machine.fail(call, NvmlCode.FUNCTION_NOT_FOUND)
+        sample = faces.agree("sample", uuid, SampleWish(0))
+        assert isinstance(sample, Sample)
+        assert sample.memory_total_bytes
+        assert sample.power_watts
+        assert call.endswith("MPSComputeRunningProcesses") or sample != whole
+        fault.release()
+
+
+def test_mean_use_of_processes() -> None:
+    samples = [(7, 100, 50), (7, 200, 100), (8, 300, 4000), (9, 10, 77)]
+    assert mean_use(samples, 50) == (((7, 0.75), (8, 1.0)), 300)
+    assert mean_use(samples, 300) == ((), 0)
 
 
 def _sicknesses(machine: SimulatedMachine, seeded: random.Random) -> list[Callable[[], object]]:

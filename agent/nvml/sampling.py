@@ -1,0 +1,153 @@
+"""One reading of a GPU's moving figures, call by call. Each may be missing on its own."""
+
+from collections.abc import Mapping
+
+import pynvml
+
+from agent.nvml.calls import Opaque, call, offered
+from agent.nvml.errors import NvmlCode, NvmlError, NvmlNotSupported
+from agent.nvml.port import GpuProcess, Sample, SampleWish, Traffic
+
+ALL_LINKS = 0xFFFFFFFF
+KIB = 1024
+CLOCKS = {
+    "graphics": pynvml.NVML_CLOCK_GRAPHICS,
+    "sm": pynvml.NVML_CLOCK_SM,
+    "memory": pynvml.NVML_CLOCK_MEM,
+    "video": pynvml.NVML_CLOCK_VIDEO,
+}
+_ENERGY = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
+_SENT = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX
+_RECEIVED = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
+_LINK_ERRORS = {
+    "crc_flit": pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+    "crc_data": pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+    "replay": pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+    "recovery": pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+}
+_FIELDS = [_ENERGY, (_SENT, ALL_LINKS), (_RECEIVED, ALL_LINKS), *_LINK_ERRORS.values()]
+_MEMBER = {
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+}
+
+
+def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Sample:
+    """Everything that moves, for a GPU whose memory was read already. Raises NvmlError."""
+    rates = offered("nvmlDeviceGetUtilizationRates", handle)
+    power = offered("nvmlDeviceGetPowerUsage", handle)
+    heat = _temperature(handle)
+    limit = offered("nvmlDeviceGetEnforcedPowerLimit", handle)
+    clocks = {name: offered("nvmlDeviceGetClockInfo", handle, kind) for name, kind in CLOCKS.items()}
+    throttle = _throttle(handle)
+    corrected, uncorrected = (
+        offered("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC)
+        for kind in (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+    )
+    fields = _fields(handle)
+    energy = fields.get(_ENERGY)
+    processes = _processes(handle)
+    busy, newest = _busy(handle, wish.since_us)
+    return Sample(
+        gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
+        memory_utilization_ratio=None if rates is None else rates.memory / 100,
+        memory_used_bytes=used,
+        memory_total_bytes=total,
+        power_watts=None if power is None else power / 1000,
+        temperature_celsius=None if heat is None else float(heat),
+        power_limit_watts=None if limit is None else limit / 1000,
+        energy_joules=None if energy is None else energy / 1000,
+        clocks_mhz={name: mhz for name, mhz in clocks.items() if mhz is not None},
+        throttle=throttle,
+        ecc_corrected=corrected,
+        ecc_uncorrected=uncorrected,
+        nvlink=_traffic(fields),
+        pcie_bytes_per_second=_pcie(handle) if wish.pcie else None,
+        processes=processes,
+        busy=busy,
+        newest_us=newest,
+    )
+
+
+def _temperature(handle: Opaque) -> Opaque:
+    # The older function is in every driver until CUDA 14 drops it; the newer one is not in older drivers.
+    heat = offered("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
+    return (
+        heat
+        if heat is not None
+        else offered("nvmlDeviceGetTemperatureV", handle, pynvml.NVML_TEMPERATURE_GPU)
+    )
+
+
+def _throttle(handle: Opaque) -> int | None:
+    # Called "throttle reasons" before driver 535.
+    reasons: int | None = offered("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    return reasons if reasons is not None else offered("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+
+
+def _fields(handle: Opaque) -> Mapping[int, int]:
+    """Field values that this GPU has: one call for all, each with a return code of its own."""
+    values = offered("nvmlDeviceGetFieldValues", handle, _FIELDS)
+    return {
+        one.fieldId: getattr(one.value, _MEMBER[one.valueType])
+        for one in values or ()
+        if one.nvmlReturn == pynvml.NVML_SUCCESS and one.valueType in _MEMBER
+    }
+
+
+def _traffic(fields: Mapping[int, int]) -> Traffic | None:
+    if _SENT not in fields or _RECEIVED not in fields:
+        return None
+    errors = {name: fields[number] for name, number in _LINK_ERRORS.items() if number in fields}
+    return Traffic(fields[_SENT] * KIB, fields[_RECEIVED] * KIB, errors)
+
+
+def _pcie(handle: Opaque) -> tuple[float, float] | None:
+    sent, received = (
+        offered("nvmlDeviceGetPcieThroughput", handle, counter)
+        for counter in (pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES)
+    )
+    return None if sent is None or received is None else (float(sent * KIB), float(received * KIB))
+
+
+def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
+    plain = offered("nvmlDeviceGetComputeRunningProcesses_v3", handle)
+    # The only call that tells the memory of each client of an MPS server.
+    clients = offered("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
+    if plain is None and clients is None:
+        return None
+    found: dict[int, GpuProcess] = {}
+    for listed, mps in ((plain or (), False), (clients or (), True)):
+        for each in listed:
+            found[each.pid] = GpuProcess(each.pid, each.usedGpuMemory, mps)
+    return tuple(found.values())
+
+
+def _busy(handle: Opaque, since_us: int) -> tuple[tuple[tuple[int, float], ...] | None, int]:
+    try:
+        samples = call("nvmlDeviceGetProcessUtilization", handle, since_us)
+    except NvmlNotSupported:
+        return None, 0
+    except NvmlError as error:
+        # Nobody worked: NVML says "not found", nvidia-ml-py makes an error of an empty success.
+        if error.code in (NvmlCode.NOT_FOUND, pynvml.NVML_SUCCESS):
+            return (), 0
+        raise
+    return mean_use([(one.pid, one.timeStamp, one.smUtil) for one in samples], since_us)
+
+
+def mean_use(samples: list[tuple[int, int, int]], since_us: int) -> tuple[tuple[tuple[int, float], ...], int]:
+    """Of (pid, microseconds, percent): the mean of each process, 0..1, and the newest time stamp (0: none).
+
+    Entries of the ring that were never filled carry an old time stamp, and some drivers report percentages
+    far above 100 for a process that just ended: the former are dropped, the latter clipped.
+    """
+    sums: dict[int, list[int]] = {}
+    newest = 0
+    for pid, stamp, percent in samples:
+        if stamp > since_us:
+            sums.setdefault(pid, []).append(min(percent, 100))
+            newest = max(newest, stamp)
+    return tuple((pid, sum(values) / len(values) / 100) for pid, values in sums.items()), newest
