@@ -63,7 +63,9 @@ class Daemon:
         compute: ComputeModes,
         report: Reporter,
         options: Options,
+        multi_user: dict[Path, bool] | None = None,
     ) -> None:
+        """`multi_user` remembers which programs have the flag, for all daemons that share it."""
         self.uuid = uuid
         self.folders = folders
         self.control = Control(program, folders)
@@ -72,7 +74,7 @@ class Daemon:
         self._compute = compute
         self._report = report
         self._options = options
-        self._multi_user: bool | None = None
+        self._multi_user = {} if multi_user is None else multi_user
         self._told: str | None = None  # the failure that people were told of last
         self._server_log = ServerLog()
         self._tails = (Tail(folders.log / "server.log"), Tail(folders.log / "control.log"))
@@ -144,9 +146,14 @@ class Daemon:
         await self._exclusive()
         variables = environment(self._program, self.folders) | {"CUDA_VISIBLE_DEVICES": self.uuid}
         launched = await launch.launch(
-            self._program, self.folders, variables, options.cgroups, options.shared_memory, self._multi_user
+            self._program,
+            self.folders,
+            variables,
+            options.cgroups,
+            options.shared_memory,
+            self._multi_user.get(self._program.path),
         )
-        self._multi_user = launched.multi_user
+        self._multi_user[self._program.path] = launched.multi_user
         process = await self._appeared()
         for what, problem in launched.problems.items():
             log.warning("mps_daemon_degraded", gpu=self.uuid, lacks=what, problem=problem)

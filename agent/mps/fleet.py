@@ -63,6 +63,7 @@ class Fleet:
         self._tasks: TaskGroup | None = None
         self._running = anyio.Event()
         self._problem: str | None = None
+        self._multi_user: dict[Path, bool] = {}
 
     async def run(self, assignment: Cell[Assignment]) -> None:
         """Supervise until cancelled, which leaves the daemons to the next agent."""
@@ -119,9 +120,7 @@ class Fleet:
         uuid = gpu.uuid
         if uuid not in self._kept:
             program = await anyio.to_thread.run_sync(self._find)
-            folders = Directories.of(self._run, uuid)
-            daemon = Daemon(uuid, program, folders, self._compute, self._report, self._options)
-            self._kept[uuid] = _Kept(daemon)
+            self._kept[uuid] = _Kept(self._daemon(uuid, program))
             if self._tasks:
                 self._supervise(self._kept[uuid])
         with anyio.move_on_after(self._set_up_seconds):
@@ -148,10 +147,13 @@ class Fleet:
             except ProgramMissing as error:
                 log.error("mps_stop_incomplete", gpu=uuid, problem=str(error))
                 return
-            folders = Directories.of(self._run, uuid)
-            daemon = Daemon(uuid, program, folders, self._compute, self._report, self._options)
+            daemon = self._daemon(uuid, program)
         await daemon.stop()
         self._publish()
+
+    def _daemon(self, uuid: str, program: Program) -> Daemon:
+        folders = Directories.of(self._run, uuid)
+        return Daemon(uuid, program, folders, self._compute, self._report, self._options, self._multi_user)
 
     def _supervise(self, kept: _Kept) -> None:
         assert self._tasks is not None
