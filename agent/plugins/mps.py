@@ -94,7 +94,9 @@ class Conditions:
         if stock is None:
             return ""
         holders = {
-            held.holder for held in ledger.held if held.half is Half.CORE and held.ids & stock.core_set
+            held.holder
+            for held in ledger.held.entries
+            if held.half is Half.CORE and held.ids & stock.core_set
         }
         # A promise counts once both halves are granted: the second half must still be on its list.
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
@@ -168,7 +170,7 @@ class MpsPlugin(SharePlugin):
         await pairing.reconcile()
         ledger = pairing.view.ledger
         found = [each.holder for each in ledger.reservations if each.core_ids == ids]
-        found += [each.holder for each in ledger.held if each.half is Half.CORE and each.ids == ids]
+        found += [each.holder for each in ledger.held.entries if each.half is Half.CORE and each.ids == ids]
         return found[0] if found else None
 
     def _refuse_half(self, holder: Holder | None) -> None:
@@ -178,7 +180,7 @@ class MpsPlugin(SharePlugin):
         ledger = self._shares.pairing.view.ledger
         promise = ledger.reservation(holder)
         granted = promise is not None and Half.MEMORY in promise.granted
-        if granted or any(each.holder == holder and each.half is Half.MEMORY for each in ledger.held):
+        if granted or any(each.holder == holder and each.half is Half.MEMORY for each in ledger.held.entries):
             return
         raise Refused(
             f"{holder} asks for {MPS.core} without {MPS.memory}, and would run without a limit of memory: "

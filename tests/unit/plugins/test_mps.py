@@ -1,0 +1,198 @@
+"""What MPS adds to the pair of resources: caps, ceiling, daemons that must serve."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.api import Refused
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.demand import MPS
+from agent.model.ledger import Half
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.plugins import mps
+from agent.plugins.inject import Choice, Injector, NodeSoftware
+from agent.plugins.mps import Conditions, MpsPlugin
+from agent.plugins.pairing import Pairing
+from agent.settings import Settings, load
+from tests.unit.plugins.kubelet_model import machine
+
+
+class Daemons:
+    """Daemons that serve or not, as the test says."""
+
+    def __init__(self) -> None:
+        self.statuses: Cell[Mapping[str, Any]] = Cell({})
+        self.down: set[str] = set()
+
+    def set(self, *down: str) -> None:
+        self.down = set(down)
+        self.statuses.publish(dict.fromkeys(down, "down"))
+
+    def unready(self, uuid: str) -> str:
+        return "the daemon was killed" if uuid in self.down else ""
+
+    def pipe(self, uuid: str) -> str:
+        return f"/run/gna/mps/{uuid}/pipe"
+
+    def shared_memory(self, uuid: str) -> str:
+        return f"/run/gna/mps/{uuid}/shm"
+
+    async def wait_serving(self, uuid: str) -> None:
+        await self.statuses.wait_for(lambda _: uuid not in self.down)
+
+
+class Lister:
+    """The kubelet's records."""
+
+    def __init__(self) -> None:
+        self.holdings: list[Holding] = []
+
+    async def list(self, deadline: float = 2.0) -> PodList:
+        del deadline
+        return PodList(
+            tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings})
+        )
+
+    def hold(self, pod: str, gpu: str, cores: range, memory: range) -> None:
+        for resource, mark, numbers in ((MPS.core, "sc", cores), (MPS.memory, "sm", memory)):
+            if ids := tuple(f"{gpu}::{mark}{number}" for number in numbers):
+                self.holdings.append(Holding("default", pod, "main", resource, ids))
+
+
+class Node:
+    """Two GPUs of 10 GiB in mode MPS."""
+
+    def __init__(self, *settings: str) -> None:
+        self.snapshot: Snapshot = machine(gpus=2, blocks=40)
+        self.uuids = [state.uuid for state in self.snapshot.gpus]
+        inventory = Cell(self.snapshot)
+        modes = Cell(Assignment({uuid: GpuMode(Mode.MPS) for uuid in self.uuids}))
+        self.daemons, self.lister = Daemons(), Lister()
+        configuration: Settings = load(None, {}, settings)
+        self.injector = Injector(configuration)
+        pairing, conditions, plugins = mps.build(
+            configuration, self.daemons, inventory, modes, self.injector, self.lister
+        )
+        self.pairing: Pairing = pairing
+        self.conditions: Conditions = conditions
+        self.plugins: dict[Half, MpsPlugin] = dict(zip(Half, plugins, strict=True))
+
+    def figures(self, half: Half) -> tuple[int, int]:
+        modes = Assignment({uuid: GpuMode(Mode.MPS) for uuid in self.uuids})
+        self.plugins[half].refresh()
+        return self.plugins[half].figures(modes)
+
+
+def test_one_gibibyte_of_each_gpu_is_kept_for_the_server() -> None:
+    node = Node()
+    assert node.figures(Half.CORE) == (200, 200)
+    assert node.figures(Half.MEMORY) == (18, 18)
+
+
+def test_each_half_answers_its_own_caps_by_variables() -> None:
+    node = Node()
+    gpus = [node.snapshot.gpus[0].gpu]
+    core = node.conditions.extras(Half.CORE, ["a"] * 15, gpus)
+    memory = node.conditions.extras(Half.MEMORY, ["a"] * 4, gpus)
+    assert core.environment == {
+        "CUDA_MPS_PIPE_DIRECTORY": "/run/gpu-node-agent/mps",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "15",
+    }
+    assert memory.environment == {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G"}
+    assert {each.container_path: (each.host_path, each.read_only) for each in core.mounts} == {
+        "/run/gpu-node-agent/mps": (f"/run/gna/mps/{gpus[0].uuid}/pipe", False),
+        "/dev/shm": (f"/run/gna/mps/{gpus[0].uuid}/shm", False),
+    }
+    assert not memory.mounts
+
+
+def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> None:
+    node = Node()
+    node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    assert node.injector.choice == Choice(False, node.injector.choice.reason)
+    answer = node.conditions.extras(Half.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
+    assert answer.cdi_devices == ("gpu-node-agent.io/share=mps-memory-4",)
+    assert not answer.environment
+    node.injector.software = NodeSoftware("v1.28.0", "containerd://1.7.0")
+    assert not node.conditions.extras(Half.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu]).cdi_devices
+
+
+def test_ids_are_unhealthy_while_the_daemon_does_not_serve() -> None:
+    node = Node()
+    node.daemons.set(node.uuids[0])
+    assert node.figures(Half.CORE) == (200, 100)
+    assert node.figures(Half.MEMORY) == (18, 9)
+    node.daemons.set()
+    assert node.figures(Half.CORE) == (200, 200)
+
+
+async def test_no_more_holders_than_clients_fit() -> None:
+    node = Node("mps.mostClients=3")
+    for number in range(2):
+        node.lister.hold(
+            f"p{number}", node.uuids[0], range(10 * number, 10 * number + 10), range(number, number + 1)
+        )
+    await node.pairing.reconcile()
+    assert node.figures(Half.CORE) == (200, 200)
+    node.lister.hold("p2", node.uuids[0], range(50, 60), range(5, 6))
+    await node.pairing.reconcile()
+    assert "MPS serves 3" in node.conditions.full(node.uuids[0])
+    # What is held stays, and nothing else of that GPU.
+    assert node.figures(Half.CORE) == (130, 130)
+    assert node.figures(Half.MEMORY) == (12, 12)
+    del node.lister.holdings[-2:]
+    await node.pairing.reconcile()
+    assert node.figures(Half.CORE) == (200, 200)
+
+
+def test_ceiling_is_the_table_unless_the_configuration_asks_for_less() -> None:
+    assert Node().conditions.ceiling(Node().uuids[0]) == 48
+    assert Node("mps.mostClients=5").conditions.ceiling(Node().uuids[0]) == 5
+    assert Node("mps.mostClients=60").conditions.ceiling(Node().uuids[0]) == 48
+
+
+async def test_container_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    node.lister.hold("p", node.uuids[0], range(10), range(2))
+    ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
+    core = node.plugins[Half.CORE]
+    assert core.needs_pre_start
+    assert not node.plugins[Half.MEMORY].needs_pre_start
+    node.daemons.set(node.uuids[0])
+    async with anyio.create_task_group() as group:
+        group.start_soon(core.pre_start, ids)
+        await anyio.wait_all_tasks_blocked()
+        node.daemons.set()
+    monkeypatch.setattr(mps, "WAIT_SECONDS", 0.05)
+    node.daemons.set(node.uuids[0])
+    with pytest.raises(Refused, match=r"did not serve within 0\.05 s: the daemon was killed"):
+        await core.pre_start(ids)
+
+
+async def test_cores_without_memory_never_start() -> None:
+    node = Node()
+    node.lister.hold("p", node.uuids[0], range(10), range(0))
+    with pytest.raises(Refused, match=r"add nvidia\.com/mps-memory to its limits"):
+        await node.plugins[Half.CORE].pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+
+
+async def test_root_pods_are_refused_where_the_configuration_says_so() -> None:
+    node = Node()
+    node.lister.hold("p", node.uuids[0], range(10), range(2))
+    ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
+    why: list[str | None] = ["runAsUser is 0"]
+
+    async def check(namespace: str, pod: str, container: str) -> str | None:
+        assert (namespace, pod, container) == ("default", "p", "main")
+        return why[0]
+
+    core = node.plugins[Half.CORE]
+    core._root_check = check
+    with pytest.raises(Refused, match="runAsNonRoot"):
+        await core.pre_start(ids)
+    why[0] = None
+    await core.pre_start(ids)
