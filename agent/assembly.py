@@ -11,7 +11,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.assembly_mps import MpsBackend, build_mps
+from agent.assembly_mps import MpsBackend, MpsParts, build_mps
 from agent.inventory.actor import Inventory
 from agent.inventory.guard import Guard
 from agent.inventory.snapshot import NOT_YET
@@ -93,6 +93,7 @@ class Agent:
     switcher: ModeSwitcher | None = None
     figures: NodeFigures | None = None
     guard: Guard | None = None
+    mps: MpsParts | None = None
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)
@@ -168,7 +169,13 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
 
     control = ControlServer(Path(agent.settings.host.run) / CONTROL_SOCKET)
     sources = StatusSources(
-        agent.inventory, agent.guard, agent.holdings, lambda: switch.value, injection, agent.blockers
+        agent.inventory,
+        agent.guard,
+        agent.holdings,
+        lambda: switch.value,
+        injection,
+        agent.blockers,
+        lambda uuid: agent.mps.report(uuid) if agent.mps else None,
     )
     Commands(sources).add_to(control)
     group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
@@ -179,11 +186,11 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     agent.desired = DesiredSource(vocabulary_of(settings), Path(settings.host.state) / "mode")
     assignment: Cell[Assignment] = Cell(Assignment())
     source, recorder = _pod_ports(agent, group)
-    shared = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
+    agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     plugins = {
         **_plugins(agent, assignment, injector),
         Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder),
-        Mode.MPS: shared.plugins,
+        Mode.MPS: agent.mps.plugins,
     }
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
     if agent.cluster:
@@ -198,8 +205,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         agent.holdings,
         resources,
         announcer=agent.figures,
-        backends={Mode.MPS: MpsBackend(shared.fleet)},
-        gate=shared.gate(agent),
+        backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
+        gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
     )
     if agent.sources:

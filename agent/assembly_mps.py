@@ -4,7 +4,7 @@ import datetime as dt
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from anyio.abc import TaskGroup
@@ -18,7 +18,7 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
-from agent.mps.clients import ClientWatch, PodFacts
+from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Options
 from agent.mps.errors import MpsError
@@ -46,6 +46,32 @@ class MpsParts:
     fleet: Fleet
     clients: ClientWatch
     plugins: list[ResourcePlugin]
+    ceiling: Callable[[str], int]
+
+    def report(self, uuid: str) -> dict[str, Any] | None:
+        """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
+        status = self.fleet.statuses.value.get(uuid)
+        if status is None:
+            return None
+        overview = self.clients.overviews.value.get(uuid, Overview())
+        return {
+            "state": status.state.value,
+            "reason": status.reason,
+            "pid": status.pid,
+            "server": status.server,
+            "serverState": status.server_state.value if status.server_state else None,
+            "adopted": status.adopted,
+            "restarts": status.restarts,
+            "faults": status.faults,
+            "multiUser": status.multi_user,
+            "privateSharedMemory": status.private_shm,
+            "limitsHoldPer": "client process",
+            "clientCeiling": self.ceiling(uuid),
+            "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
+            "podsWithoutClient": sorted(overview.silent),
+            "podsWithManyClients": sorted(overview.crowded),
+            "rootPods": sorted(overview.rooted),
+        }
 
     def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
         """Why a GPU cannot be sold in mode MPS."""
@@ -117,7 +143,7 @@ async def build_mps(
     group.start_soon(spawn, "cdi specification", keeper.run)
     agent.metric_parts.append(pairs.part("mps", pairing.stats, enforced=True))
     agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
-    return MpsParts(fleet, clients, list(plugins))
+    return MpsParts(fleet, clients, list(plugins), conditions.ceiling)
 
 
 def _finder(settings: Settings) -> Callable[[], Program]:

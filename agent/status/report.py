@@ -17,6 +17,10 @@ from agent.modes.state import GpuSwitch, SwitchState
 Document = dict[str, Any]
 
 
+def _no_mps(_: str) -> Document | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class StatusSources:
     """Where the report comes from. `injection` answers the way in use and why."""
@@ -27,6 +31,7 @@ class StatusSources:
     switch: Callable[[], SwitchState]
     injection: Callable[[], tuple[str, str]]
     blockers: Callable[[], Sequence[str]]
+    mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
 
 
 def report(sources: StatusSources) -> Document:
@@ -100,6 +105,7 @@ def _gpu(
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
         "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
+        "mps": sources.mps(state.uuid),
         "holders": [_holder(holder, state.uuid) for holder in holders],
     }
 

@@ -94,6 +94,21 @@ def _notes(gpu: Document) -> Iterator[str]:
             yield f"{' ' * len(name)}  what to do: {health['remedy']}"
     if mode["waitingFor"]:
         yield f"{name}: waits for {', '.join(mode['waitingFor'])}"
+    yield from (f"{name}: {line}" for line in _mps_notes(gpu.get("mps")))
+
+
+def _mps_notes(mps: Document | None) -> Iterator[str]:
+    """What is wrong with a GPU's MPS daemon and among its clients."""
+    if mps is None:
+        return
+    if mps["state"] != "serving":
+        yield f"its MPS daemon is {mps['state']}: {mps['reason']}"
+    for pod in mps["podsWithoutClient"]:
+        yield f"pod {pod} holds MPS shares and has no client: it may run without MPS, or not use the GPU"
+    for pod in mps["podsWithManyClients"]:
+        yield f"pod {pod} has several MPS clients, and each of them may use the pod's whole share"
+    for pod in mps["rootPods"]:
+        yield f"pod {pod} runs as root and reaches the MPS control socket"
 
 
 def _mode_notes(gpus: Sequence[Document]) -> list[str]:
