@@ -60,14 +60,19 @@ class Run:
 
     async def logged(self, name: str, within: float = 10.0, count: int = 1) -> dict[str, Any]:
         """The newest event of that name, once there are `count` of them. TimeoutError with the log's end."""
+        ended = False
         with anyio.move_on_after(within):
             while True:
                 found = await anyio.to_thread.run_sync(self.events, name)
                 if len(found) >= count:
                     return found[-1]
+                if ended:
+                    break
+                ended = self.process.pid is None  # look once more: it may have been its last word
                 await anyio.sleep(0.02)
-        text = await anyio.to_thread.run_sync(self.process.log.read_text)
-        raise TimeoutError(f"no {name} within {within:g} s; the log ends in:\n{text[-3000:]}")
+        text = await anyio.to_thread.run_sync(self.process.log_tail)
+        how = "the agent ended without" if ended else f"{within:g} s passed without"
+        raise TimeoutError(f"{how} {name}; the log ends in:\n{text}")
 
     async def exited(self, within: float = 15.0) -> int:
         """The exit code of an agent that ends by itself."""
