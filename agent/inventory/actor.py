@@ -1,5 +1,7 @@
 """The inventory actor: the one task that changes the inventory and publishes it."""
 
+import anyio
+import anyio.lowlevel
 import structlog
 
 from agent.inventory.messages import Message
@@ -33,6 +35,8 @@ class Inventory:
             if after is before:
                 continue
             self.snapshot.publish(after)
+            # Who reads the snapshot goes first: a verdict must not wait for its own log line.
+            await anyio.lowlevel.checkpoint()
             tell(before, after)
             self.tally.tell(before, after)
 

@@ -18,6 +18,8 @@ from agent.kit.backoff import Backoff
 
 log = structlog.get_logger()
 
+SETTLE_SECONDS = 0.02
+
 Written = tuple[tuple[Record, ...], int | None, float | None]
 
 
@@ -108,6 +110,9 @@ class Keeper:
                 wanted = self._wanted()
                 if wanted == self._written:
                     await self._changed.wait()
+                    # The lists go first: a thread that writes would take turns with them. Storms are
+                    # written once. A crash in between is made good by the kernel log.
+                    await anyio.sleep(SETTLE_SECONDS)
                     continue
                 try:
                     await anyio.to_thread.run_sync(self._file.save, *wanted)
