@@ -26,6 +26,7 @@ class Kind:
     reserved_bytes: int = 0  # of each GPU, never sold
     whole_gpus: bool = False  # whether 100, 200, ... cores stand for whole GPUs
     memory_alone: bool = False  # whether memory may be asked for without cores
+    enforced: bool = False  # whether something keeps processes to what was asked for
 
     def blocks(self, memory_bytes: int) -> int:
         """Units of memory that a GPU of that size has."""
@@ -52,6 +53,7 @@ MPS = Kind(
     Unit.MPS_MEMORY,
     block_bytes=GIB,
     reserved_bytes=GIB,
+    enforced=True,
 )
 
 

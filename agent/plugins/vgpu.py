@@ -23,9 +23,6 @@ from agent.settings import Settings
 
 log = structlog.get_logger()
 
-# What a share promises is not held against its processes: that takes the enforcement library.
-ENFORCED = "no"
-
 
 class VgpuPlugin(SharePlugin):
     """One half; that of the cores looks after what both share."""
@@ -40,7 +37,7 @@ class VgpuPlugin(SharePlugin):
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             if self._keeper:
-                log.info("vgpu_in_use", enforced=ENFORCED)
+                log.info("vgpu_in_use", enforced="yes" if VGPU.enforced else "no")
                 group.start_soon(self._shares.run)
                 group.start_soon(self._warn)
 

@@ -11,7 +11,9 @@ from agent.inventory.clock import boot_seconds
 from agent.inventory.guard import Guard
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
+from agent.model.demand import MPS, VGPU
 from agent.model.health import HealthState, Rules
+from agent.model.modes import GpuMode, Mode
 from agent.modes.state import GpuSwitch, SwitchState
 
 Document = dict[str, Any]
@@ -79,7 +81,7 @@ def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
         found.append(f"verdicts would not survive a restart: {sources.guard.keeper.problem}")
     if sources.holdings.problem and sources.holdings.problem not in blockers:
         found.append(f"it is not known which pods hold units: {sources.holdings.problem}")
-    return found
+    return [*found, *sources.remarks()]
 
 
 def _gpu(
@@ -102,12 +104,20 @@ def _gpu(
             "selling": bool(active and active.selling),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
+            "enforced": _enforced(active),
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
         "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
         "mps": sources.mps(state.uuid),
         "holders": [_holder(holder, state.uuid) for holder in holders],
     }
+
+
+def _enforced(active: GpuMode | None) -> str | None:
+    """Whether processes are kept to their shares; None where a GPU is not shared by amounts."""
+    kinds = {Mode.VGPU: VGPU, Mode.MPS: MPS}
+    kind = kinds.get(active.mode) if active else None
+    return None if kind is None else "yes" if kind.enforced else "no"
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:

@@ -117,7 +117,13 @@ def _mode_notes(gpus: Sequence[Document]) -> list[str]:
     for gpu in gpus:
         if gpu["mode"]["reason"]:
             indices.setdefault(gpu["mode"]["reason"], []).append(str(gpu["index"]))
-    return [f"GPU {', '.join(found)}: not sold: {reason}" for reason, found in indices.items()]
+    notes = [f"GPU {', '.join(found)}: not sold: {reason}" for reason, found in indices.items()]
+    trusted = [str(gpu["index"]) for gpu in gpus if gpu["mode"].get("enforced") == "no"]
+    if trusted:
+        notes.append(
+            f"GPU {', '.join(trusted)}: enforced: no: shares are promised, processes are not kept to them"
+        )
+    return notes
 
 
 def _table(rows: Sequence[Sequence[str]], states: Sequence[str | None], colours: bool) -> Iterator[str]:

@@ -59,9 +59,13 @@ def test_demo_tells_the_whole_story(folder: Path, profile: str, gpus: int) -> No
         "late runs on GPU",
         "no dip",
         "GPU 0 Unhealthy, all others Healthy",
+        f"{gpus} models ask for 60 cores",
+        "it joins model-",
+        "enforced: no",
         "Nothing is left behind.",
     ):
         assert told in done.stdout
+    assert ("refused: the largest free share is 40 cores" in done.stdout) is (gpus > 2)
     assert "\x1b" not in done.stdout
     assert list(folder.iterdir()) == []
 

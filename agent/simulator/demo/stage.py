@@ -117,8 +117,8 @@ class Stage:
                     found[uuid] = spec.name if len(spec.containers) == 1 else f"{spec.name}/{container.name}"
         return found
 
-    def settings(self) -> settings.Settings:
-        """The agent's configuration for this node. Blocks: call it from a thread."""
+    def settings(self, more: Mapping[str, str] | None = None) -> settings.Settings:
+        """The agent's configuration for this node, with `more` keys. Blocks: call it from a thread."""
         quick = ("needsReset", "needsReboot", "contained", "unknown", "ecc", "lost", "probe")
         flags = {
             "defaultMode": "pgpu",
@@ -133,6 +133,7 @@ class Stage:
             "health.kernelLog": "null",
             "health.probeSeconds": "0.2",
             **{f"health.quiet.{kind}": str(PROBATION_SECONDS) for kind in quick},
+            **(more or {}),
         }
         return settings.load(None, environment={}, flags=[f"{key}={value}" for key, value in flags.items()])
 

@@ -8,6 +8,7 @@ from agent._proto.v1beta1 import Device
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState
+from agent.simulator.demo.fractions import fractions
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, NotAsTold, Stage, gpu_pod
 from agent.simulator.kubelet import PodSpec
@@ -43,6 +44,7 @@ class Story:
                 stage.check(not agent.blockers(), f"the agent is not ready: {'; '.join(agent.blockers())}")
                 began = anyio.current_time()
             await self._agent_leaves(began)
+        await fractions(stage, self._screen, number=7)
 
     def _list_seen(self, resource: str, devices: list[Device]) -> None:
         if resource == GPU:
