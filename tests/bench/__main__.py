@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from agent.kit.supervise import describe
 from tests.bench import report
 from tests.bench.conditions import ROOT, Conditions, load_average
 from tests.bench.registry import Measurement, discover
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The embedded kubelet runs in this process and tells every move.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     chosen = [known[name] for name in dict.fromkeys(options.only)] or list(measurements)
-    rows = anyio.run(_run, list(dict.fromkeys(chosen)))
+    try:
+        rows = anyio.run(_run, list(dict.fromkeys(chosen)))
+    except Exception as error:  # noqa: BLE001  the conditions cannot be made: no figure can be taken
+        print(f"the bench cannot start: {describe(error)}", file=sys.stderr)
+        return 1
     report.write(rows, options.output)
     print(report.table(rows))
     print(f"written to {options.output}; load average {load_average():.1f}")
