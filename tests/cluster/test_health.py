@@ -5,6 +5,7 @@ from tests.scenarios.health import (
     test_a_call_that_never_returns_costs_its_gpu_only,
     test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold,
     test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself,
+    test_a_verdict_reaches_every_unit_of_both_vgpu_resources,
     test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet,
     test_faults_of_programs_and_notices_change_nothing,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "test_a_call_that_never_returns_costs_its_gpu_only",
     "test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold",
     "test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself",
+    "test_a_verdict_reaches_every_unit_of_both_vgpu_resources",
     "test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet",
     "test_faults_of_programs_and_notices_change_nothing",
 ]

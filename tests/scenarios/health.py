@@ -10,6 +10,7 @@ from tests.scenarios.rig import Rig
 from tests.scenarios.skeleton import all_held, check_container, gpu_pod, running
 
 DOUBLE_BIT_ERROR, OFF_THE_BUS, GSP_TIMEOUT, PAGE_FAULT = 48, 79, 119, 31
+CORE, MEMORY, BLOCK_BYTES = "tencent.com/vcuda-core", "tencent.com/vcuda-memory", 256 << 20
 # Longer than a status tick of the rigs' kubelets (2 s at most), so that both states show in the node.
 QUIET = {
     "health.kernelLog": None,
@@ -106,10 +107,23 @@ async def test_a_call_that_never_returns_costs_its_gpu_only(rig: Rig) -> None:
         hang.release()
 
 
+async def test_a_verdict_reaches_every_unit_of_both_vgpu_resources(rig: Rig) -> None:
+    await rig.start_agent({**QUIET, "defaultMode": "vgpu"})
+    blocks = 8 * (rig.machine.gpu(0).memory_total // BLOCK_BYTES)
+    await rig.wait_allocatable(800, CORE)
+    await rig.wait_allocatable(blocks, MEMORY)
+    rig.machine.xid(1, GSP_TIMEOUT)
+    await rig.wait_allocatable(700, CORE, deadline=FOUND_SECONDS)
+    await rig.wait_allocatable(blocks // 8 * 7, MEMORY, deadline=FOUND_SECONDS)
+    assert await rig.capacity(CORE) == 800
+    assert await rig.capacity(MEMORY) == blocks
+
+
 ALL = (
     test_a_gpu_with_an_ecc_error_leaves_and_returns_by_itself,
     test_a_gpu_that_is_lost_in_silence_is_found_and_the_others_are_sold,
     test_an_unhealthy_gpu_stays_so_over_restarts_of_agent_and_kubelet,
     test_faults_of_programs_and_notices_change_nothing,
     test_a_call_that_never_returns_costs_its_gpu_only,
+    test_a_verdict_reaches_every_unit_of_both_vgpu_resources,
 )
