@@ -12,6 +12,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.assembly_mps import MpsBackend, MpsParts, build_mps
+from agent.assembly_telemetry import build_telemetry
 from agent.inventory.actor import Inventory
 from agent.inventory.guard import Guard
 from agent.inventory.snapshot import NOT_YET
@@ -43,9 +44,7 @@ from agent.status.commands import Commands
 from agent.status.node_events import node_events
 from agent.status.report import StatusSources
 from agent.telemetry import health, pairs
-from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Part, Sources
-from agent.telemetry.sampler import Sampler
 from agent.web.control import NAME as CONTROL_SOCKET
 from agent.web.control import ControlServer
 from agent.web.server import HttpServer
@@ -128,18 +127,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.guard = Guard(settings, nvml, agent.calls, inventory, agent.supervisor)
     await agent.guard.start(group)
     agent.metric_parts.append(health.part(inventory, agent.guard.events))
-    sampler = Sampler(nvml, agent.calls, inventory.snapshot, settings.sampling.interval_seconds)
-    group.start_soon(spawn, "sampler", sampler.run)
-    agent.sources = sources = Sources(
-        inventory,
-        sampler,
-        [agent.calls, agent.guard.lane],
-        agent.endpoints,
-        agent.supervisor,
-        agent.blockers,
-        agent.metric_parts,
-    )
-    MetricsPage(sources).add_to(agent.http)
+    agent.sources = build_telemetry(agent, nvml, group)
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)

@@ -75,6 +75,7 @@ class Host(Section, frozen=True):
     """Folders of the node that the agent owns or reads."""
 
     sysfs: AbsolutePath = "/sys"
+    proc: AbsolutePath = "/proc"  # of the host: processes on GPUs are looked up there
     state: AbsolutePath = "/var/lib/gpu-node-agent"
     run: AbsolutePath = "/run/gpu-node-agent"
     cdi: AbsolutePath = "/var/run/cdi"
@@ -94,6 +95,16 @@ class Sampling(Section, frozen=True):
     """How often the moving figures of the GPUs are read."""
 
     interval_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
+    # Means and maxima are over so much time: at least what lies between two scrapes.
+    window_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
+    pcie_throughput: bool = False  # reading it blocks for 40 ms per GPU
+
+
+class Metrics(Section, frozen=True):
+    """What /metrics shows beyond the agent's own names."""
+
+    # gpu-manager's four container_* metrics, also served at its path /metric.
+    gpu_manager_names: bool = False
 
 
 class XidOverride(Section, frozen=True):
@@ -208,6 +219,7 @@ class Settings(Section, frozen=True):
     host: Host = Host()
     injection: Injection = Injection()
     sampling: Sampling = Sampling()
+    metrics: Metrics = Metrics()
     health: Health = Health()
 
     @property

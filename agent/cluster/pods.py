@@ -10,6 +10,8 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import Metadata, Reflector
 
 FINISHED = ("Succeeded", "Failed")
+# Of static pods: their cgroups carry this in place of the UID of the object that mirrors them.
+HASH_ANNOTATION = "kubernetes.io/config.hash"
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
 
 
@@ -45,11 +47,20 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     security_context: SecurityContext | None = None
 
 
-class PodStatus(msgspec.Struct, frozen=True):
-    """The parts of a pod's status that placement needs."""
+class ContainerStatus(msgspec.Struct, frozen=True):
+    """A container that was created; `container_id` with its runtime's scheme, `containerd://...`."""
+
+    name: str
+    container_id: str = msgspec.field(default="", name="containerID")
+
+
+class PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    """The parts of a pod's status that placement and metrics need."""
 
     phase: str = "Pending"
     reason: str = ""
+    container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+    init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -63,6 +74,26 @@ class Pod(msgspec.Struct, frozen=True):
     def pending(self) -> bool:
         """Whether it still waits to be admitted or started."""
         return self.status.phase == "Pending" and not self.metadata.deletion_timestamp
+
+    @property
+    def cgroup_uid(self) -> str:
+        """The UID that the pod's cgroups carry."""
+        return self.metadata.annotations.get(HASH_ANNOTATION) or self.metadata.uid
+
+    @property
+    def container_names(self) -> dict[str, str]:
+        """Names of its containers by ID, without the runtime's scheme."""
+        status = self.status
+        return {
+            each.container_id.rpartition("://")[2]: each.name
+            for each in (*status.container_statuses, *status.init_container_statuses)
+            if each.container_id
+        }
+
+    @property
+    def finished(self) -> bool:
+        """Whether it runs no more, and so holds nothing."""
+        return self.status.phase in FINISHED
 
     def may_run_as_root(self, container: str) -> str | None:
         """Why a container may run as root, in words; None: its security context rules it out."""

@@ -1,5 +1,6 @@
 """What happened to the GPUs since the agent started: counters for metrics, transitions for listeners."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Tally:
     xids: Counter[tuple[str, int]] = field(default_factory=Counter)  # (UUID, Xid)
     ecc_events: Counter[str] = field(default_factory=Counter)  # by UUID, uncorrectable errors
     last_xid: dict[str, int] = field(default_factory=dict)
+    # (UUID, Xid) -> seconds since 1970: a rate misses the birth of a series, this does not.
+    xid_times: dict[tuple[str, int], float] = field(default_factory=dict)
     listeners: list[Callable[[Transition], None]] = field(default_factory=list)
 
     def count(self, message: Message, snapshot: Snapshot) -> None:
@@ -51,6 +54,7 @@ class Tally:
         if kind is FaultKind.XID:
             self.xids[uuid, number] += 1
             self.last_xid[uuid] = number
+            self.xid_times[uuid, number] = time.time()
         elif kind is FaultKind.ECC:
             self.ecc_events[uuid] += 1
 

@@ -17,8 +17,9 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import Holder, holders_by_gpu
+from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
-from agent.model.cgroup import ContainerRef, container_of
+from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.mps.errors import MpsError
 from agent.mps.fleet import Fleet
@@ -127,9 +128,9 @@ class ClientWatch:
         found = []
         for pid in pids:
             try:
-                container = container_of((self.proc / str(pid) / "cgroup").read_text())
+                container = container_of_process(pid, self.proc)
                 root = (self.proc / str(pid)).stat().st_uid == 0
-            except OSError:
+            except (OSError, ProcessUnreadable):
                 continue  # it has ended
             pod = names.get(container.pod_uid, "") if container else ""
             found.append(MpsClient(pid, server, root, container, pod))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "gpu_agent_"
-_UNITS = ("bytes", "seconds", "ratio", "watts", "celsius")
+_UNITS = ("bytes", "seconds", "ratio", "watts", "celsius", "joules", "hertz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,54 @@ GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", _GPU, "Device memory in use, b
 GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", _GPU, "Device memory there is.")
 GPU_POWER = _gauge("gpu_power_watts", _GPU, "Power drawn by the whole board.")
 GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", _GPU, "Temperature of the GPU chip.")
+GPU_UTILIZATION_MEAN = _gauge(
+    "gpu_utilization_mean_ratio", _GPU, "Mean of the utilization over sampling.windowSeconds."
+)
+GPU_UTILIZATION_MOST = _gauge(
+    "gpu_utilization_max_ratio", _GPU, "The most utilization read over sampling.windowSeconds."
+)
+GPU_MEMORY_MOST = _gauge(
+    "gpu_memory_used_max_bytes", _GPU, "The most device memory in use over sampling.windowSeconds."
+)
+GPU_POWER_MEAN = _gauge("gpu_power_mean_watts", _GPU, "Mean power over sampling.windowSeconds.")
+GPU_POWER_MOST = _gauge("gpu_power_max_watts", _GPU, "The most power drawn over sampling.windowSeconds.")
+GPU_POWER_LIMIT = _gauge("gpu_power_limit_watts", _GPU, "Power limit in force.")
+GPU_ENERGY = _counter("gpu_energy_joules", _GPU, "Energy used since the driver was loaded.")
+GPU_TEMPERATURE_MOST = _gauge(
+    "gpu_temperature_max_celsius", _GPU, "The highest temperature over sampling.windowSeconds."
+)
+GPU_CLOCK = _gauge("gpu_clock_hertz", (*_GPU, "clock"), "Clock rates: graphics, sm, memory, video.")
+GPU_THROTTLED = _gauge(
+    "gpu_throttled",
+    (*_GPU, "reason"),
+    "1 while clocks are held down for a reason: idle, applications_clocks, sw_power_cap, hw_slowdown, "
+    "sync_boost, sw_thermal, hw_thermal, hw_power_brake, display_clocks.",
+)
+GPU_ECC_ERRORS = _counter(
+    "gpu_ecc_errors", (*_GPU, "type"), "Memory errors since the driver was loaded: corrected, uncorrected."
+)
+GPU_NVLINK = _counter(
+    "gpu_nvlink_bytes",
+    (*_GPU, "direction"),
+    "Data over all NVLinks of the GPU since the driver was loaded: sent, received.",
+)
+GPU_NVLINK_ERRORS = _counter(
+    "gpu_nvlink_errors",
+    (*_GPU, "type"),
+    "Errors of all NVLinks of the GPU: crc_flit, crc_data, replay, recovery.",
+)
+GPU_PCIE = _gauge(
+    "gpu_pcie_bytes_per_second",
+    (*_GPU, "direction"),
+    "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
+)
+GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for computing.")
+GPU_OTHER_MEMORY = _gauge(
+    "gpu_other_memory_used_bytes",
+    (*_GPU, "owner"),
+    "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
+    "among them), and of processes that cannot be told apart (unknown).",
+)
 GPU_SAMPLE_FAILURES = _counter(
     "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
 )
@@ -90,11 +138,62 @@ GPU_PROBATION_LEFT = _gauge(
     "gpu_probation_left_seconds", _GPU, "Until the GPU is trusted again if nothing more happens; 0 otherwise."
 )
 GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids of the GPU, harmless ones included.")
+GPU_LAST_XID_TIME = _gauge(
+    "gpu_last_xid_timestamp_seconds",
+    (*_GPU, "xid"),
+    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one.",
+)
 GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Events of uncorrectable memory errors.")
 GPU_EVENTS_WATCHED = _gauge(
     "gpu_events_watched", _GPU, "1 if NVML sends events of this GPU, 0 if probing alone watches it."
 )
 GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates but cannot describe.")
+
+# Each container and each GPU that it holds a share of, from the moment that the kubelet records it.
+_SHARE = ("namespace", "pod", "container", *_GPU, "mode")
+_GRADED = (*_SHARE, "attribution")
+_GRADES = (
+    "attribution tells how it was come by: measured (by process), estimated (the rest of the GPU's figure, "
+    "shared out by limits), allocated (the driver tells nothing; the value is 0)."
+)
+CONTAINER_MEMORY_USED = _gauge(
+    "container_memory_used_bytes", _GRADED, f"Device memory in use by the container; {_GRADES}"
+)
+CONTAINER_MEMORY_MOST = _gauge(
+    "container_memory_used_max_bytes", _SHARE, "The most of it over sampling.windowSeconds."
+)
+CONTAINER_MEMORY_LIMIT = _gauge(
+    "container_memory_limit_bytes", _SHARE, "Device memory that the container was given."
+)
+CONTAINER_UTILIZATION = _gauge(
+    "container_utilization_ratio",
+    _GRADED,
+    "Share of the GPU's time in which kernels of the container ran; attribution as for memory.",
+)
+CONTAINER_UTILIZATION_MEAN = _gauge(
+    "container_utilization_mean_ratio", _SHARE, "Mean of it over sampling.windowSeconds."
+)
+CONTAINER_UTILIZATION_MOST = _gauge(
+    "container_utilization_max_ratio", _SHARE, "The most of it over sampling.windowSeconds."
+)
+CONTAINER_CORE_LIMIT = _gauge(
+    "container_core_limit_ratio",
+    _SHARE,
+    "Share of the GPU's computing power that the container was given; missing where only memory was.",
+)
+CONTAINER_PROCESSES = _gauge(
+    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be told apart."
+)
+CONTAINERS = (
+    CONTAINER_MEMORY_USED,
+    CONTAINER_MEMORY_MOST,
+    CONTAINER_MEMORY_LIMIT,
+    CONTAINER_UTILIZATION,
+    CONTAINER_UTILIZATION_MEAN,
+    CONTAINER_UTILIZATION_MOST,
+    CONTAINER_CORE_LIMIT,
+    CONTAINER_PROCESSES,
+)
 
 # The driver.
 DRIVER_INFO = _info(
@@ -114,7 +213,10 @@ GPU_SELLING = _gauge("gpu_selling", _GPU, "1 while units of the GPU are sold, 0 
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
 NODE_PATCHES = _counter(
-    "node_status_patches", ("result",), "Patches of node.status ahead of the kubelet's own; ok or failed."
+    "node_patches",
+    ("part", "result"),
+    "Patches of the own Node object: status (capacity and allocatable, ahead of the kubelet), report (label, "
+    "annotation, condition); ok or failed.",
 )
 
 # What the kubelet did, for each resource.

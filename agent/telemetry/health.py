@@ -27,6 +27,7 @@ def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], No
         states = inventory.snapshot.value.gpus
         tally = inventory.tally
         transitions, xids, ecc = dict(tally.transitions), dict(tally.xids), dict(tally.ecc_events)
+        times = dict(tally.xid_times)
         watched, failures, now = events.watched, events.failures, boot_seconds()
 
         def add(series: Add) -> None:
@@ -44,6 +45,8 @@ def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], No
                 for (uuid, xid), count in sorted(xids.items()):
                     if uuid == state.uuid:
                         series(d.GPU_XIDS, count, (*labels, str(xid)))
+                        if (uuid, xid) in times:
+                            series(d.GPU_LAST_XID_TIME, times[uuid, xid], (*labels, str(xid)))
             series(d.EVENT_WAIT_FAILURES, failures, ())
 
         return add

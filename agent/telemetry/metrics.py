@@ -8,12 +8,17 @@ from prometheus_client.registry import Collector
 
 from agent import __version__
 from agent.inventory.snapshot import GpuState
+from agent.kubelet.api import Reason
 from agent.telemetry import definitions as d
+from agent.telemetry.gpus import add_sample
 from agent.telemetry.process import ProcessUse
 from agent.telemetry.reading import Reading
 
 # Series that exist from the start, so that the first failure shows as an increase and not as a birth.
-_KNOWN_CALLS = (("Allocate", "ok"), ("GetPreferredAllocation", "ok"))
+_KNOWN_CALLS = (
+    *(("Allocate", outcome) for outcome in ("ok", *(reason.value for reason in Reason))),
+    ("GetPreferredAllocation", "ok"),
+)
 
 Labels = tuple[str, ...]
 
@@ -27,10 +32,11 @@ class AgentCollector(Collector):
         self._families: dict[str, Metric] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Every family of `definitions`, in that order, those without a series included."""
+        """Every family of `definitions` but containers', in that order, those without a series included."""
         self._families = {
             definition.name: Metric(definition.name, definition.help, definition.kind, definition.unit)
             for definition in d.ALL
+            if definition not in d.CONTAINERS  # see container_page
         }
         self._gpus()
         self._driver()
@@ -56,22 +62,14 @@ class AgentCollector(Collector):
             self._sample(state, labels)
         self._add(d.GPUS_UNREADABLE, len(self._reading.snapshot.unreadable))
 
-    def _sample(self, state: GpuState, labels: Labels) -> None:
-        sample = self._reading.samples.get(state.uuid)
-        if sample is None:
-            return
-        figures = (
-            (d.GPU_UTILIZATION, sample.gpu_utilization_ratio),
-            (d.GPU_MEMORY_UTILIZATION, sample.memory_utilization_ratio),
-            # A GPU that does not tell its memory comes with a total of 0.
-            (d.GPU_MEMORY_USED, sample.memory_used_bytes if sample.memory_total_bytes else None),
-            (d.GPU_MEMORY_TOTAL, sample.memory_total_bytes or None),
-            (d.GPU_POWER, sample.power_watts),
-            (d.GPU_TEMPERATURE, sample.temperature_celsius),
-        )
-        for definition, value in figures:
-            if value is not None:
-                self._add(definition, value, labels)
+    def _sample(self, state: GpuState, labels: tuple[str, str]) -> None:
+        taken = self._reading.samples.get(state.uuid)
+        if taken is not None:
+            add_sample(self._add, taken, labels)
+        other = self._reading.uses.other.get(state.uuid)
+        if other is not None:
+            self._add(d.GPU_OTHER_MEMORY, other[0], (*labels, "host"))
+            self._add(d.GPU_OTHER_MEMORY, other[1], (*labels, "unknown"))
 
     def _driver(self) -> None:
         snapshot = self._reading.snapshot

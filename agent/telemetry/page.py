@@ -10,24 +10,29 @@ from agent.web.server import HttpServer, Reply, Request
 class MetricsPage:
     """Answers scrapes. No NVML call is made for one: it shows what the sampler read."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, compatible_node: str | None = None) -> None:
+        """`compatible_node`: the node's name, for gpu-manager's metrics beside the agent's; None: without."""
         self._sources = sources
+        self._compatible_node = compatible_node
         # One rendering at a time: many scrapers must not take the worker threads or the processor away.
         self._turn = anyio.CapacityLimiter(1)
 
     def add_to(self, server: HttpServer) -> None:
         """Take the route."""
         server.add_route("/metrics", self.reply)
+        if self._compatible_node is not None:
+            server.add_route("/metric", self.reply)  # where gpu-manager serves them
 
     async def reply(self, request: Request) -> Reply:
         """The page of this moment."""
         reading = self._sources.read()
         accept, encodings = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
-        return await anyio.to_thread.run_sync(_rendered, reading, accept, encodings, limiter=self._turn)
+        node = self._compatible_node
+        return await anyio.to_thread.run_sync(_rendered, reading, accept, encodings, node, limiter=self._turn)
 
 
-def _rendered(reading: Reading, accept: str, encodings: str) -> Reply:
+def _rendered(reading: Reading, accept: str, encodings: str, compatible_node: str | None) -> Reply:
     # With the first scrape, in its thread: the agent's start need not wait for prometheus_client.
     from agent.telemetry.rendering import render  # noqa: PLC0415
 
-    return render(reading, accept, encodings)
+    return render(reading, accept, encodings, compatible_node)

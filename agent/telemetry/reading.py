@@ -12,13 +12,14 @@ import anyio
 
 from agent.inventory.actor import Inventory
 from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor, TaskState
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
 from agent.nvml.lane import Lane
-from agent.nvml.port import Sample
+from agent.telemetry.containers import Uses
 from agent.telemetry.definitions import Definition
-from agent.telemetry.sampler import Sampler
+from agent.telemetry.sampler import Sampler, TakenSample
 
 
 class Add(Protocol):
@@ -46,7 +47,7 @@ class Reading:
     """One moment of the agent; nothing in it changes any more."""
 
     snapshot: Snapshot
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, TakenSample]
     sample_failures: Mapping[str, int]
     stuck_calls: int
     resources: tuple[ResourceReading, ...]
@@ -55,6 +56,7 @@ class Reading:
     mailbox_dropped: int
     ready: bool
     parts: tuple[Callable[[Add], None], ...] = ()
+    uses: Uses = field(default_factory=Uses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Sources:
     supervisor: Supervisor
     blockers: Callable[[], Sequence[str]]
     parts: list[Part] = field(default_factory=list)
+    uses: Cell[Uses] | None = None
 
     def read(self) -> Reading:
         """The present moment; call it on the event loop."""
@@ -75,7 +78,7 @@ class Sources:
         oldest = anyio.current_time() - self.sampler.fresh_seconds
         return Reading(
             snapshot=self.inventory.snapshot.value,
-            samples={uuid: taken.sample for uuid, taken in newest.taken.items() if taken.at >= oldest},
+            samples={uuid: taken for uuid, taken in newest.taken.items() if taken.at >= oldest},
             sample_failures=newest.failures,
             stuck_calls=sum(lane.stuck for lane in self.lanes),
             resources=tuple(
@@ -87,6 +90,7 @@ class Sources:
             mailbox_dropped=self.inventory.mailbox.dropped,
             ready=not self.blockers(),
             parts=tuple(part() for part in self.parts),
+            uses=self.uses.value if self.uses else Uses(),
         )
 
 

@@ -1,5 +1,6 @@
 """Reads the moving figures of every healthy GPU at a steady pace; scrapes read what it published."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,9 +12,15 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.nvml.errors import NvmlError
 from agent.nvml.lane import Lane
-from agent.nvml.port import NvmlPort, Sample
+from agent.nvml.port import NvmlPort, Sample, SampleWish
+from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
+
+NO_SPANS: Mapping[str, Span] = MappingProxyType({})
+NO_WORK: Mapping[int, float] = MappingProxyType({})
+# The driver samples processes about once a second, so that a round may find nothing new of a busy one.
+HELD_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,10 @@ class TakenSample:
 
     sample: Sample
     at: float
+    # Over the window, by figure: utilization, memory_used, power, temperature; those that the GPU has.
+    spans: Mapping[str, Span] = field(default_factory=lambda: NO_SPANS)
+    # 0..1 of the GPU by PID; None: the GPU has no such figures. Processes that are idle are left out.
+    work: Mapping[int, float] | None = field(default_factory=lambda: NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +46,26 @@ class Samples:
 class Sampler:
     """The task that samples. A GPU that fails loses its own sample and no other."""
 
-    def __init__(self, nvml: NvmlPort, lane: Lane, snapshot: Cell[Snapshot], interval_seconds: float) -> None:
+    def __init__(
+        self,
+        nvml: NvmlPort,
+        lane: Lane,
+        snapshot: Cell[Snapshot],
+        interval_seconds: float,
+        window_seconds: float = 60.0,
+        pcie: bool = False,
+    ) -> None:
         self._nvml = nvml
         self._lane = lane
         self._snapshot = snapshot
         self._interval = interval_seconds
+        self._window = window_seconds
+        self._pcie = pcie
         self._failures: dict[str, int] = {}
         self._problems: dict[str, str] = {}
+        self._since: dict[str, int] = {}  # UUID -> microseconds since 1970
+        self._windows: dict[tuple[str, str], Window] = {}
+        self._work: dict[str, dict[int, tuple[float, float]]] = {}  # UUID -> PID -> use, when it was read
         self.samples: Cell[Samples] = Cell(Samples())
 
     @property
@@ -66,15 +90,59 @@ class Sampler:
                     taken[state.uuid] = sample
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
+    def sample(self, uuid: str) -> Sample:
+        """One reading; blocks, for the lane.
+
+        The lane knows a call that hangs by function and arguments, so the time stamp is none of these.
+        """
+        since = self._since.get(uuid) or time.time_ns() // 1000 - int(self._interval * 1_000_000)
+        return self._nvml.sample(uuid, SampleWish(since, self._pcie))
+
     async def _sample(self, uuid: str) -> TakenSample | None:
         try:
-            sample = await self._lane.run(self._nvml.sample, uuid)
+            sample = await self._lane.run(self.sample, uuid)
         except NvmlError as error:
             self._failures[uuid] = self._failures.get(uuid, 0) + 1
             self._told(uuid, str(error))
             return None
         self._told(uuid, None)
-        return TakenSample(sample, anyio.current_time())
+        now = anyio.current_time()
+        return TakenSample(sample, now, self._spans(uuid, sample, now), self._held(uuid, sample, now))
+
+    def _spans(self, uuid: str, sample: Sample, now: float) -> Mapping[str, Span]:
+        figures = {
+            "utilization": sample.gpu_utilization_ratio,
+            "memory_used": sample.memory_used_bytes if sample.memory_total_bytes else None,
+            "power": sample.power_watts,
+            "temperature": sample.temperature_celsius,
+        }
+        spans = {}
+        for name, value in figures.items():
+            if value is not None:
+                window = self._windows.get((uuid, name))
+                if window is None:
+                    window = self._windows[uuid, name] = Window(self._window)
+                window.add(value, now)
+                spans[name] = window.span
+        return spans
+
+    def _held(self, uuid: str, sample: Sample, now: float) -> Mapping[int, float] | None:
+        """Work of processes, each kept for a moment and no longer than the process."""
+        if sample.busy is None:
+            return None
+        if sample.newest_us:
+            self._since[uuid] = sample.newest_us
+        known = self._work.get(uuid)
+        if not sample.busy and not known:
+            return NO_WORK
+        oldest = now - max(HELD_SECONDS, 2 * self._interval)
+        held = {pid: entry for pid, entry in (known or {}).items() if entry[1] >= oldest}
+        held |= {pid: (ratio, now) for pid, ratio in sample.busy}
+        if sample.processes is not None and known:
+            alive = {each.pid for each in sample.processes} | {pid for pid, _ in sample.busy}
+            held = {pid: entry for pid, entry in held.items() if pid in alive}
+        self._work[uuid] = held
+        return {pid: ratio for pid, (ratio, _) in held.items()}
 
     def _told(self, uuid: str, problem: str | None) -> None:
         if problem == self._problems.get(uuid):

@@ -9,6 +9,7 @@ import pytest
 
 from agent.inventory.reducer import Unavailable, reduce
 from agent.nvml.errors import NvmlCode
+from agent.nvml.port import Sample, SampleWish
 from agent.telemetry.sampler import Sampler, Samples
 from tests.unit.telemetry.agents import Parts
 
@@ -115,3 +116,54 @@ async def test_cancellation_ends_it_with_no_call_under_way() -> None:
 @pytest.mark.parametrize(("interval", "fresh"), [(0.1, 5.3), (60.0, 185.0)])
 def test_how_long_a_sample_tells_something(interval: float, fresh: float) -> None:
     assert Parts(interval=interval).sampler.fresh_seconds == pytest.approx(fresh)
+
+
+async def test_a_peak_between_two_scrapes_is_told() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    async with running(parts.sampler):
+        parts.machine.load(0, utilization=100, memory_used_mib=8000, power_w=70, temperature_c=80)
+        await rounds(parts.sampler)
+        parts.machine.load(0, utilization=0, memory_used_mib=0, power_w=10, temperature_c=30)
+        samples = await rounds(parts.sampler, 4)
+    taken = samples.taken[uuids[0]]
+    assert taken.sample.gpu_utilization_ratio == 0
+    assert taken.spans["utilization"].most == 1
+    assert 0 < taken.spans["utilization"].mean < 1
+    assert taken.spans["memory_used"].most == 8000 * 2**20
+    assert (taken.spans["power"].most, taken.spans["temperature"].most) == (70, 80)
+
+
+async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a_moment() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    machine = parts.machine
+    machine.processes.start(0, 77, memory_mib=100)
+    asked: list[int] = []
+    sample = parts.nvml.sample
+
+    def recording(uuid: str, wish: SampleWish | None = None) -> Sample:
+        if wish and uuid == uuids[0]:
+            asked.append(wish.since_us)
+        return sample(uuid, wish)
+
+    parts.nvml.sample = recording  # type: ignore[method-assign]
+    async with running(parts.sampler):
+        machine.processes.work(77, 60)
+        samples = await rounds(parts.sampler, 4)
+        assert samples.taken[uuids[0]].work == {77: 0.6}  # though the driver told of it once
+        assert asked[-1] == machine.mapping.state.processes[0].sampled_us
+        machine.processes.stop(77)
+        samples = await rounds(parts.sampler)
+        assert samples.taken[uuids[0]].work == {}
+
+
+async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    for pcie in (False, True):
+        sampler = Sampler(parts.nvml, parts.lane, parts.inventory.snapshot, 0.1, pcie=pcie)
+        async with running(sampler):
+            samples = await rounds(sampler, 1)
+        assert (samples.taken[uuids[0]].sample.pcie_bytes_per_second is not None) is pcie
+    parts.lane.close()

@@ -1,0 +1,207 @@
+"""Whose use of a GPU it is: pure.
+
+Three grades, told with each figure. *Measured*: the driver tells it by process, and every process is known.
+*Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
+limit. *Allocated*: the driver tells nothing, only what was promised is known; the use stands as 0.
+
+NVIDIA documents memory of each client of an MPS server but not their use of the multiprocessors, which
+drivers may put down to the server: then the server's use is what is shared out among its clients.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from agent.model.cgroup import ContainerRef
+from agent.model.modes import Mode
+from agent.nvml.port import Sample
+from agent.telemetry.shares import Share
+
+
+class Grade(Enum):
+    """How a figure was come by; the value is a label."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    ALLOCATED = "allocated"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPod:
+    """A pod as the API server tells it; `containers` are names by container ID (without its scheme)."""
+
+    namespace: str
+    name: str
+    containers: Mapping[str, str] = field(default_factory=dict)
+    finished: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return (self.namespace, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a container uses of a GPU now."""
+
+    share: Share
+    memory: int = 0  # bytes
+    memory_grade: Grade = Grade.ALLOCATED
+    utilization: float = 0.0  # 0..1 of the GPU
+    utilization_grade: Grade = Grade.ALLOCATED
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attributed:
+    """The uses of one GPU, and what of its memory belongs to no holder of it."""
+
+    uses: tuple[Use, ...]
+    foreign_memory: int = 0  # of processes outside pods, an MPS server among them
+    unknown_memory: int = 0  # of processes that cannot be told apart
+
+
+NO_PODS: Mapping[str, KnownPod] = MappingProxyType({})
+
+
+def attribute(
+    shares: Sequence[Share],
+    sample: Sample | None,
+    work: Mapping[int, float] | None,
+    owners: Mapping[int, ContainerRef | None],
+    pods: Mapping[str, KnownPod] = NO_PODS,
+) -> Attributed:
+    """Tell apart the use of one GPU.
+
+    `work` is each process's use (0..1), None where the GPU has no such figures. `owners` are the processes
+    that could be looked up; None: in no pod. `pods` are known ones by UID as cgroups name it; without them,
+    processes of a pod are told by who alone can be meant.
+    """
+    if sample is None:
+        return Attributed(tuple(Use(share) for share in shares))
+    split = _Split(shares, owners, pods)
+    memory, foreign, unknown = _memory(split, sample)
+    utilization = _utilization(split, sample, work)
+    uses = tuple(
+        Use(share, round(memory[n][0]), memory[n][1], *utilization[n], processes=split.processes[n])
+        for n, share in enumerate(shares)
+    )
+    return Attributed(uses, foreign, unknown)
+
+
+class _Split:
+    """Which process belongs to which share."""
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        owners: Mapping[int, ContainerRef | None],
+        pods: Mapping[str, KnownPod],
+    ) -> None:
+        self.shares = shares
+        self.processes = [0] * len(shares)
+        self._owners = owners
+        self._pods = pods
+        self._found: dict[int, int | None] = {}
+        self._of_pod: dict[tuple[str, str], list[int]] = {}
+        for number, share in enumerate(shares):
+            self._of_pod.setdefault(share.pod_key, []).append(number)
+
+    def foreign(self, pid: int) -> bool:
+        """Whether the process is known to be in no pod."""
+        return pid in self._owners and self._owners[pid] is None
+
+    def complete(self, pids: Iterable[int]) -> bool:
+        """Whether each process is either somebody's or foreign."""
+        return all(self.of(pid) is not None or self.foreign(pid) for pid in pids)
+
+    def of(self, pid: int) -> int | None:
+        """The position of a process's share; None: it is foreign, or cannot be told."""
+        if pid not in self._found:
+            ref = self._owners.get(pid)
+            self._found[pid] = None if ref is None else self._share_of(ref)
+        return self._found[pid]
+
+    def _share_of(self, ref: ContainerRef) -> int | None:
+        pod = self._pods.get(ref.pod_uid)
+        if pod is not None:
+            candidates = self._of_pod.get(pod.key, [])
+            name = pod.containers.get(ref.container_id)
+            if name is not None:
+                candidates = [n for n in candidates if self.shares[n].container == name]
+        else:
+            unknown = [key for key in self._of_pod if key not in {known.key for known in self._pods.values()}]
+            candidates = self._of_pod[unknown[0]] if len(unknown) == 1 else []
+        return candidates[0] if len(candidates) == 1 else None
+
+
+def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], int, int]:
+    shares = split.shares
+    limits = [float(share.memory_limit) for share in shares]
+    processes = sample.processes
+    if processes is None or any(each.memory_bytes is None for each in processes):
+        if not sample.memory_total_bytes:
+            return [(0.0, Grade.ALLOCATED)] * len(shares), 0, 0
+        # Whoever has a process must have memory; where processes are hidden, all may have.
+        return _shared_out([None] * len(shares), float(sample.memory_used_bytes), limits, limits), 0, 0
+    own: list[float | None] = [None] * len(shares)
+    foreign = unknown = 0
+    for each in processes:
+        number, used = split.of(each.pid), each.memory_bytes or 0
+        if number is not None:
+            own[number] = (own[number] or 0.0) + used
+            split.processes[number] += 1
+        elif split.foreign(each.pid):
+            foreign += used
+        else:
+            unknown += used
+    return _shared_out(own, float(unknown), limits, limits), foreign, unknown
+
+
+def _utilization(
+    split: _Split, sample: Sample, work: Mapping[int, float] | None
+) -> list[tuple[float, Grade]]:
+    shares, device = split.shares, sample.gpu_utilization_ratio
+    weights = [1.0 if share.core_limit is None else share.core_limit for share in shares]
+    if work is None:
+        if device is None:
+            return [(0.0, Grade.ALLOCATED)] * len(shares)
+        return _shared_out([None] * len(shares), device, weights, weights)
+    own: list[float | None] = [None] * len(shares)
+    left, servers = 0.0, 0.0
+    for pid, ratio in work.items():
+        number = split.of(pid)
+        if number is not None:
+            own[number] = min(1.0, (own[number] or 0.0) + ratio)
+        elif split.foreign(pid):
+            servers += ratio
+        else:
+            left += ratio
+    if any(share.mode is Mode.MPS for share in shares):
+        left += servers or (device or 0.0 if not work else 0.0)
+    if sample.processes is not None and split.complete(each.pid for each in sample.processes):
+        # A container that is known to have no process uses nothing.
+        own = [
+            0.0 if value is None and not split.processes[number] else value
+            for number, value in enumerate(own)
+        ]
+    return _shared_out(own, min(1.0, left), weights, weights)
+
+
+def _shared_out(
+    own: Sequence[float | None], left: float, weights: Sequence[float], limits: Sequence[float]
+) -> list[tuple[float, Grade]]:
+    """Each one's own figure; those without one share what is left by weight, up to their limits."""
+    if not left:
+        return [(value or 0.0, Grade.MEASURED) for value in own]
+    total = sum(weight for weight, value in zip(weights, own, strict=True) if value is None)
+    found = []
+    for value, weight, limit in zip(own, weights, limits, strict=True):
+        if value is not None:
+            found.append((value, Grade.MEASURED))
+        else:
+            part = left * weight / total if total else 0.0
+            found.append((min(part, limit), Grade.ESTIMATED))
+    return found

@@ -1,0 +1,130 @@
+"""Keeps the use of GPUs by container, worked out anew with each sampling round in a thread of its own."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.owners import Owners
+from agent.kubelet.podresources import PodList
+from agent.telemetry.attribution import NO_PODS, KnownPod, Use, attribute
+from agent.telemetry.sampler import Samples, TakenSample
+from agent.telemetry.shares import Share, by_gpu, shares_of
+from agent.telemetry.window import Span, Window
+
+Pods = Callable[[], Mapping[str, KnownPod]]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerUse:
+    """A container's use of one GPU, now and over the window."""
+
+    use: Use
+    memory: Span
+    utilization: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """All of them, and memory of each GPU (by UUID) that no holder of it uses."""
+
+    containers: tuple[ContainerUse, ...] = ()
+    # Bytes of processes outside pods, and of processes that cannot be told apart.
+    other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class ContainerWatch:
+    """Publishes `uses`. Values exist from the moment that the kubelet records a container's devices."""
+
+    def __init__(
+        self,
+        snapshot: Cell[Snapshot],
+        samples: Cell[Samples],
+        holdings: Cell[PodList | None],
+        owners: Owners,
+        pods: Pods = lambda: NO_PODS,
+        window_seconds: float = 60.0,
+    ) -> None:
+        self._snapshot = snapshot
+        self._samples = samples
+        self._holdings = holdings
+        self._owners = owners
+        self._pods = pods
+        self._window = window_seconds
+        self._windows: dict[tuple[str, str, str, str], tuple[Window, Window]] = {}
+        # Device IDs are taken apart only when the records changed: there may be thousands.
+        self._read: tuple[PodList | None, Snapshot | None] = (None, None)
+        self._shares: tuple[Share, ...] = ()
+        self.uses: Cell[Uses] = Cell(Uses())
+
+    async def run(self) -> None:
+        """Follow the sampler for ever."""
+        async for samples in self._samples.values():
+            await self.look(samples)
+
+    async def look(self, samples: Samples) -> None:
+        """Work out one round."""
+        holdings, snapshot = self._holdings.value, self._snapshot.value
+        if (holdings is None or not holdings.holdings) and not _anybody(samples):
+            # Nobody is there: not worth waking a thread.
+            if self.uses.value.containers or self.uses.value.other:
+                self._windows.clear()
+                self.uses.publish(Uses())
+            return
+        now, pods = anyio.current_time(), self._pods()
+        uses = await anyio.to_thread.run_sync(self._work_out, holdings, snapshot, samples, pods, now)
+        self.uses.publish(uses)
+
+    def _work_out(
+        self,
+        holdings: PodList | None,
+        snapshot: Snapshot,
+        samples: Samples,
+        pods: Mapping[str, KnownPod],
+        now: float,
+    ) -> Uses:
+        if self._read[0] is not holdings or self._read[1] is not snapshot:
+            gpus = {state.uuid: state.gpu for state in snapshot.gpus}
+            self._shares = shares_of(holdings, gpus) if holdings else ()
+            self._read = (holdings, snapshot)
+        # Kubelets before 1.34 list pods that have finished, and hold nothing, too.
+        finished = {pod.key for pod in pods.values() if pod.finished}
+        shares = by_gpu(share for share in self._shares if share.pod_key not in finished)
+        owners = self._owners.of(_pids(samples))
+        containers: list[ContainerUse] = []
+        other: dict[str, tuple[int, int]] = {}
+        for uuid in dict.fromkeys((*shares, *samples.taken)):
+            taken: TakenSample | None = samples.taken.get(uuid)
+            sample, work = (taken.sample, taken.work) if taken else (None, None)
+            found = attribute(shares.get(uuid, []), sample, work, owners, pods)
+            other[uuid] = (found.foreign_memory, found.unknown_memory)
+            containers += [self._windowed(use, now) for use in found.uses]
+        known = {each.use.share.key for each in containers}
+        for key in self._windows.keys() - known:
+            del self._windows[key]
+        return Uses(tuple(containers), other)
+
+    def _windowed(self, use: Use, now: float) -> ContainerUse:
+        windows = self._windows.get(use.share.key)
+        if windows is None:
+            windows = self._windows[use.share.key] = (Window(self._window), Window(self._window))
+        memory, utilization = windows
+        memory.add(use.memory, now)
+        utilization.add(use.utilization, now)
+        return ContainerUse(use, memory.span, utilization.span)
+
+
+def _anybody(samples: Samples) -> bool:
+    return any(taken.sample.processes or taken.work for taken in samples.taken.values())
+
+
+def _pids(samples: Samples) -> Iterable[int]:
+    pids: dict[int, None] = {}
+    for taken in samples.taken.values():
+        pids |= dict.fromkeys(each.pid for each in taken.sample.processes or ())
+        pids |= dict.fromkeys(taken.work or ())
+    return pids

@@ -1,0 +1,85 @@
+"""What each container may use of each GPU, from the kubelet's records."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from agent.kubelet.holdings import MODE_OF_UNIT
+from agent.kubelet.podresources import PodList
+from agent.model.demand import CORES, MPS, VGPU
+from agent.model.gpu import Gpu
+from agent.model.ids import BadDeviceId, Unit, parse
+from agent.model.modes import Mode
+
+_CORES = (Unit.VGPU_CORE, Unit.MPS_CORE)
+_BLOCK_BYTES = {Unit.VGPU_MEMORY: VGPU.block_bytes, Unit.MPS_MEMORY: MPS.block_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A container's share of one GPU."""
+
+    namespace: str
+    pod: str
+    container: str
+    gpu: str  # UUID
+    index: int
+    mode: Mode
+    core_limit: float | None  # 0..1 of the GPU; None: nothing was said of cores
+    memory_limit: int  # bytes
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """Namespace, pod, container, GPU."""
+        return (self.namespace, self.pod, self.container, self.gpu)
+
+    @property
+    def pod_key(self) -> tuple[str, str]:
+        """Namespace and name of the pod."""
+        return (self.namespace, self.pod)
+
+
+@dataclass(slots=True)
+class _Units:
+    mode: Mode
+    whole: bool = False
+    cores: int = 0
+    memory: int = 0
+
+
+def shares_of(pods: PodList, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
+    """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over."""
+    found: dict[tuple[str, str, str, str], _Units] = {}
+    for holding in pods.holdings:
+        for text in holding.ids:
+            try:
+                device = parse(text)
+            except BadDeviceId:
+                continue
+            key = (holding.namespace, holding.pod, holding.container, device.gpu)
+            units = found.get(key)
+            if units is None:
+                units = found[key] = _Units(MODE_OF_UNIT[device.unit])
+            if device.unit in _CORES:
+                units.cores += 1
+            elif device.unit in _BLOCK_BYTES:
+                units.memory += _BLOCK_BYTES[device.unit]
+            else:
+                units.whole = True
+    return tuple(_share(key, units, gpus[key[3]]) for key, units in found.items() if key[3] in gpus)
+
+
+def _share(key: tuple[str, str, str, str], units: _Units, gpu: Gpu) -> Share:
+    # 100 vGPU cores stand for the GPU with all its memory, whatever was asked of that.
+    whole = units.whole or (units.mode is Mode.VGPU and units.cores == CORES)
+    namespace, pod, container, uuid = key
+    cores = 1.0 if whole else units.cores / CORES if units.cores else None
+    memory = gpu.memory_bytes if whole else units.memory
+    return Share(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory)
+
+
+def by_gpu(shares: Iterable[Share]) -> dict[str, list[Share]]:
+    """The shares of each GPU, by UUID."""
+    found: dict[str, list[Share]] = {}
+    for share in shares:
+        found.setdefault(share.gpu, []).append(share)
+    return found

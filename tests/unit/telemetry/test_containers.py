@@ -1,0 +1,152 @@
+"""Figures of containers from sampler, records and processes together, and the page they make."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from agent.kit.cell import Cell
+from agent.kubelet.owners import Owners, ProcessUnreadable, container_of_process
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.modes import Mode
+from agent.simulator.state import ProcessKind
+from agent.telemetry.attribution import Grade, KnownPod, Use
+from agent.telemetry.container_page import compatible_page, container_page
+from agent.telemetry.containers import ContainerUse, ContainerWatch
+from agent.telemetry.shares import Share
+from agent.telemetry.window import Span
+from tests.unit.telemetry.agents import Parts
+from tests.unit.telemetry.test_metrics import OPENMETRICS, page, value
+from tests.unit.telemetry.test_sampler import rounds, running
+
+UID, CONTAINER = "0b2e1fd0-3b0c-4d4a-9a6c-5ab3c1f6b9b1", "ab" * 32
+MIB = 1 << 20
+
+
+def in_pod(proc: Path, pid: int, uid: str = UID, container: str = CONTAINER) -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    (proc / str(pid) / "cgroup").write_text(f"0::/kubepods/burstable/pod{uid}/{container}\n")
+
+
+class Node:
+    """Parts of an agent with one container on the first two GPUs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.parts = Parts("dgx-h200")
+        self.uuids = self.parts.scan()
+        self.pods = {UID: KnownPod("team", "train", {CONTAINER: "main"})}
+        ids = (*(f"{self.uuids[0]}::sc{n}" for n in range(25)), f"{self.uuids[0]}::sm1")
+        self.holdings: Cell[PodList | None] = Cell(
+            PodList((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
+        )
+        self.watch = ContainerWatch(
+            self.parts.inventory.snapshot,
+            self.parts.sampler.samples,
+            self.holdings,
+            Owners(folder),
+            lambda: self.pods,
+        )
+        self.parts.sources = _with_uses(self.parts, self.watch)
+
+    async def look(self) -> None:
+        async with running(self.parts.sampler):
+            samples = await rounds(self.parts.sampler)
+        await self.watch.look(samples)
+
+
+def _with_uses(parts: Parts, watch: ContainerWatch):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    from dataclasses import replace
+
+    return replace(parts.sources, uses=watch.uses)
+
+
+async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    labels = {
+        "namespace": "team",
+        "pod": "train",
+        "container": "main",
+        "gpu": node.uuids[0],
+        "index": "0",
+        "mode": "mps",
+    }
+    await node.look()
+    text = await page(node.parts.sources)
+    graded = {**labels, "attribution": "measured"}
+    assert value(text, "gpu_agent_container_memory_used_bytes", **graded) == 0
+    assert value(text, "gpu_agent_container_memory_limit_bytes", **labels) == 1024 * MIB
+    assert value(text, "gpu_agent_container_core_limit_ratio", **labels) == 0.25
+
+    in_pod(tmp_path, 4711)
+    node.parts.machine.processes.start(0, 4711, ProcessKind.MPS, 600)
+    node.parts.machine.processes.work(4711, 40)
+    await node.look()
+    node.parts.machine.processes.stop(4711)
+    text = await page(node.parts.sources, OPENMETRICS)
+    families = {family.name for family in parse_openmetrics(text)}  # type: ignore[no-untyped-call]
+    assert "gpu_agent_container_utilization_ratio" in families
+    assert f'attribution="measured"}} {600 * MIB}' in text
+    assert re.search(r'gpu_agent_container_utilization_ratio{.*attribution="measured"} 0\.4', text)
+
+    await node.look()
+    text = await page(node.parts.sources)
+    assert value(text, "gpu_agent_container_memory_used_bytes", **graded) == 0
+    assert value(text, "gpu_agent_container_memory_used_max_bytes", **labels) == 600 * MIB
+
+    node.holdings.publish(PodList((), ()))
+    await node.look()
+    assert "gpu_agent_container_memory_used_bytes{" not in await page(node.parts.sources)
+
+
+async def test_pods_that_finished_hold_nothing_whatever_old_kubelets_list(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.pods = {UID: KnownPod("team", "train", {}, finished=True)}
+    await node.look()
+    assert node.watch.uses.value.containers == ()
+
+
+def test_processes_are_looked_up_once_and_forgotten_with_the_last_question(tmp_path: Path) -> None:
+    in_pod(tmp_path, 7)
+    owners = Owners(tmp_path)
+    first = owners.of([7, 8])
+    assert set(first) == {7}
+    assert first[7] is not None
+    assert first[7].pod_uid == UID
+    (tmp_path / "7" / "cgroup").write_text("0::/init.scope\n")
+    assert owners.of([7]) == first
+    assert owners.of([]) == {}
+    assert owners.of([7]) == {7: None}
+    with pytest.raises(ProcessUnreadable, match="process 8 cannot be looked up"):
+        container_of_process(8, tmp_path)
+
+
+def use(container: str, gpu: int, cores: float | None, utilization: float, memory: int) -> ContainerUse:
+    share = Share("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
+    own = Use(share, memory * MIB, Grade.MEASURED, utilization, Grade.ESTIMATED, 1)
+    return ContainerUse(own, Span(0, memory * MIB), Span(0.5, 0.75))
+
+
+def test_gpu_managers_names_and_scales() -> None:
+    text = compatible_page(
+        [use("a", 0, 0.5, 0.25, 64), use("a", 1, 0.5, 0.5, 32), use("b", 1, None, 0, 0)], "n1"
+    )
+    who = 'pod_name="po\\"d",namespace="team",node="n1",container_name="a"'
+    lines = text.splitlines()
+    for line in (
+        f'container_gpu_utilization{{{who},gpu="gpu0"}} 25.0',
+        f'container_gpu_utilization{{{who},gpu="gpu1"}} 50.0',
+        f'container_gpu_utilization{{{who},gpu="total"}} 75.0',
+        f'container_gpu_memory_total{{{who},gpu_memory="total"}} 96.0',
+        f'container_request_gpu_utilization{{{who},req_of_gpu="total"}} 1.0',
+        f'container_request_gpu_memory{{{who},req_of_gpu_memory="total"}} 1024.0',
+    ):
+        assert line in lines
+    assert not any('req_of_gpu="gpu' in line for line in lines)
+
+
+def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
+    text = container_page([use("b", 1, None, 0, 0)], units=False)
+    assert "gpu_agent_container_core_limit_ratio{" not in text
+    assert 'gpu_agent_container_memory_limit_bytes{namespace="team",pod="po\\"d",container="b"' in text
+    assert "# UNIT" not in text
