@@ -18,6 +18,7 @@ import anyio
 import structlog
 
 from agent import __version__, settings
+from agent.cleanup import shell as cleanup
 from agent.kit import logs
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError, describe
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(command=_check)
 
     shell.add_commands(commands, _configuration_arguments, _load)
+    cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
 
     simulate = commands.add_parser(
         "simulate", help="run the agent on a simulated machine and show what happens"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from agent.cleanup.cluster import AWAY
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -129,9 +130,14 @@ def test_rights_of_the_hook() -> None:
     role = helm.one(made, "Role", "-cleanup")
     for rule in role["rules"]:
         if rule["resources"] == ["daemonsets"]:
-            assert len(rule["resourceNames"]) == 1
-    assert verbs(role) == {"daemonsets": {"get", "patch", "delete"}, "pods": {"list"}}
+            assert len(rule["resourceNames"]) == 2
+    assert verbs(role) == {"daemonsets": {"get", "patch"}, "pods": {"list"}}
     assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}}
+
+
+def test_cleaners_stay_away_until_they_are_called() -> None:
+    cleaners = helm.one(helm.template(), "DaemonSet", "-cleanup")
+    assert cleaners["spec"]["template"]["spec"]["nodeSelector"] == {AWAY: "true"}
 
 
 def test_only_agents_get_a_token_by_default(objects: tuple[Manifest, ...]) -> None:

@@ -5,10 +5,6 @@
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
 {{- with .Values.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}

@@ -1,0 +1,150 @@
+"""Takes from one node what the agent put there, with no agent running: daemons, modes, files, labels.
+
+Safe to run again: each step looks for what is left.
+"""
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.kit.lock import Taken, exclusive
+from agent.kubelet.holdings import holders_by_gpu
+from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
+from agent.model.modes import Mode
+from agent.mps import processes
+from agent.mps.binary import find
+from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.daemon import Daemon, Options
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError, ProgramMissing
+from agent.mps.status import Kind
+from agent.nvml.errors import NvmlError
+from agent.nvml.lane import Lane
+from agent.nvml.port import NvmlPort
+from agent.plugins import shares_cdi
+from agent.settings import Settings
+
+log = structlog.get_logger()
+
+LOCK = "agent.lock"
+SOCKETS = "gna-*.sock"
+LIST_SECONDS = 10.0
+POLL_SECONDS = 0.5
+
+
+@asynccontextmanager
+async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterator[None]:
+    """Keep agents off this node while the context is open. Raises CleanupFailed if one stays."""
+    deadline = anyio.current_time() + wait_seconds
+    while True:
+        lock = exclusive(Path(settings.host.run) / LOCK)
+        try:
+            await anyio.to_thread.run_sync(lock.__enter__)  # it makes a folder and a file
+            break
+        except Taken as error:
+            if anyio.current_time() >= deadline:
+                raise CleanupFailed(f"an agent still serves this node ({error}); stop it first") from error
+            await anyio.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+
+
+async def refuse_holders(settings: Settings) -> None:
+    """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons."""
+    try:
+        pods = await PodResources(Path(settings.kubelet.root)).list(LIST_SECONDS)
+    except PodResourcesUnavailable as error:
+        raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
+    held = {
+        holder.pod for each in holders_by_gpu(pods).values() for holder in each if holder.mode is Mode.MPS
+    }
+    if held:
+        raise CleanupRefused(
+            f"{len(held)} pod(s) hold MPS shares and would lose their daemon: {', '.join(sorted(held))}; "
+            "delete them, or wait until they have ended"
+        )
+
+
+async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
+    """End every MPS daemon of the agent's and give its GPU back. Raises CleanupFailed."""
+    left = await anyio.to_thread.run_sync(_daemon_folders, Path(settings.host.run))
+    if not left:
+        return
+    lane = Lane("cleanup")
+    try:
+        explicit = settings.mps.control_program
+        program = await anyio.to_thread.run_sync(
+            find, Path(settings.driver.root), Path(explicit) if explicit else None
+        )
+        compute: ComputeModes = NoComputeModes()
+        if settings.mps.exclusive_process:
+            await lane.run(nvml.open, deadline=30.0)
+            compute = NvmlComputeModes(nvml, lane)
+        options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
+        for folders in left:
+            await Daemon(folders.root.name, program, folders, compute, _no_report, options).stop()
+    except (ProgramMissing, MpsError, NvmlError) as error:
+        raise CleanupFailed(f"MPS daemons cannot be stopped: {error}") from error
+    finally:
+        lane.close()
+    for folders in left:
+        running = await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
+        if running or folders.existing():
+            raise CleanupFailed(f"the MPS daemon in {folders.root} could not be stopped; the log tells why")
+
+
+def remove_files(settings: Settings) -> None:
+    """Remove sockets, the CDI file and what the agent's folders hold. Blocks. Raises CleanupFailed."""
+    try:
+        for folder in (Path(settings.kubelet.root) / "plugins_registry", settings.device_plugins_folder):
+            for socket in folder.glob(SOCKETS):
+                socket.unlink(missing_ok=True)
+        specification = Path(settings.host.cdi) / shares_cdi.FILE
+        if specification.exists():
+            specification.unlink()
+        for root in (Path(settings.host.state), Path(settings.host.run)):
+            for entry in root.iterdir() if root.is_dir() else ():
+                if entry.name == LOCK:  # held; `remove_folders` takes it with its folder
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+    except OSError as error:
+        raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
+
+
+def remove_folders(folders: list[Path]) -> None:
+    """Remove the agent's folders themselves. Blocks. Raises CleanupFailed, also for any other folder."""
+    for folder in folders:
+        if folder.name != "gpu-node-agent":
+            raise CleanupFailed(f"{folder} is not a folder of the agent's (it would be named gpu-node-agent)")
+    for folder in folders:
+        try:
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
+
+
+def _daemon_folders(run: Path) -> list[Directories]:
+    folder = run / "mps"
+    if not folder.is_dir():
+        return []
+    return [
+        found
+        for entry in sorted(folder.iterdir())
+        if entry.is_dir() and (found := Directories(entry)).existing()
+    ]
+
+
+def _no_report(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    """Events are for running agents."""

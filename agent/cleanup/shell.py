@@ -1,0 +1,143 @@
+"""`gpu-node-agent cleanup ...`: what the chart's hook runs; `node` serves by hand, too.
+
+Exit codes: 0 clean, 1 it failed, 2 bad arguments or configuration, 3 pods stand in the way.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+
+from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.kit import logs
+from agent.nvml.port import NvmlPort
+from agent.settings import Settings
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+Load = Callable[[argparse.Namespace], Settings]
+MakeNvml = Callable[[Settings], NvmlPort]
+
+
+def add_commands(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    configuration: Arguments,
+    load: Load,
+    nvml: MakeNvml,
+) -> None:
+    """Add `cleanup` and its parts."""
+    cleanup = commands.add_parser("cleanup", help="take from nodes what the agent put there")
+    parts = cleanup.add_subparsers(required=True, metavar="PART")
+
+    node = parts.add_parser("node", help="this node; no agent may run on it")
+    configuration(node)
+    node.add_argument("--wait", type=float, default=60.0, help="seconds for an agent to leave (default: 60)")
+    node.set_defaults(command=lambda options: _node(load(options), options.wait, nvml))
+
+    folders = parts.add_parser(
+        "folders", help="the agent's folders, which must be no mounts of this container"
+    )
+    folders.add_argument("folders", nargs="+", type=Path)
+    folders.set_defaults(command=lambda options: _folders(options.folders))
+
+    rest = parts.add_parser("rest", help="do nothing until told to stop")
+    rest.set_defaults(command=lambda _: _rest())
+
+    cluster = parts.add_parser("cluster", help="all nodes: what helm uninstall runs first")
+    cluster.add_argument("--namespace", required=True)
+    cluster.add_argument("--agents", required=True, help="the agents' DaemonSet")
+    cluster.add_argument("--cleaners", required=True, help="the DaemonSet that cleans nodes up")
+    cluster.add_argument("--timeout", type=float, default=240.0, help="seconds (default: 240)")
+    cluster.set_defaults(command=_cluster)
+
+
+def _told(error: CleanupFailed) -> int:
+    print(error, file=sys.stderr)
+    return 3 if isinstance(error, CleanupRefused) else 1
+
+
+def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
+    logs.configure(settings.logging.level, settings.logging.format)
+
+    async def clean() -> None:
+        from agent.cleanup import node  # noqa: PLC0415  loads the MPS room
+
+        async with node.without_agent(settings, wait):
+            await node.refuse_holders(settings)
+            await node.stop_daemons(settings, nvml(settings))
+            await anyio.to_thread.run_sync(node.remove_files, settings)
+        await _forget(settings)
+
+    try:
+        anyio.run(clean)
+    except CleanupFailed as error:
+        return _told(error)
+    print("the node is clean")
+    return 0
+
+
+async def _forget(settings: Settings) -> None:
+    if settings.cluster.access == "off":
+        return
+    from agent.cleanup.node_object import forget  # noqa: PLC0415  loads the API client
+    from agent.cluster.api import connect  # noqa: PLC0415
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+
+    wish = settings.cluster
+    try:
+        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+    except NoClusterAccess as error:
+        if wish.access == "required":
+            raise CleanupFailed(f"cluster.access is required, but {error}") from error
+        return
+    try:
+        await forget(api, wish.node_name or os.uname().nodename)
+    finally:
+        await api.close()
+
+
+def _folders(folders: list[Path]) -> int:
+    from agent.cleanup.node import remove_folders  # noqa: PLC0415  loads the MPS room
+
+    try:
+        remove_folders(folders)
+    except CleanupFailed as error:
+        return _told(error)
+    return 0
+
+
+def _rest() -> int:
+    # Blocked first, else a signal between the two calls would end the process its own way.
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.sigwait(signals)
+    return 0
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    logs.configure("info", "json")
+
+    async def clean() -> int:
+        from agent.cleanup.cluster import ClusterCleanup, Release  # noqa: PLC0415  loads the API client
+        from agent.cluster.api import connect  # noqa: PLC0415
+        from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+
+        try:
+            api = await connect(None)
+        except NoClusterAccess as error:
+            raise CleanupFailed(str(error)) from error
+        try:
+            release = Release(options.namespace, options.agents, options.cleaners)
+            return await ClusterCleanup(api, release).run(options.timeout)
+        finally:
+            await api.close()
+
+    try:
+        count = anyio.run(clean)
+    except CleanupFailed as error:
+        return _told(error)
+    print(f"{count} node(s) are clean")
+    return 0
