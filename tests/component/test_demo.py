@@ -18,7 +18,7 @@ from agent.simulator import demo
 from agent.simulator.demo.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 50
 
 
 @pytest.fixture
@@ -62,6 +62,9 @@ def test_demo_tells_the_whole_story(folder: Path, profile: str, gpus: int) -> No
         f"{gpus} models ask for 60 cores",
         "it joins model-",
         "enforced: no",
+        f"{gpus} daemons serve",
+        "The daemon of GPU 0 is killed",
+        "no daemon runs, their compute mode is DEFAULT again",
         "Nothing is left behind.",
     ):
         assert told in done.stdout

@@ -9,6 +9,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState
 from agent.simulator.demo.fractions import fractions
+from agent.simulator.demo.mps import mps_shares
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, NotAsTold, Stage, gpu_pod
 from agent.simulator.kubelet import PodSpec
@@ -45,6 +46,7 @@ class Story:
                 began = anyio.current_time()
             await self._agent_leaves(began)
         await fractions(stage, self._screen, number=7)
+        await mps_shares(stage, self._screen, number=8)
 
     def _list_seen(self, resource: str, devices: list[Device]) -> None:
         if resource == GPU:
