@@ -6,12 +6,15 @@ NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
+from agent.kubelet import checkpoint
 from agent.kubelet.api import Allocation, PreferenceRequest
 from agent.model.demand import Kind
 from agent.model.gpu import Gpu
@@ -66,12 +69,19 @@ class Shares:
     """One pair of resources of the node: keeps stocks true and compares with the kubelet's records."""
 
     def __init__(
-        self, sharing: Sharing, inventory: Cell[Snapshot], modes: Cell[Assignment], pairing: Pairing
+        self,
+        sharing: Sharing,
+        inventory: Cell[Snapshot],
+        modes: Cell[Assignment],
+        pairing: Pairing,
+        device_plugins: Path | None = None,
     ) -> None:
+        """`device_plugins`: the kubelet's folder with its checkpoint; None: it is not looked at."""
         self.sharing = sharing
         self.inventory = inventory
         self.modes = modes
         self.pairing = pairing
+        self._device_plugins = device_plugins
         self._bare: dict[tuple[str, int], Stock] = {}
         self._stocks: dict[str, Stock] = {}
 
@@ -96,7 +106,12 @@ class Shares:
         """Compare with the kubelet's records for ever."""
         async with anyio.create_task_group() as group:
             group.start_soon(follow, self.restock, self.inventory, self.modes)
+            recalled = self._device_plugins is None
             while True:
+                if not recalled and self._device_plugins is not None:
+                    # Once, as soon as pods are known: what is granted from now on is remembered anyway.
+                    held = await anyio.to_thread.run_sync(checkpoint.read, self._device_plugins)
+                    recalled = await self.pairing.recall(held)
                 await self.pairing.reconcile()
                 await anyio.sleep(PRESSED_RECONCILE_SECONDS if self._pressed() else RECONCILE_SECONDS)
 

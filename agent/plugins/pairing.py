@@ -10,7 +10,7 @@ Calls are served one at a time. Each ends within the two seconds that `agent.kub
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 import anyio
@@ -33,7 +33,7 @@ from agent.model.placement import (
 )
 from agent.plugins.pairing_facts import Facts, Identity, SpecsUnknown
 from agent.plugins.pairing_identity import Asker, Records, resource_of
-from agent.plugins.pairing_memory import Memory
+from agent.plugins.pairing_memory import Memory, PairingStats, View
 from agent.plugins.pairing_order import Call, Unclear, by_order
 from agent.plugins.pairing_ports import LogRecorder, Recorder
 
@@ -45,24 +45,6 @@ PROMPT_SECONDS = 1.0
 # How long what the kubelet was seen to keep back is taken to be held by somebody.
 BUSY_SECONDS = 30.0
 SETTLE_SECONDS = 2.0  # after a change of the lists the kubelet may not have taken them in yet
-
-
-@dataclass
-class PairingStats:
-    """What happened; read by metrics."""
-
-    granted: int = 0  # pairs
-    refused: int = 0
-    expired: int = 0  # promises that nobody came back for
-    serial: int = 0  # pairs told apart by the order of calls alone
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What others may see: the ledger, and IDs held by init containers, which no record shows."""
-
-    ledger: Ledger
-    hidden: frozenset[str] = frozenset()
 
 
 class Pairing:
@@ -119,6 +101,19 @@ class Pairing:
             # Records that are older than a grant do not show it yet: the next look will.
             if records is not None and grants == self._grants:
                 self._observe(records)
+
+    async def recall(self, held: Mapping[tuple[str, str, str], frozenset[str]]) -> bool:
+        """Take in what ended init containers hold, by pod UID, container and resource; after a start.
+
+        False: no pod is known yet, so that nothing could be told from it.
+        """
+        pods = {pod.uid: pod for pod in self._identity.pods()}
+        async with self._turn:
+            for (uid, container, resource), ids in held.items():
+                if resource in (self.kind.core, self.kind.memory) and uid in pods:
+                    self._memory.recalled(pods[uid], container, ids)
+            self._publish()
+        return bool(pods)
 
     async def prefer(self, half: Half, request: PreferenceRequest) -> Sequence[str]:
         """The IDs of a half. Raises Refused."""

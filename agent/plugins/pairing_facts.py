@@ -56,6 +56,10 @@ class Identity:
         self._source = source
         self._known = Known()
 
+    def pods(self) -> Collection[Pod]:
+        """The pods of the node as last seen."""
+        return self._source.pods_on_node()
+
     async def records(self) -> Records | None:
         """The kubelet's records now; None if they cannot be read."""
         try:

@@ -7,9 +7,27 @@ that another GPU had room for.
 from dataclasses import dataclass, field
 
 from agent.model.demand import Pod, Stage
-from agent.model.ledger import Half
+from agent.model.ledger import Half, Ledger
 
 NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass
+class PairingStats:
+    """What happened; read by metrics."""
+
+    granted: int = 0  # pairs
+    refused: int = 0
+    expired: int = 0  # promises that nobody came back for
+    serial: int = 0  # pairs told apart by the order of calls alone
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What others may see: the ledger, and IDs held by init containers, which no record shows."""
+
+    ledger: Ledger
+    hidden: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -31,10 +49,14 @@ class Memory:
 
     def granted(self, pod: Pod, container: str, half: Half, ids: frozenset[str]) -> None:
         """A half was handed to a container."""
-        self._uids[pod.key] = pod.uid
         self.served.add((pod.uid, container, half))
+        self.recalled(pod, container, ids)
+
+    def recalled(self, pod: Pod, container: str, ids: frozenset[str]) -> None:
+        """A container holds IDs, which no record shows if it is a plain init container."""
+        self._uids[pod.key] = pod.uid
         found = pod.container(container)
-        if found is not None and found.stage is Stage.INIT:
+        if found is not None and found.stage is Stage.INIT and not pod.finished:
             self.hidden[pod.key] = self.hidden.get(pod.key, NOTHING) | ids
 
     def turned_away(self, pod: Pod) -> None:

@@ -74,5 +74,6 @@ def build(
         whole=whole,
         node=node,
     )
-    shares = Shares(Sharing(VGPU, Mode.VGPU), inventory, modes, pairing)
+    sharing = Sharing(VGPU, Mode.VGPU)
+    shares = Shares(sharing, inventory, modes, pairing, settings.device_plugins_folder)
     return shares, [VgpuPlugin(shares, half, injector, inventory) for half in Half]

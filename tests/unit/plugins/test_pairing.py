@@ -304,3 +304,25 @@ async def test_init_and_app_containers_share_one_gpu_sized_for_their_peak() -> N
         both = pod("both", share("init", 10, 5, Stage.INIT), share("main", 60, 20))
         await kubelet.admit(both)
         assert index(kubelet, both.key) == index(kubelet, both.key, "init") == [1]
+
+
+async def test_units_of_init_containers_are_known_again_after_a_restart() -> None:
+    kubelet = KubeletModel(gpus=1)
+    both = pod("both", share("init", 60, 30, Stage.INIT), share("main", 10, 5))
+    await kubelet.admit(both)
+    held = {
+        (both.uid, name, resource): ids for (name, resource), ids in kubelet.taken_up[both.key].held.items()
+    }
+    kubelet.start_agent()
+    assert await kubelet.pairing.recall({**held, ("gone", "init", kubelet.kind.core): frozenset({"x"})})
+    await kubelet.pairing.reconcile()
+    view = kubelet.pairing.view
+    assert view.ledger.held_ids | view.hidden == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
+    kubelet.end(both.key)
+    await kubelet.pairing.reconcile()
+    assert kubelet.pairing.view.hidden == frozenset()
+
+
+async def test_nothing_is_recalled_before_pods_are_known() -> None:
+    kubelet = KubeletModel()
+    assert not await kubelet.pairing.recall({("u", "init", kubelet.kind.core): frozenset({"x"})})
