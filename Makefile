@@ -24,7 +24,7 @@ demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show w
 
 test: venv lint ## lint, types, import contracts, unit, component and chart tests
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest tests/unit tests/component tests/chart --junitxml=build/test.xml
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart --junitxml=build/test.xml
 
 test-cluster: venv ## the scenarios on a real kubelet and containerd (builds them once, minutes)
 	@mkdir -p build
