@@ -75,6 +75,7 @@ class Pairing:
         self._clock = clock
         self._ledger = Ledger()
         self._memory = Memory()
+        self._units: dict[Half, frozenset[str]] = dict.fromkeys(Half, frozenset())  # all there are
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
         self._grants = 0
         self._prompt: tuple[Holder, Half, float] | None = None  # whose half was granted last, and when
@@ -89,6 +90,7 @@ class Pairing:
     def stock(self, stocks: Collection[Stock]) -> None:
         """Take in what there is to sell; whoever watches inventory and modes calls this."""
         self._ledger = self._ledger.stocked({each.gpu: each for each in stocks})
+        self._units = {half: frozenset().union(*(each.id_set(half) for each in stocks)) for half in Half}
         self._memory.busy.clear()
         self._stocked_at = self._clock()
         self._publish()
@@ -366,16 +368,13 @@ class Pairing:
     def _note_busy(self, half: Half, available: frozenset[str]) -> None:
         now = self._clock()
         if now - self._stocked_at >= SETTLE_SECONDS:
-            units = frozenset().union(*(each.id_set(half) for each in self._ledger.stocks.values()))
-            kept_back = units - available - self._ledger.held_ids - self._ledger.promised_ids
+            kept_back = self._units[half] - available - self._ledger.held_ids - self._ledger.promised_ids
             self._memory.busy[half] = (kept_back, now + BUSY_SECONDS)
 
     def _kept_back(self, half: Half, available: frozenset[str] | None) -> frozenset[str]:
         """IDs that cannot be had though no listed container holds them."""
         kept_back = self._memory.kept_back(half.other, self._clock())
-        if available is None:
-            return kept_back
-        return kept_back.union(*(each.id_set(half) - available for each in self._ledger.stocks.values()))
+        return kept_back if available is None else kept_back | (self._units[half] - available)
 
     def _pod_of(self, holder: Holder) -> Pod | None:
         return self._pods.get(holder.pod_key)
