@@ -40,6 +40,7 @@ from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pairing_ports import PodSource, Recorder
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
+from agent.status import top
 from agent.status.commands import Commands
 from agent.status.node_events import node_events
 from agent.status.report import StatusSources
@@ -166,6 +167,10 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
         lambda uuid: agent.mps.report(uuid) if agent.mps else None,
     )
     Commands(sources).add_to(control)
+    if agent.sources:
+        top.add_to(
+            control, agent.sources, lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus}
+        )
     group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
 
 

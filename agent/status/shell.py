@@ -1,15 +1,16 @@
-"""`status`, `clear-health` and `release` on the command line: arguments, output, exit codes."""
+"""`status`, `clear-health`, `release` and `top` on the command line: arguments, output, exit codes."""
 
 import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agent.settings import Settings
-from agent.status import client
+from agent.status import client, top_table
 from agent.status.table import duration, parse_duration, render
 from agent.web.control import NAME
 
@@ -21,7 +22,7 @@ def add_commands(
     configuration_arguments: Callable[[argparse.ArgumentParser], None],
     load: Load,
 ) -> None:
-    """Add the three commands to the parser."""
+    """Add the commands to the parser."""
     status = commands.add_parser("status", help="show the GPUs of this node, their health and their holders")
     status.add_argument("--json", action="store_true", help="the whole report as JSON")
     clear = commands.add_parser("clear-health", help="declare an unhealthy GPU healthy, after it was reset")
@@ -32,7 +33,13 @@ def add_commands(
     how = release.add_mutually_exclusive_group(required=True)
     how.add_argument("--for", dest="seconds", type=_duration, metavar="TIME", help="90s, 10m or 2h")
     how.add_argument("--end", action="store_true", help="serve again now")
-    for parser, action in ((status, _status), (clear, _clear), (release, _release)):
+    live = commands.add_parser("top", help="watch utilisation and memory of GPUs and containers")
+    live.add_argument("--once", action="store_true", help="print them once and end")
+    live.add_argument("--json", action="store_true", help="print them once as JSON")
+    live.add_argument(
+        "--every", type=_duration, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
+    )
+    for parser, action in ((status, _status), (clear, _clear), (release, _release), (live, _top)):
         configuration_arguments(parser)
         parser.set_defaults(command=_over_socket(action, load))
 
@@ -64,6 +71,20 @@ def _status(path: Path, options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps(document, indent=2)
     return render(document, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+
+
+def _top(path: Path, options: argparse.Namespace) -> str:
+    """Repaint until interrupted; without a terminal, print once."""
+    shown = client.ask(path, "top")
+    if options.json:
+        return json.dumps(shown, indent=2)
+    while not options.once and sys.stdout.isatty():
+        # Home, then each line erased to its end, then what is below: no flicker as with a cleared screen.
+        text = top_table.render(shown).replace("\n", "\033[K\n")
+        print(f"\033[H{text}\033[K\033[J", end="", flush=True)
+        time.sleep(options.every)
+        shown = client.ask(path, "top")
+    return top_table.render(shown)
 
 
 def _clear(path: Path, options: argparse.Namespace) -> str:

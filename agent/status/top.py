@@ -1,0 +1,80 @@
+"""What `gpu-node-agent top` shows: the moving figures of GPUs and containers, as a document."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agent.telemetry.containers import ContainerUse
+from agent.telemetry.gpus import THROTTLE_REASONS
+from agent.telemetry.reading import Reading, Sources
+from agent.telemetry.sampler import TakenSample
+from agent.web.control import ControlServer
+
+Document = dict[str, Any]
+Modes = Callable[[], Mapping[str, str]]  # mode in force by GPU UUID
+
+
+def add_to(server: ControlServer, sources: Sources, modes: Modes) -> None:
+    """Answer the command `top`."""
+
+    async def top(_: Mapping[str, object]) -> Document:
+        return document(sources.read(), modes())
+
+    server.add("top", top)
+
+
+def document(reading: Reading, modes: Mapping[str, str]) -> Document:
+    """The newest sampling round. Figures that a GPU does not have are null."""
+    return {
+        "gpus": [
+            {
+                "index": state.gpu.index,
+                "uuid": state.uuid,
+                "model": state.gpu.product,
+                "mode": modes.get(state.uuid, "off"),
+                "health": state.health.state.value,
+                "memoryTotalBytes": state.gpu.memory_bytes,
+                **_figures(reading.samples.get(state.uuid)),
+            }
+            for state in reading.snapshot.gpus
+        ],
+        "containers": [_container(each) for each in reading.uses.containers],
+    }
+
+
+def _figures(taken: TakenSample | None) -> Document:
+    if taken is None:
+        return {"sampled": False}
+    sample = taken.sample
+    spans = {name: {"mean": span.mean, "max": span.most} for name, span in taken.spans.items()}
+    throttle = sample.throttle or 0
+    return {
+        "sampled": True,
+        "utilizationRatio": sample.gpu_utilization_ratio,
+        "memoryUsedBytes": sample.memory_used_bytes,
+        "powerWatts": sample.power_watts,
+        "powerLimitWatts": sample.power_limit_watts,
+        "temperatureCelsius": sample.temperature_celsius,
+        "smClockMhz": sample.clocks_mhz.get("sm"),
+        "throttledBy": [reason for bit, reason in THROTTLE_REASONS if throttle & bit],
+        "processes": None if sample.processes is None else len(sample.processes),
+        "window": spans,
+    }
+
+
+def _container(each: ContainerUse) -> Document:
+    use, share = each.use, each.use.share
+    return {
+        "namespace": share.namespace,
+        "pod": share.pod,
+        "container": share.container,
+        "gpu": share.index,
+        "mode": share.mode.value,
+        "memoryUsedBytes": use.memory,
+        "memoryLimitBytes": share.memory_limit,
+        "memoryAttribution": use.memory_grade.value,
+        "utilizationRatio": use.utilization,
+        "utilizationMaxRatio": each.utilization.most,
+        "coreLimitRatio": share.core_limit,
+        "utilizationAttribution": use.utilization_grade.value,
+        "processes": use.processes,
+    }

@@ -1,0 +1,107 @@
+"""The document of `gpu-node-agent top` as text for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+GIB = 1 << 30
+BAR = 10
+# None of these tells of trouble: an idle GPU, and clocks as somebody wished.
+QUIET_REASONS = ("idle", "applications_clocks", "display_clocks", "sync_boost")
+_GRADE_MARK = {"measured": " ", "estimated": "~", "allocated": "?"}
+
+Document = dict[str, Any]
+
+
+def render(shown: Document) -> str:
+    """The document as two tables, without a line feed at the end."""
+    return "\n".join(_lines(shown))
+
+
+def _lines(shown: Document) -> Iterator[str]:
+    head = (
+        "GPU",
+        "MODEL",
+        "MODE",
+        "HEALTH",
+        "USE",
+        "",
+        "PEAK",
+        "MEMORY GiB",
+        "POWER W",
+        "TEMP",
+        "SM MHz",
+        "PROC",
+    )
+    yield from _table([head, *(_gpu_row(gpu) for gpu in shown["gpus"])])
+    for gpu in shown["gpus"]:
+        reasons = [each for each in gpu.get("throttledBy", ()) if each not in QUIET_REASONS]
+        if reasons:
+            yield f"GPU {gpu['index']}: clocks are held down by {', '.join(reasons)}"
+    yield ""
+    if not shown["containers"]:
+        yield "no container holds a GPU"
+        return
+    title = ("NAMESPACE/POD", "CONTAINER", "GPU", "MODE", "USE", "OF", "PEAK", "MEMORY GiB", "OF", "PROC")
+    rows = sorted(shown["containers"], key=lambda each: (-each["utilizationRatio"], -each["memoryUsedBytes"]))
+    yield from _table([title, *(_container_row(each) for each in rows)])
+    grades = {each["utilizationAttribution"] for each in rows} | {each["memoryAttribution"] for each in rows}
+    if "estimated" in grades:
+        yield "~ estimated: the driver does not tell containers apart; shared out by limits"
+    if "allocated" in grades:
+        yield "? the driver tells nothing of this GPU; only what was allocated is known"
+
+
+def _gpu_row(gpu: Document) -> tuple[str, ...]:
+    name = (str(gpu["index"]), gpu["model"], gpu["mode"], gpu["health"])
+    total = gpu["memoryTotalBytes"] / GIB
+    if not gpu["sampled"]:
+        return (*name, "-", "", "-", f"- / {total:.0f}", "-", "-", "-", "-")
+    peak = gpu["window"].get("utilization", {}).get("max")
+    limit = gpu["powerLimitWatts"]
+    power = _number(gpu["powerWatts"]) + (f" / {limit:.0f}" if limit else "")
+    heat = "-" if gpu["temperatureCelsius"] is None else f"{gpu['temperatureCelsius']:.0f} C"
+    return (
+        *name,
+        _percent(gpu["utilizationRatio"]),
+        _bar(gpu["utilizationRatio"]),
+        _percent(peak),
+        f"{gpu['memoryUsedBytes'] / GIB:.1f} / {total:.0f}",
+        power,
+        heat,
+        _number(gpu["smClockMhz"]),
+        _number(gpu["processes"]),
+    )
+
+
+def _container_row(each: Document) -> tuple[str, ...]:
+    return (
+        f"{each['namespace']}/{each['pod']}",
+        each["container"],
+        str(each["gpu"]),
+        each["mode"],
+        _GRADE_MARK[each["utilizationAttribution"]] + _percent(each["utilizationRatio"]),
+        _percent(each["coreLimitRatio"]),
+        _percent(each["utilizationMaxRatio"]),
+        f"{_GRADE_MARK[each['memoryAttribution']]}{each['memoryUsedBytes'] / GIB:.1f}",
+        f"{each['memoryLimitBytes'] / GIB:.1f}",
+        str(each["processes"]),
+    )
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio * 100:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _bar(ratio: float | None) -> str:
+    filled = round((ratio or 0.0) * BAR)
+    return "[" + "|" * filled + " " * (BAR - filled) + "]"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
