@@ -85,14 +85,12 @@ class MpsNode:
 
 
 @contextlib.asynccontextmanager
-async def mps_node(rig: Rig, **settings: Any) -> AsyncIterator[MpsNode]:
-    """The agent runs and sells every GPU as MPS shares. Ends all daemons at the end, by hand if need be."""
+async def node_to_be(rig: Rig) -> AsyncIterator[MpsNode]:
+    """Files of a node that will be in mode MPS. Ends all daemons at the end, by hand if need be."""
     folder = Path(await anyio.mkdtemp(prefix="gm-", dir=tempfile.gettempdir()))
     node = MpsNode(rig, folder, folder / "bin" / "nvidia-cuda-mps-control", folder / "mode")
     try:
         await anyio.to_thread.run_sync(_lay_out, node)
-        await rig.start_agent(await node.settings(**settings))
-        await rig.wait_allocatable(100 * len(rig.gpu_uuids()), CORE)
         yield node
     finally:
         with anyio.CancelScope(shield=True):
@@ -102,6 +100,15 @@ async def mps_node(rig: Rig, **settings: Any) -> AsyncIterator[MpsNode]:
             for pid in (await node.pids()).values():
                 os.kill(pid, signal.SIGKILL)
             await anyio.to_thread.run_sync(shutil.rmtree, folder, True)
+
+
+@contextlib.asynccontextmanager
+async def mps_node(rig: Rig, **settings: Any) -> AsyncIterator[MpsNode]:
+    """The agent runs and sells every GPU as MPS shares."""
+    async with node_to_be(rig) as node:
+        await rig.start_agent(await node.settings(**settings))
+        await rig.wait_allocatable(100 * len(rig.gpu_uuids()), CORE)
+        yield node
 
 
 def _lay_out(node: MpsNode) -> None:
