@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from tests.cluster.network import Connection, Dial, dial
+
 Manifest = Mapping[str, Any]
 Object = dict[str, Any]
 
@@ -30,8 +32,9 @@ class ApiError(Exception):
 class ApiClient:
     """Client with the certificate pair `admin` of `certificates`; usable from several threads at once."""
 
-    def __init__(self, port: int, certificates: Path, user: str = "admin") -> None:
+    def __init__(self, port: int, certificates: Path, user: str = "admin", how: Dial = dial) -> None:
         self._port = port
+        self._how = how
         self._tls = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
         self._tls.load_cert_chain(certificates / f"{user}.crt", certificates / f"{user}.key")
         self._resources: dict[str, dict[str, tuple[str, bool]]] = {}
@@ -46,7 +49,7 @@ class ApiClient:
         timeout: float = 10,
     ) -> Any:
         """Send one request; return the decoded JSON (or the text, where the answer is no JSON)."""
-        connection = http.client.HTTPSConnection("127.0.0.1", self._port, timeout=timeout, context=self._tls)
+        connection = Connection(self._port, self._tls, timeout, self._how)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": content_type})
@@ -99,7 +102,7 @@ class ApiClient:
     def watch(self, path: str, resource_version: str, **query: str) -> "Watch":
         """Watch a collection from just after `resource_version`."""
         fields = urlencode({"watch": "true", "resourceVersion": resource_version, **query})
-        return Watch(self._port, self._tls, f"{path}?{fields}")
+        return Watch(Connection(self._port, self._tls, 60, self._how), f"{path}?{fields}")
 
     def _object(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
@@ -112,8 +115,8 @@ class ApiClient:
 class Watch:
     """Events of a collection, oldest first, until `close()` is called (from any thread)."""
 
-    def __init__(self, port: int, tls: ssl.SSLContext, path: str) -> None:
-        self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=tls)
+    def __init__(self, connection: Connection, path: str) -> None:
+        self._connection = connection
         self._connection.request("GET", path)
         # The response takes the socket away from the connection object, and `close()` needs it.
         self._socket = self._connection.sock

@@ -68,7 +68,8 @@ def programs(
     }
     apiserver = {
         "etcd-servers": client,
-        "bind-address": "127.0.0.1",
+        # A network of its own has nothing but loopback in it.
+        "bind-address": "0.0.0.0" if options.private_network else "127.0.0.1",
         "advertise-address": "127.0.0.1",
         "secure-port": str(ports.api),
         "tls-cert-file": f"{pki}/apiserver.crt",

@@ -18,9 +18,10 @@ from tests.cluster.waiting import NotYet, RigError, eventually
 class Namespace:
     """Starts process 1 on `start()`; `stop()` ends everything inside."""
 
-    def __init__(self, init: Path) -> None:
-        """`init` is a program that sleeps and reaps."""
+    def __init__(self, init: Path, network: bool = False) -> None:
+        """`init` is a program that sleeps and reaps; `network`: with an empty network of its own."""
         self._init_program = init
+        self._kinds = ["--mount", "--pid", *(["--net"] if network else [])]
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init: Identity | None = None
 
@@ -33,7 +34,7 @@ class Namespace:
 
     def start(self) -> None:
         """Make the namespace. Needs root."""
-        argv = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc"]
+        argv = ["unshare", *self._kinds, "--propagation", "private", "--fork", "--mount-proc"]
         # Its own session: a Ctrl-C at the terminal is for pytest, which then takes the cluster down in order.
         self._unshare = subprocess.Popen(
             [*argv, "--kill-child", str(self._init_program)],
@@ -75,7 +76,7 @@ class Namespace:
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         """`argv` as a command that runs inside. Paths must be absolute: the working directory is `/`."""
-        return ["nsenter", f"--target={self.init.pid}", "--mount", "--pid", "--wd=/", "--", *argv]
+        return ["nsenter", f"--target={self.init.pid}", *self._kinds, "--wd=/", "--", *argv]
 
     def run(self, argv: Sequence[str], *, timeout: float = 30) -> str:
         """Run a command inside to its end; return its standard output. Raises RigError when it fails."""

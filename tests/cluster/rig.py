@@ -15,14 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.cluster import control_plane, host, node
+from tests.cluster import control_plane, host, network, node
 from tests.cluster.api import ApiClient, ApiError
 from tests.cluster.build import Parts
 from tests.cluster.layout import Layout
@@ -50,7 +50,7 @@ class Cluster(Objects):
         assert owner is not None
         self._record = host.Record(secrets.token_hex(2), host.boot_id(), owner)
         self.layout = Layout(self._record.folder)
-        self.namespace = Namespace(parts.program("pause"))
+        self.namespace = Namespace(parts.program("pause"), self.options.private_network)
         self._programs: dict[str, Program] = {}
         self._reaper: subprocess.Popen[bytes] | None = None
         self._api: ApiClient | None = None
@@ -91,6 +91,10 @@ class Cluster(Objects):
         for source, target in self.layout.binds().items():
             self.namespace.bind(source, target)
         api, etcd_client, etcd_peer, kubelet = _free_ports(4)
+        if self.options.private_network:
+            api = 443  # what pods are told; without kube-proxy nobody translates
+            for command in network.commands(control_plane.SERVICE_ADDRESS):
+                self.namespace.run(command)
         ports = control_plane.Ports(api, etcd_client, etcd_peer)
         self._prepare(ports, kubelet)
         reached("prepared")
@@ -98,7 +102,8 @@ class Cluster(Objects):
             self.start(name)
         self._import_images()
         reached("images imported")
-        self._api = ApiClient(ports.api, self.layout.certificates)
+        how = network.dial_inside(self.namespace.init.pid) if self.options.private_network else network.dial
+        self._api = ApiClient(ports.api, self.layout.certificates, how=how)
         eventually(self._api_ready, timeout=60, what="API server ready")
         reached("API server ready")
         for name in ("kcm", "sched", "kubelet"):
@@ -240,7 +245,7 @@ class Cluster(Objects):
         """Run kubectl as administrator; return its standard output. Raises RigError when it fails."""
         fixed = [f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.layout.root}/kubectl-cache"]
         done = subprocess.run(
-            [str(self.parts.program("kubectl")), *fixed, *arguments],
+            self.reaching_api([str(self.parts.program("kubectl")), *fixed, *arguments]),
             input=stdin or "",
             capture_output=True,
             text=True,
@@ -252,6 +257,17 @@ class Cluster(Objects):
                 f"kubectl {' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip()}"
             )
         return done.stdout
+
+    def reaching_api(self, argv: Sequence[str]) -> list[str]:
+        """`argv` as a command that reaches the API server, with the files of this machine."""
+        if not self.options.private_network:
+            return list(argv)
+        return ["nsenter", f"--target={self.namespace.init.pid}", "--net", "--", *argv]
+
+    def import_image(self, archive: Path) -> None:
+        """Give the node an image (OCI archive)."""
+        ctr = [str(self.parts.program("ctr")), "--address", str(self.layout.containerd_socket)]
+        self.namespace.run([*ctr, "--namespace", "k8s.io", "images", "import", str(archive)], timeout=120)
 
     # Stages of the start
 
@@ -268,7 +284,7 @@ class Cluster(Objects):
 
         eventually(answers, timeout=30, what="containerd answers", interval=0.1)
         for archive in self.parts.images:
-            self.namespace.run([*ctr, "--namespace", "k8s.io", "images", "import", str(archive)], timeout=60)
+            self.import_image(archive)
 
     def _api_ready(self) -> None:
         for name in ("etcd", "api"):

@@ -14,6 +14,7 @@ from tests.cluster.build.families import Families, GoFamily, families, kubernete
 PAUSE_IMAGE = "localhost/pause:1"
 BUSYBOX_IMAGE = "localhost/busybox:1"
 RUNTIME_COMMANDS = {
+    "ip": "iproute2",
     "mount": "mount",
     "nsenter": "util-linux",
     "openssl": "openssl",
