@@ -20,6 +20,7 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+from agent.remarks import remarks
 from agent.settings import Settings
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
@@ -31,7 +32,7 @@ Ts = TypeVarTuple("Ts")
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 6.0
 # Telling the scheduler that nothing is sold here any more, before the lists end.
-FAREWELL_SECONDS = 1.0
+FAREWELL_SECONDS = 2.0
 
 
 class StoppedEarly(Exception):
@@ -62,7 +63,7 @@ async def running(
             log.info("agent_starting", version=__version__)
             outer.start_soon(agent.supervisor.fatal, "inventory", agent.inventory.run)
             # The probes are asked from the first moment on and until the last.
-            Probes(agent.supervisor, agent.blockers).add_to(agent.http)
+            Probes(agent.supervisor, agent.blockers, lambda: remarks(agent)).add_to(agent.http)
             await outer.start(_serve_http, agent)
             async with anyio.create_task_group() as inner:
                 if await _in_time(stop, start, agent, nvml, inner):
@@ -74,7 +75,7 @@ async def running(
                     log.info("agent_stopping")
                     if agent.figures:
                         with anyio.CancelScope(shield=True), anyio.move_on_after(FAREWELL_SECONDS):
-                            await agent.figures.close()
+                            await agent.figures.close(agent.switcher.close if agent.switcher else None)
                     inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
     finally:

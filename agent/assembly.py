@@ -22,10 +22,13 @@ from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
+from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes.desired import Vocabulary
 from agent.modes.figures import NodeFigures
+from agent.modes.memory import ModeMemory
+from agent.modes.metrics import Patching
 from agent.modes.metrics import part as mode_metrics
 from agent.modes.node_labels import labels_of
 from agent.modes.report import Reporter
@@ -39,6 +42,7 @@ from agent.plugins import vgpu
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pairing_ports import PodSource, Recorder
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
+from agent.remarks import remarks
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
@@ -92,6 +96,7 @@ class Agent:
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
     figures: NodeFigures | None = None
+    reporter: Reporter | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
     sources: Sources | None = None
@@ -115,7 +120,7 @@ class Agent:
             found.append(self.holdings.problem)
         found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
         switch = self.switcher.state.value if self.switcher else STARTING
-        if not self.endpoints and switch.phase is not Phase.APPLIED:
+        if not self.endpoints and switch.phase in (Phase.SWITCHING, Phase.FAILED):
             # Before the first plan is in force there is no endpoint that could stand in the way.
             found.append(f"no resource is registered yet: {switch.message}")
         return found
@@ -165,6 +170,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
         injection,
         agent.blockers,
         lambda uuid: agent.mps.report(uuid) if agent.mps else None,
+        lambda: remarks(agent),
     )
     Commands(sources).add_to(control)
     if agent.sources:
@@ -176,7 +182,9 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
 
 async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
-    agent.desired = DesiredSource(vocabulary_of(settings), Path(settings.host.state) / "mode")
+    agent.desired = DesiredSource(vocabulary_of(settings))
+    memory = ModeMemory(Path(settings.host.state) / "mode")
+    remembered = await memory.read()
     assignment: Cell[Assignment] = Cell(Assignment())
     source, recorder = _pod_ports(agent, group)
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
@@ -186,11 +194,13 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         Mode.MPS: agent.mps.plugins,
     }
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
+    writers: dict[str, Patching] = {}
     if agent.cluster:
         from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
 
         own = OwnNode(agent.cluster.node, agent.cluster.events)
         agent.figures = NodeFigures(own, resources.figures, assignment, _caught(agent, agent.cluster.pods))
+        writers["status"] = agent.figures
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -201,10 +211,11 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
+        standing=agent.desired.vocabulary.remembered(remembered),
     )
     if agent.sources:
         switcher = agent.switcher
-        agent.sources.parts.append(mode_metrics(switcher.state, lambda: switcher.switches, agent.figures))
+        agent.sources.parts.append(mode_metrics(switcher.state, lambda: switcher.switches, writers))
     if settings.mode_file:
         group.start_soon(spawn, "mode file", agent.desired.follow_file, Path(settings.mode_file))
     elif agent.cluster:
@@ -213,13 +224,15 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         agent.desired.from_default()
     with anyio.move_on_after(FIRST_WISH_SECONDS):
         await agent.desired.known.wait()
-    await agent.desired.from_memory()
+    agent.desired.from_memory(remembered)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
+    group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.figures:
         labels: Cell[Mapping[str, str]] = Cell({})
         group.start_soon(spawn, "node figures", agent.figures.run)
         group.start_soon(spawn, "figures follow", resources.follow_lists, agent.figures.wake)
-        group.start_soon(spawn, "node report", Reporter(own, agent.switcher.state, labels).run)
+        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels)
+        group.start_soon(spawn, "node report", agent.reporter.run)
         if settings.node_labels:
             group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
 
@@ -289,7 +302,7 @@ def _vgpu_plugins(
         recorder,
         agent.cluster.node.name if agent.cluster else "",
     )
-    agent.metric_parts.append(pairs.part("vgpu", shares.pairing.stats, enforced=False))
+    agent.metric_parts.append(pairs.part("vgpu", shares.pairing.stats, enforced=VGPU.enforced))
     return list(plugins)
 
 

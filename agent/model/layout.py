@@ -73,10 +73,11 @@ def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
     return faults
 
 
-def resolve(entries: Sequence[Entry], gpus: Sequence[Gpu]) -> Mapping[str, Target]:
+def resolve(entries: Sequence[Entry], gpus: Sequence[Gpu], *, lenient: bool = False) -> Mapping[str, Target]:
     """The target of each GPU of this node, by UUID; GPUs that no entry names are off.
 
-    Raises LayoutError where an entry names a GPU that the node has not, or a GPU is named twice.
+    Raises LayoutError where an entry names a GPU that the node has not, or a GPU is named twice. `lenient`:
+    the first is passed over, and of the latter the first entry counts.
     """
     faults: list[str] = []
     owner: dict[str, int] = {}
@@ -91,7 +92,7 @@ def resolve(entries: Sequence[Entry], gpus: Sequence[Gpu]) -> Mapping[str, Targe
                 for gpu in named
                 if owner.setdefault(gpu.uuid, number) != number
             )
-    if faults:
+    if faults and not lenient:
         raise LayoutError(faults)
     rest = next((number for number, entry in enumerate(entries) if REST in entry.gpus), None)
     targets: dict[str, Target] = {}

@@ -28,6 +28,7 @@ class GpuMode:
     selling: bool = True
     reason: str = ""  # why it is not sold, in words; empty when it is
     replicas: int = 1  # pGPU only: time slices
+    refused: bool = False  # off, though a mode is wanted: `reason` says what stands in its way
     # With `selling` False: free IDs stay listed for a moment, too, as Unhealthy. One that leaves the list
     # while the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
     leaving: bool = False

@@ -22,6 +22,11 @@ class Desired:
     entries: tuple[Entry, ...] = ()
     problem: str | None = None
 
+    @property
+    def word(self) -> str:
+        """What is in force once this is obeyed; of a node that another agent claims nothing is."""
+        return "none" if self.problem else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -51,6 +56,11 @@ class Vocabulary:
                 return Desired(name, problem=f"layout {name} uses {names}, which the configuration turns off")
             return Desired(name, self.layouts[name])
         return Desired(name, problem=f"{source} {name!r} is unknown; use one of {', '.join(self.values)}")
+
+    def remembered(self, word: str | None) -> Desired | None:
+        """What a word of before this process stands for; None: nothing any more."""
+        desired = self.named(word, "remembered mode") if word else None
+        return desired if desired and not desired.problem else None
 
     def of_labels(self, labels: Mapping[str, str]) -> Desired:
         """What a node's labels ask for."""

@@ -20,6 +20,10 @@ log = structlog.get_logger()
 Figures = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
 
 PATCH_SPACING_SECONDS = 1.0
+# A switch takes two patches, for what goes and for what comes: neither waits for the other's second to pass.
+PATCH_BURST = 3
+GATHER_SECONDS = 0.005  # several lists change in one breath
+SECOND_LOOK_SECONDS = 0.15  # a tick of the kubelet that began before the lists had changed has ended then
 SHRINK_SECONDS = 2.0  # how long a shrink is held up for pods that are caught between
 BINDING_SECONDS = 0.1  # what the scheduler may still bind after it could have seen the patch
 
@@ -59,7 +63,7 @@ class NodeFigures:
         self._ahead: Assignment | None = None
         self._closing = False
         self._wake = anyio.Event()
-        self._problem: str | None = None
+        self.problem: str | None = None  # why the node's status could not be patched last
         self.patches = 0
         self.failures = 0
 
@@ -68,16 +72,23 @@ class NodeFigures:
         self._wake.set()
 
     async def run(self) -> None:
-        """Compare and patch for ever: the first time at once, then at most once a second."""
+        """Compare and patch for ever: at most once a second, but for a short burst."""
+        allowed, refilled = float(PATCH_BURST), anyio.current_time()
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_node)
             while True:
                 self._wake = anyio.Event()
-                if await self._patch_differences():
-                    await anyio.sleep(PATCH_SPACING_SECONDS)
-                    continue
-                with anyio.move_on_after(5 * PATCH_SPACING_SECONDS):
-                    await self._wake.wait()
+                now = anyio.current_time()
+                allowed = min(PATCH_BURST, allowed + (now - refilled) / PATCH_SPACING_SECONDS)
+                refilled = now
+                if allowed < 1:
+                    await anyio.sleep((1 - allowed) * PATCH_SPACING_SECONDS)
+                elif await self._patch_differences():
+                    allowed -= 1
+                else:
+                    with anyio.move_on_after(5 * PATCH_SPACING_SECONDS):
+                        await self._wake.wait()
+                    await anyio.sleep(GATHER_SECONDS)
 
     async def shrink(self, assignment: Assignment) -> None:
         """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
@@ -97,10 +108,22 @@ class NodeFigures:
         self._ahead = None
         self.wake()
 
-    async def close(self) -> None:
-        """Announce that nothing is sold here any more, for an agent that is about to stop."""
+    async def close(self, ending: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Announce that nothing is sold here any more, for an agent that is about to stop.
+
+        `ending` makes the lists say so, once no pod is caught between. Bound it with a cancel scope.
+        """
         self._closing = True
-        await self._patch_differences()
+        if await self._patch_differences():
+            while not self._agrees():
+                await self._changed()
+            await anyio.sleep(BINDING_SECONDS)
+            while await self._caught():
+                await anyio.sleep(BINDING_SECONDS / 2)
+        if ending:
+            await ending()
+            await anyio.sleep(SECOND_LOOK_SECONDS)
+            await self._patch_differences()
 
     async def _changed(self) -> None:
         with anyio.move_on_after(0.2):
@@ -133,11 +156,11 @@ class NodeFigures:
             await self._node.patch_resources(differing)
         except FiguresFailed as error:
             self.failures += 1
-            if self._problem is None:
+            if self.problem is None:
                 log.warning("node_status_not_patched", problem=str(error))
-            self._problem = str(error)
+            self.problem = str(error)
             await anyio.sleep(PATCH_SPACING_SECONDS)
             return False
-        self._problem = None
+        self.problem = None
         self.patches += 1
         return True

@@ -1,20 +1,30 @@
 """The modes' part of a scrape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from agent.kit.cell import Cell
-from agent.modes.figures import NodeFigures
 from agent.modes.state import Phase, SwitchState
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Part
 
 
-def part(state: Cell[SwitchState], switches: Callable[[], int], figures: NodeFigures | None) -> Part:
-    """What the switcher shows: the mode of each GPU, the node's phase, how often GPUs flipped."""
+class Patching(Protocol):
+    """Somebody who patches the Node object, and counts."""
+
+    patches: int
+    failures: int
+
+
+def part(state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]) -> Part:
+    """What the switcher shows: the mode of each GPU, the node's phase, how often GPUs flipped.
+
+    `writers`: who patches which part of the Node object; may grow.
+    """
 
     def read() -> Callable[[Add], None]:
         now, flips = state.value, switches()
-        patches = (figures.patches, figures.failures) if figures else (0, 0)
+        patches = {name: (writer.patches, writer.failures) for name, writer in writers.items()}
 
         def add(to: Add) -> None:
             for gpu in now.gpus:
@@ -24,8 +34,9 @@ def part(state: Cell[SwitchState], switches: Callable[[], int], figures: NodeFig
             for phase in Phase:
                 to(d.MODE_STATE, now.phase is phase, (phase.value,))
             to(d.MODE_SWITCHES, flips)
-            to(d.NODE_PATCHES, patches[0], ("ok",))
-            to(d.NODE_PATCHES, patches[1], ("failed",))
+            for name, (made, failed) in patches.items():
+                to(d.NODE_PATCHES, made, (name, "ok"))
+                to(d.NODE_PATCHES, failed, (name, "failed"))
 
         return add
 

@@ -69,7 +69,9 @@ class Reporter:
         self._condition: tuple[str, str, str] | None = None
         self._changed_at = ""
         self._told: tuple[Phase, str, str] | None = None
-        self._problem: str | None = None
+        self.problem: str | None = None  # why the Node object could not be written last
+        self.patches = 0
+        self.failures = 0
 
     async def run(self) -> None:
         """Report for ever."""
@@ -110,17 +112,20 @@ class Reporter:
         try:
             if wrong or stale:
                 await self._node.write_metadata(wrong, {STATE_ANNOTATION: annotation})
+                self.patches += 1
             if condition != self._condition:
                 if self._condition is None or self._condition[0] != condition[0]:
                     self._changed_at = now()
                 await self._node.write_condition(CONDITION, *condition, self._changed_at)
                 self._condition = condition
+                self.patches += 1
         except ReportFailed as error:
-            if self._problem is None:
+            if self.problem is None:
                 log.warning("node_not_written", problem=str(error))
-            self._problem = str(error)
+            self.problem = str(error)
+            self.failures += 1
             return RETRY_SECONDS
-        self._problem = None
+        self.problem = None
         return SPACING_SECONDS
 
     def _tell_event(self, state: SwitchState) -> None:

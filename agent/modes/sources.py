@@ -10,13 +10,13 @@ import structlog
 from agent.kit.cell import Cell
 from agent.kit.inotify import FolderGone, watching
 from agent.modes.desired import Desired, Vocabulary
+from agent.modes.memory import LONGEST_WORD
 
 log = structlog.get_logger()
 
 # A label that is flapped settles at this pace; a single change is taken at once.
 SPACING_SECONDS = 1.0
 FILE_LOOK_SECONDS = 10.0
-LONGEST_WORD = 63  # a label value
 
 
 class LabelledNode(Protocol):
@@ -31,15 +31,10 @@ class LabelledNode(Protocol):
 
 
 class DesiredSource:
-    """Publishes what is wanted. What was read last stays in force while a source is away.
+    """Publishes what is wanted. What was read last stays in force while a source is away."""
 
-    `memory` is a file for the last wish of the node's label: an agent that starts while the API server
-    is away goes on with that. Only the agent writes it.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, memory: Path | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._memory = memory
         self._last: float | None = None
         self._wish: Callable[[Vocabulary], Desired] = lambda words: words.of_labels({})
         self.cell: Cell[Desired] = Cell(vocabulary.named("none", ""))
@@ -60,14 +55,8 @@ class DesiredSource:
         """No label and no file: the configuration's default mode."""
         self._publish(lambda words: words.of_labels({}))
 
-    async def from_memory(self) -> None:
+    def from_memory(self, word: str | None) -> None:
         """Take up the wish of before this process, unless a newer one is known."""
-        if self._memory is None:
-            return
-        try:
-            word = (await anyio.Path(self._memory).read_text(encoding="utf-8")).strip()[:LONGEST_WORD]
-        except (OSError, UnicodeDecodeError):
-            return
         if word and not self.known.is_set():
             log.warning("mode_remembered", desired=word, reason="the API server has not answered yet")
             self._publish(lambda words: words.named(word, "remembered mode"))
@@ -82,7 +71,6 @@ class DesiredSource:
                 await self._spaced()
                 newest = node.labels() or labels
                 self._publish(lambda words, newest=newest: words.of_labels(newest))  # type: ignore[misc]
-                await self._remember()
 
     async def follow_file(self, file: Path) -> None:
         """Follow a file that holds one word, for ever. An absent or empty file means the default mode."""
@@ -112,17 +100,6 @@ class DesiredSource:
         if not word:
             return lambda words: words.of_labels({})
         return lambda words: words.named(word[:LONGEST_WORD], f"mode file {file}: value")
-
-    async def _remember(self) -> None:
-        if self._memory is None or self.cell.value.problem:
-            return
-        part = anyio.Path(self._memory.with_suffix(".new"))
-        try:
-            await anyio.Path(self._memory.parent).mkdir(parents=True, exist_ok=True)
-            await part.write_text(self.cell.value.name, encoding="utf-8")
-            await part.rename(self._memory)
-        except OSError as error:
-            log.warning("mode_not_remembered", file=str(self._memory), problem=str(error))
 
     async def _spaced(self) -> None:
         if self._last is not None:

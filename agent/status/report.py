@@ -34,6 +34,7 @@ class StatusSources:
     injection: Callable[[], tuple[str, str]]
     blockers: Callable[[], Sequence[str]]
     mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
+    remarks: Callable[[], Sequence[str]] = list
 
 
 def report(sources: StatusSources) -> Document:

@@ -13,9 +13,16 @@ from agent.web.server import HttpServer, Reply, Request
 class Probes:
     """Answers the kubelet's probes. `blockers` gives, each in a sentence, why the node cannot serve."""
 
-    def __init__(self, supervisor: Supervisor, blockers: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        blockers: Callable[[], Sequence[str]],
+        remarks: Callable[[], Sequence[str]] = list,
+    ) -> None:
+        """`remarks`: what works less well than it should, though pods are served."""
         self._supervisor = supervisor
         self._blockers = blockers
+        self._remarks = remarks
 
     def add_to(self, server: HttpServer) -> None:
         """Take both routes."""
@@ -30,10 +37,13 @@ class Probes:
         return Reply.text("\n".join(lines), 503 if dead else 200)
 
     async def ready(self, _: Request) -> Reply:
-        """200 when nothing stands in the way of serving pods, else 503 with every reason on its own line."""
+        """200 when nothing stands in the way of serving pods, else 503 with every reason on its own line.
+
+        The first line of a 200 is `ready`; remarks follow, one a line.
+        """
         blockers = self._blockers()
         if not blockers:
-            return Reply.text("ready")
+            return Reply.text("\n".join(["ready", *(" ".join(each.split()) for each in self._remarks())]))
         return Reply.text("\n".join(" ".join(blocker.split()) for blocker in blockers), 503)
 
 

@@ -32,7 +32,7 @@ class HttpApi:
         self.annotations: dict[str, str] = {}
         self.events: list[Object] = []
         self.reachable = True  # False: every call fails, open watches end
-        self._conditions: dict[str, Object] = {}
+        self.conditions: dict[str, Object] = {}
         self.port = 0
 
     @asynccontextmanager
@@ -110,7 +110,7 @@ class HttpApi:
             "status": {
                 "capacity": amounts(self._api.capacity),
                 "allocatable": amounts(self._api.allocatable),
-                "conditions": list(self._conditions.values()),
+                "conditions": list(self.conditions.values()),
                 "nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.9"},
             },
         }
@@ -236,7 +236,7 @@ class HttpApi:
             {key: int(value) for key, value in status.get(part, {}).items()}
             for part in ("capacity", "allocatable")
         )
-        self._conditions |= {each["type"]: each for each in status.get("conditions", [])}
+        self.conditions |= {each["type"]: each for each in status.get("conditions", [])}
         self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
         self._api.changed()
         return web.json_response(self._node_object())

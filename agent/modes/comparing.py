@@ -1,0 +1,79 @@
+"""Comparing what is in force with what is wanted, and telling it in words: pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from agent.inventory.snapshot import Snapshot
+from agent.kubelet.holdings import Holder
+from agent.model.ids import parse
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.modes.state import GpuSwitch
+
+TAKEN_OVER = "taken over from before"
+
+
+def same(active: GpuMode, wanted: GpuMode) -> bool:
+    """Whether a GPU is sold, or not sold, as wanted."""
+    if wanted.mode is Mode.OFF:
+        return active.mode is Mode.OFF and active.reason == wanted.reason
+    return (active.mode, active.replicas, active.selling) == (wanted.mode, wanted.replicas, wanted.selling)
+
+
+def must_drain(active: GpuMode, wanted: GpuMode) -> bool:
+    """Whether a GPU has to be free of holders before it can become what is wanted."""
+    return active.mode is not Mode.OFF and not same(replace(active, selling=True), wanted)
+
+
+def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
+    """The mode that a GPU must be in, since pods got units of it that way before this process began."""
+    mode, sliced = held[0].mode, held[0].replica
+    # How many replicas there were only matters to a list; those that are held must be on it.
+    numbers = [parse(text).number for holder in held for text in holder.holding.ids if holder.replica]
+    replicas = max(numbers, default=0) + 1
+    if wanted.mode is mode and (wanted.replicas > 1) is sliced and wanted.replicas >= replicas:
+        replicas = wanted.replicas
+    return GpuMode(mode, selling=False, reason=TAKEN_OVER, replicas=replicas)
+
+
+def pods_of(holders: Sequence[Holder]) -> tuple[str, ...]:
+    """namespace/name of the holders, each once."""
+    return tuple(sorted({holder.pod for holder in holders}))
+
+
+def named(waiting: Mapping[str, tuple[str, ...]], most: int = 5) -> tuple[int, str]:
+    """How many pods there are, and the first of them in a list."""
+    pods = sorted({pod for names in waiting.values() for pod in names})
+    more = f" and {len(pods) - most} more" if len(pods) > most else ""
+    return len(pods), ", ".join(pods[:most]) + more
+
+
+def summary(targets: Mapping[str, GpuMode]) -> str:
+    """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off against the wish."""
+    counts: dict[str, int] = {}
+    for wanted in targets.values():
+        text = wanted.mode.value + (f" in {wanted.replicas} slices" if wanted.replicas > 1 else "")
+        if wanted.mode is Mode.OFF and wanted.refused:
+            text += f" ({wanted.reason})"
+        counts[text] = counts.get(text, 0) + 1
+    return ", ".join(f"{count} GPU(s) {text}" for text, count in sorted(counts.items())) or "no GPU"
+
+
+def switches_of(
+    snapshot: Snapshot,
+    assignment: Assignment,
+    targets: Mapping[str, GpuMode],
+    waiting: Mapping[str, tuple[str, ...]],
+    problems: Mapping[str, str],
+) -> tuple[GpuSwitch, ...]:
+    """Each GPU as it is told."""
+    return tuple(
+        GpuSwitch(
+            state.gpu.index,
+            state.uuid,
+            assignment.of(state.uuid),
+            targets.get(state.uuid, assignment.of(state.uuid)),
+            waiting.get(state.uuid, ()),
+            problems.get(state.uuid, ""),
+        )
+        for state in snapshot.gpus
+    )

@@ -1,0 +1,66 @@
+"""Switching modes on the embedded kubelet, with both faces of its PodResources."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from agent._proto.v1beta1 import Device
+from agent.model.ids import parse
+from tests.component.embedded_rig import FACES, EmbeddedRig, Face, embedded_rig
+from tests.scenarios import modes
+from tests.scenarios.lists import WAYS
+from tests.scenarios.rig import Rig
+
+Scenario = Callable[[Rig], Awaitable[None]]
+
+
+class Watch:
+    """What the kubelet itself has read: the lists as they arrive, not as they were sent."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self._ways: dict[str, dict[str, set[str]]] = {}
+
+    def list_read(self, resource: str, devices: list[Device]) -> None:
+        ways: dict[str, set[str]] = {}
+        for device in devices:
+            if device.health == "Healthy":
+                found = parse(device.id)
+                ways.setdefault(found.gpu, set()).add(WAYS[found.unit])
+        self._ways[resource] = ways
+        for gpu in ways:
+            everywhere = {way for each in self._ways.values() for way in each.get(gpu, ())}
+            if len(everywhere) > 1:
+                self.faults.append(f"{gpu} is offered as {sorted(everywhere)}")
+
+    def forget(self, rig: EmbeddedRig) -> None:
+        """Lists of an agent that ended, or of a kubelet that was started anew, count no more."""
+        for resource in tuple(self._ways):
+            if not rig.kubelet.healthy(resource):
+                del self._ways[resource]
+
+
+def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("face", FACES)
+    async def test(face: Face) -> None:
+        async with embedded_rig(face) as rig:
+            watch = Watch()
+
+            def read(resource: str, devices: list[Device]) -> None:
+                watch.forget(rig)
+                watch.list_read(resource, devices)
+
+            with rig.kubelet.observing_lists(read):
+                await scenario(rig)
+            assert not watch.faults, watch.faults[:5]
+
+    return test
+
+
+for _scenario in modes.ALL:
+    globals()[_scenario.__name__] = on_the_embedded_kubelet(_scenario)
+
+
+def test_no_scenario_is_forgotten() -> None:
+    assert len(modes.ALL) == len([name for name in vars(modes) if name.startswith("test_")])

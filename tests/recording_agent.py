@@ -1,0 +1,69 @@
+"""`python -m tests.recording_agent run ...`: the agent, which also writes down every list that it sends.
+
+The file is named by RECORD_LISTS. Each record says which resource, and whether a stream opened, a message is
+about to be sent, has been sent, or the stream ended; `tests/scenarios/lists.py` reads it.
+"""
+
+import os
+import struct
+import sys
+from typing import Any
+
+from agent import cli
+from agent.kubelet import service
+
+VARIABLE = "RECORD_LISTS"
+HEADER = struct.Struct("<cHI")  # what happened, length of the resource's name, length of the message
+START, OPENED, SENDING, SENT, ENDED = b"A", b"O", b"S", b"D", b"E"
+
+
+class Recorder:
+    """Appends records, each in one write: a killed agent leaves no half of one."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, what: bytes, resource: str = "", message: bytes = b"") -> None:
+        """One record."""
+        name = resource.encode()
+        os.write(self._file, HEADER.pack(what, len(name), len(message)) + name + message)
+
+
+class _RecordedStream:
+    def __init__(self, stream: Any, recorder: Recorder, resource: str) -> None:
+        self._stream, self._recorder, self._resource = stream, recorder, resource
+
+    async def recv_message(self) -> Any:
+        return await self._stream.recv_message()
+
+    async def send_message(self, message: bytes) -> None:
+        self._recorder.write(SENDING, self._resource, message)
+        await self._stream.send_message(message)
+        self._recorder.write(SENT, self._resource)
+
+
+def record(recorder: Recorder) -> None:
+    """Have every resource's ListAndWatch recorded."""
+    original = service.DevicePluginService._list_and_watch
+
+    async def list_and_watch(self: service.DevicePluginService, stream: Any) -> None:
+        resource = self.plugin.resource
+        recorder.write(OPENED, resource)
+        try:
+            await original(self, _RecordedStream(stream, recorder, resource))  # type: ignore[arg-type]
+        finally:
+            recorder.write(ENDED, resource)
+
+    service.DevicePluginService._list_and_watch = list_and_watch  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Run the agent."""
+    recorder = Recorder(os.environ[VARIABLE])
+    recorder.write(START)
+    record(recorder)
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
