@@ -1,0 +1,60 @@
+"""What the chart hands to Prometheus, Grafana and the platform: the files as they are, labelled."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart import helm
+from tests.chart.helm import Manifest
+
+FILES = helm.CHART / "files"
+BOARDS = {"gpu-node-monitoring": "GPU / Node Monitoring", "gpu-pod-monitoring": "GPU / Pod Monitoring"}
+
+
+@pytest.fixture
+def platform() -> tuple[Manifest, ...]:
+    return tuple(helm.template(helm.CHART / "ci" / "platform-values.yaml"))
+
+
+def kind(objects: tuple[Manifest, ...], name: str) -> list[Manifest]:
+    return [each for each in objects if each["kind"] == name]
+
+
+def test_rules_come_as_they_are(platform: tuple[Manifest, ...]) -> None:
+    rules = kind(platform, "PrometheusRule")
+    assert {json.dumps(each["spec"]) for each in rules} == {
+        json.dumps(yaml.safe_load(path.read_text())) for path in (FILES / "rules").glob("*.yaml")
+    }
+    assert all(each["metadata"]["labels"]["prometheus"] == "kube-prometheus" for each in rules)
+
+
+def test_dashboards_come_as_configmaps_and_as_objects_of_the_platform(platform: tuple[Manifest, ...]) -> None:
+    boards = {path.stem: json.loads(path.read_text()) for path in (FILES / "dashboards").glob("*.json")}
+    assert {name: board["title"] for name, board in boards.items()} == BOARDS
+    maps = [each for each in kind(platform, "ConfigMap") if "grafana_dashboard" in each["metadata"]["labels"]]
+    found = {name: json.loads(text) for each in maps for name, text in each["data"].items()}
+    assert found == {f"{name}.json": board for name, board in boards.items()}
+    objects = kind(platform, "MonitorDashboard")
+    assert {each["spec"]["body"]["title"] for each in objects} == set(BOARDS.values())
+    for each in objects:
+        assert each["metadata"]["labels"]["cpaas.io/dashboard.folder"] == "GPU"
+        assert each["metadata"]["labels"]["cpaas.io/published"] == "true"
+        board = next(board for board in boards.values() if board["title"] == each["spec"]["body"]["title"])
+        assert each["spec"]["body"]["panels"] == board["panels"]
+
+
+@pytest.mark.parametrize("path", sorted((FILES / "dashboards").glob("*.json")), ids=lambda path: path.stem)
+def test_dashboards_offer_the_times_and_stay_on_the_grid(path: Path) -> None:
+    board = json.loads(path.read_text())
+    ranges = [each["from"] for each in board["timepicker"]["quick_ranges"]]
+    assert ranges == ["now-30m", "now-1h", "now-6h", "now-12h", "now-24h", "now-2d", "now-7d"]
+    assert board["refresh"]
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
