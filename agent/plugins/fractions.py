@@ -187,19 +187,18 @@ class SharePlugin:
         admitting = {gpu for each in begun for gpu in each.gpus}
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}
         for state in self._shares.inventory.value.gpus:
-            stock = stocks.get(state.uuid)
-            if stock is None:
+            stock, mode = stocks.get(state.uuid), assignment.of(state.uuid)
+            # A GPU leaves this mode when the kubelet's records show no holder: ours may be older than that.
+            if stock is None or mode.mode is not self._shares.sharing.mode:
                 continue
-            mode = assignment.of(state.uuid)
-            mine = mode.mode is self._shares.sharing.mode
-            well = mine and state.healthy and not self._shares.sharing.unready(state.uuid)
+            well = state.healthy and not self._shares.sharing.unready(state.uuid)
             # A pod that the kubelet is admitting gets its second half, even from a GPU that drains, or whose
             # last units of the first half it just took.
-            if mine and (mode.selling or state.uuid in opened):
+            if mode.selling or state.uuid in opened:
                 over = state.uuid not in admitting and self._sold_out(stock, kept, ledger.whole)
                 keep = kept & stock.id_set(self._half) if over else None
             else:
-                keep, well = (None if mine and mode.leaving else kept & stock.id_set(self._half)), False
+                keep, well = (None if mode.leaving else kept & stock.id_set(self._half)), False
             yield self._chunk(stock, keep, well)
 
     def _sold_out(self, stock: Stock, kept: frozenset[str], whole: frozenset[str]) -> bool:

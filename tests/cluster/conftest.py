@@ -13,10 +13,12 @@ from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import RigError
 
 # The scenarios are imported, not collected, so pytest would not explain their assertions.
-pytest.register_assert_rewrite("tests.scenarios.skeleton")
+pytest.register_assert_rewrite(
+    "tests.scenarios.skeleton", "tests.scenarios.modes", "tests.scenarios.mode_streams"
+)
 
 LIMIT = 180
-"""Seconds for the body of one test; every wait inside has a shorter deadline of its own."""
+"""Seconds for the body of one test, unless its module has another LIMIT; every wait has a shorter one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.timeout(LIMIT, func_only=True))
+            limit = getattr(getattr(item, "module", None), "LIMIT", LIMIT)
+            item.add_marker(pytest.mark.timeout(limit, func_only=True))
 
 
 @pytest.fixture(scope="session")

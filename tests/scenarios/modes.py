@@ -110,7 +110,8 @@ async def test_three_modes_side_by_side(rig: Rig) -> None:
 
 
 async def test_time_slicing_layout(rig: Rig) -> None:
-    async with mode_node(rig, layouts=LAYOUTS, timeSlicing__refuseMoreThanOne=True) as node:
+    quick = {f"health__quiet__{kind}": 0.5 for kind in ("needsReset", "needsReboot", "lost", "probe")}
+    async with mode_node(rig, layouts=LAYOUTS, timeSlicing__refuseMoreThanOne=True, **quick) as node:
         await node.want("sliced")
         await node.applied("sliced")
         await rig.wait_allocatable(4 * GPUS)
@@ -126,6 +127,7 @@ async def test_time_slicing_layout(rig: Rig) -> None:
         rig.machine.fall_off_bus(rig.gpu_uuids()[0])
         await rig.wait_allocatable(4 * (GPUS - 1))
         rig.machine.restore(rig.gpu_uuids()[0])
+        await rig.wait_allocatable(4 * GPUS)
         # To whole GPUs and on: each flips when its last slice is free.
         await node.want("pgpu")
         await node.reach("switching", "pgpu")
@@ -263,6 +265,22 @@ async def test_unknown_label_changes_nothing(rig: Rig) -> None:
         await node.applied("pgpu")
         await rig.wait_allocatable(GPUS)
 
+
+__all__ = [
+    "ALL",
+    "test_agent_kill_in_mid_switch",
+    "test_agent_update_under_a_stream_of_pods",
+    "test_api_server_outage_in_mid_switch",
+    "test_busy_gpus_drain_under_a_backlog",
+    "test_kubelet_restart_in_mid_switch",
+    "test_label_flapping",
+    "test_no_admission_error_across_thirty_switches",
+    "test_three_modes_in_turn_on_an_idle_node",
+    "test_three_modes_side_by_side",
+    "test_time_slicing_layout",
+    "test_unknown_label_changes_nothing",
+    "test_whenbusy_refuse",
+]
 
 ALL = (
     test_three_modes_in_turn_on_an_idle_node,
