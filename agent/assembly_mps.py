@@ -162,7 +162,7 @@ def _options(settings: Settings) -> Options:
         shared_memory=wish.shared_memory,
         prestart=wish.prestart_server,
         probe_seconds=wish.probe_seconds,
-        log_seconds=min(1.0, wish.probe_seconds),
+        log_seconds=min(2.0, wish.probe_seconds),
         orphan_seconds=wish.orphan_seconds,
         quit_seconds=wish.quit_seconds,
     )

@@ -7,6 +7,7 @@ from enum import Enum
 from agent.mps.errors import CommandRefused, NotSupported
 
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
+_PERCENTAGE = re.compile(r"\d{1,3}\.\d+")
 _LIMIT = re.compile(r"(?i)(?<![\w.])(\d+)\s*([GMK])i?B?\b")
 _BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _REFUSALS = ("not found", "invalid", "denied", "not permitted", "failed", "cannot", "error")
@@ -39,6 +40,19 @@ def check(command: str, answer: str) -> str:
     if any(mark in lowered for mark in _REFUSALS):
         raise CommandRefused(f"MPS control daemon on {command!r}: {' '.join(answer.split())}")
     return answer
+
+
+def parts(text: str) -> list[str]:
+    """A session's answers, each of which ends in a percentage of its own line (`100.0`), without these."""
+    found: list[str] = []
+    lines: list[str] = []
+    for line in text.splitlines():
+        if _PERCENTAGE.fullmatch(line.strip()):
+            found.append("\n".join(lines))
+            lines = []
+        else:
+            lines.append(line)
+    return [] if lines else found
 
 
 def pids(answer: str) -> tuple[int, ...]:

@@ -109,15 +109,19 @@ class ClientWatch:
             for uuid, overview in found.items():
                 _tell(uuid, before.get(uuid, Overview()), overview)
 
-    async def _clients(self, uuid: str) -> tuple[MpsClient, ...]:
+    async def _clients(self, uuid: str, anew: bool = False) -> tuple[MpsClient, ...]:
+        """Clients of a GPU as of its daemon's last probe, or asked `anew`."""
         daemon = self.fleet.daemon(uuid)
         server = self.fleet.status(uuid).server
         if daemon is None or server is None:
             return ()
-        try:
-            pids = await daemon.control.client_pids(server)
-        except MpsError as error:
-            log.debug("mps_clients_unknown", gpu=uuid, problem=str(error))
+        pids = daemon.clients
+        if anew:
+            try:
+                pids = await daemon.control.client_pids(server)
+            except MpsError as error:
+                log.warning("mps_clients_unknown", gpu=uuid, problem=str(error))
+        if not pids:
             return ()
         names = {pod.uid: pod.key for pod in self.pods()}
         return await anyio.to_thread.run_sync(self._described, pids, server, names)
@@ -175,7 +179,7 @@ class ClientWatch:
             daemon = self.fleet.daemon(uuid)
             if daemon is None or not status.serving:
                 continue
-            for client in await self._clients(uuid):
+            for client in await self._clients(uuid, anew=True):
                 key = (uuid, client.pid)
                 if client.container is None or client.container.pod_uid not in due or key in self._ended:
                     continue

@@ -9,8 +9,9 @@ tried).
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -40,6 +41,15 @@ def environment(program: Program, folders: Directories) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A daemon at one moment. `state` None: no server, or a driver before 550."""
+
+    servers: tuple[int, ...]
+    state: ServerState | None = None
+    clients: tuple[int, ...] = ()
+
+
 class Control:
     """Talks to one daemon. Every method raises Unanswered, and CommandRefused where the daemon says no."""
 
@@ -62,6 +72,35 @@ class Control:
     async def server_state(self, server: int) -> ServerState:
         """What a server says of itself. Raises NotSupported before driver 550."""
         return answers.server_state(await self._ask(f"get_server_status {server:d}"))
+
+    async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
+        """Servers, and state and clients of `server`, in one session: one program to run, not three.
+
+        A server that is still initialising answers nobody who asks for its clients.
+        """
+        commands = ["get_server_list"]
+        if server is not None and "get_server_status" not in self._lacking:
+            commands.append(f"get_server_status {server:d}")
+        if server is not None and clients:
+            commands.append(f"get_client_list {server:d}")
+
+        def read(out: str) -> list[str] | None:
+            found = answers.parts(out)
+            return found if len(found) == len(commands) else None
+
+        # The question after each command marks where its answer ends.
+        text = "".join(f"{command}\n{QUESTION}\n" for command in commands)
+        said = dict(zip(commands, await self._until_answered(text, read, self._deadline), strict=True))
+        servers = answers.pids(said["get_server_list"])
+        if server is None or server not in servers:
+            return Survey(servers)
+        state = None
+        if (status := said.get(f"get_server_status {server:d}")) is not None:
+            try:
+                state = answers.server_state(answers.check("get_server_status", status))
+            except NotSupported:
+                self._lacking.add("get_server_status")
+        return Survey(servers, state, answers.pids(said.get(f"get_client_list {server:d}", "")))
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
         """PIDs of a server's clients."""
@@ -146,29 +185,17 @@ class Control:
             await self._session(text, self._deadline + (timeout_seconds or 0))
 
     async def _ask(self, *commands: str, deadline: float | None = None, checked: bool = True) -> str:
-        """Send commands in one session; their answers, without that to the question at the end."""
+        """Send commands in one session; their answers together. Without a command: the question's answer."""
         for command in commands:
             if command.split()[0] in self._lacking:
                 raise NotSupported(f"this MPS control daemon has no command {command.split()[0]!r}")
-        seconds = self._deadline if deadline is None else deadline
-        text = "".join(f"{command}\n" for command in (*commands, QUESTION))
-        backoff = Backoff(first=0.02, longest=0.3)
-        said = "no answer"
-        with anyio.move_on_after(seconds):
-            # One client at a time: a second is turned away, often with an empty answer.
-            async with self._turn:
-                while True:
-                    out, complaint = await self._session(text, seconds)
-                    lines = out.splitlines()
-                    if lines and answers.percentage(lines[-1]) is not None:
-                        return self._checked(commands, lines, checked)
-                    said = complaint or out or "an empty answer"
-                    await anyio.sleep(backoff.next())
-        raise Unanswered(
-            f"the MPS control daemon on {self._pipe} did not answer within {seconds:g} s: {said}"
-        )
 
-    def _checked(self, commands: tuple[str, ...], lines: list[str], checked: bool) -> str:
+        def read(out: str) -> list[str] | None:
+            lines = out.splitlines()
+            return lines if lines and answers.percentage(lines[-1]) is not None else None
+
+        text = "".join(f"{command}\n" for command in (*commands, QUESTION))
+        lines = await self._until_answered(text, read, self._deadline if deadline is None else deadline)
         if not commands:
             return lines[-1]
         answer = "\n".join(lines[:-1])
@@ -179,6 +206,26 @@ class Control:
                 self._lacking.add(commands[0].split()[0])
                 raise
         return answer
+
+    async def _until_answered(
+        self, text: str, read: Callable[[str], list[str] | None], seconds: float
+    ) -> list[str]:
+        """Hold the session `text` until `read` finds it answered to the end. Raises Unanswered."""
+        backoff = Backoff(first=0.02, longest=0.3)
+        said = "no answer"
+        with anyio.move_on_after(seconds):
+            # One client at a time: a second is turned away, often with an empty answer.
+            async with self._turn:
+                while True:
+                    out, complaint = await self._session(text, seconds)
+                    found = read(out)
+                    if found is not None:
+                        return found
+                    said = complaint or out or "an empty answer"
+                    await anyio.sleep(backoff.next())
+        raise Unanswered(
+            f"the MPS control daemon on {self._pipe} did not answer within {seconds:g} s: {said}"
+        )
 
     async def _session(self, text: str, seconds: float) -> tuple[str, str]:
         """One run of the program: what it wrote to its output and to its error output."""

@@ -15,15 +15,15 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kit.lock import Taken, exclusive
 from agent.mps import launch, processes
 from agent.mps.answers import ServerState
 from agent.mps.binary import Program
 from agent.mps.compute import ComputeModes
-from agent.mps.control import Control, environment
+from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, NotSupported, StartFailed, Unanswered
+from agent.mps.errors import MpsError, StartFailed, Unanswered
 from agent.mps.launch import SharedMemory
+from agent.mps.lock import Locked
 from agent.mps.processes import Process
 from agent.mps.serverlog import ServerLog, Tail
 from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
@@ -47,7 +47,7 @@ class Options:
     shared_memory: SharedMemory = "auto"
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
-    log_seconds: float = 1.0
+    log_seconds: float = 2.0
     orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
     quit_seconds: int = 5  # for clients to leave when the daemon is stopped
 
@@ -70,6 +70,7 @@ class Daemon:
         self.folders = folders
         self.control = Control(program, folders)
         self.status: Cell[DaemonStatus] = Cell(DaemonStatus())
+        self.clients: tuple[int, ...] = ()  # PIDs, as of the last probe
         self._program = program
         self._compute = compute
         self._report = report
@@ -81,7 +82,7 @@ class Daemon:
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""
-        async with _Locked(self.folders):
+        async with Locked(self.folders):
             backoff = Backoff(first=0.5, longest=30.0)
             while True:
                 started = anyio.current_time()
@@ -101,7 +102,7 @@ class Daemon:
         before = self.status.value
         self._publish(replace(before, state=DaemonState.STOPPING, reason="its GPU leaves MPS mode"))
         try:
-            async with _Locked(self.folders):
+            async with Locked(self.folders):
                 await self._stop()
         except MpsError as error:
             log.error("mps_stop_incomplete", gpu=self.uuid, problem=str(error))
@@ -244,13 +245,9 @@ class Daemon:
         if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
             log.warning("mps_compute_mode_lost", gpu=self.uuid, found=mode.name if mode else None)
             await self._compute.set(self.uuid, ComputeMode.EXCLUSIVE_PROCESS)
-        server = await self._server()
-        state: ServerState | None = None
-        if server is not None:
-            try:
-                state = await self.control.server_state(server)
-            except NotSupported:
-                state = None
+        survey = await self._survey()
+        server = survey.servers[0] if survey.servers else None
+        state, self.clients = survey.state, survey.clients
         if state is ServerState.ACTIVE:
             self._server_log.clear()
         fault = self._server_log.fault or ("its server says FAULT" if state is ServerState.FAULT else None)
@@ -266,21 +263,31 @@ class Daemon:
             )
         )
 
-    async def _server(self) -> int | None:
-        """The server's PID; started where there is none and one is wanted. Raises MpsError."""
-        found = await self.control.servers()
-        if found or not self._options.prestart:
-            return found[0] if found else None
+    async def _survey(self) -> Survey:
+        """Server, state and clients; a server is started where there is none and one is wanted."""
+        known, state = self.status.value.server, self.status.value.server_state
+        try:
+            survey = await self.control.survey(known, clients=state in (None, ServerState.ACTIVE))
+        except Unanswered:
+            survey = await self.control.survey(known)
+        if not survey.servers and self._options.prestart:
+            await self._start_server()
+            survey = await self.control.survey()
+        if survey.servers and survey.servers[0] != known:
+            survey = await self.control.survey(survey.servers[0])
+        return survey
+
+    async def _start_server(self) -> None:
         failed = self._server_log.failed_servers
         await self.control.start_server()
         with anyio.move_on_after(SERVER_SECONDS):
-            while not (found := await self.control.servers()):
+            while not await self.control.servers():
                 await anyio.to_thread.run_sync(self._read_logs)
                 if self._server_log.failed_servers > failed:
                     break
                 await anyio.sleep(POLL_SECONDS)
             else:
-                return found[0]
+                return
         raise StartFailed(
             f"the MPS server of GPU {self.uuid} does not start; see {self.folders.log}/control.log and "
             "server.log (often: libcuda is missing, or a process without MPS holds the GPU)"
@@ -373,22 +380,3 @@ class Daemon:
 async def _gone(doomed: tuple[Process, ...]) -> None:
     while any([await anyio.to_thread.run_sync(each.alive) for each in doomed]):
         await anyio.sleep(POLL_SECONDS / 2)
-
-
-class _Locked:
-    """One agent at a time for one daemon."""
-
-    def __init__(self, folders: Directories) -> None:
-        self._lock = exclusive(folders.lock)
-        self._folders = folders
-
-    async def __aenter__(self) -> None:
-        try:
-            await anyio.to_thread.run_sync(self._lock.__enter__)
-        except Taken as error:
-            raise MpsError(f"another agent looks after this MPS daemon: {error}") from error
-        except OSError as error:
-            raise MpsError(f"{self._folders.lock}: cannot be locked: {error.strerror}") from error
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.__exit__(None, None, None)

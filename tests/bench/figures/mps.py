@@ -29,6 +29,7 @@ from tests.mps_binaries import SUITES, control_program
 STARTS = 20
 POD_SECONDS = 120.0
 SETTLE_SECONDS = 10.0
+CPU_SECONDS = 30.0
 PGPU, VGPU, MPS = "nvidia.com/gpu", "tencent.com/vcuda", "nvidia.com/mps"
 # Two GPUs whole, one in ten slices, the others shared: all five resources and 100 pods that hold nearly all.
 LAYOUT = [
@@ -84,12 +85,12 @@ def _pods() -> list[PodSpec]:
 
 
 @asynccontextmanager
-async def _everything(conditions: Conditions) -> AsyncIterator[Node]:
-    """A node in all modes at once, with the API, and 100 pods on it."""
+async def _everything(conditions: Conditions, mode: str = "everything") -> AsyncIterator[Node]:
+    """A node in all modes at once, or in one, with the API."""
     program = await anyio.to_thread.run_sync(control_program, max(SUITES))
     extra = {
         "layouts.everything": LAYOUT,
-        "defaultMode": "everything",
+        "defaultMode": mode,
         "timeSlicing.rename": False,
         "mps.controlProgram": str(program),
         "mps.prestartServer": False,
@@ -120,6 +121,31 @@ def _end_daemons(node: Node) -> None:
     for uuid in node.machine.uuids:
         for process in processes.daemons(Directories.of(node.folder / "run", uuid).pipe):
             os.kill(process.pid, signal.SIGKILL)
+
+
+@measurement(
+    Figure(
+        "idle_cpu_mps_percent",
+        "%",
+        None,
+        f"of one core, agent and its questions to 8 MPS daemons, no pod, over {CPU_SECONDS:g} s",
+    )
+)
+async def idle_cpu_mps(conditions: Conditions) -> Mapping[str, Taken]:
+    """Programs that the agent runs and has waited for count as its own."""
+    async with _everything(conditions, "mps") as node:
+        await anyio.sleep(SETTLE_SECONDS)
+        before, began = _with_children(node), anyio.current_time()
+        await anyio.sleep(CPU_SECONDS)
+        used, passed = _with_children(node) - before, anyio.current_time() - began
+        return {"idle_cpu_mps_percent": Taken(100 * used / passed, 1)}
+
+
+def _with_children(node: Node) -> float:
+    fields = Path(f"/proc/{node.agent.pid}/stat").read_text().rpartition(")")[2].split()
+    own, children = (sum(map(int, fields[low : low + 2])) for low in (11, 13))
+    del own  # counted to the nanosecond elsewhere
+    return node.agent.cpu_seconds() + children / os.sysconf("SC_CLK_TCK")
 
 
 @measurement(

@@ -73,7 +73,10 @@ async def test_adopted_after_sigkill_of_the_agent(program: Program, run_folder: 
     daemon = bench.daemon()
     try:
         with anyio.fail_after(20):
-            while not (found := await daemons_of(daemon)):
+            # Its socket is there once it is in the background; before, there are tries that end.
+            while not await anyio.Path(daemon.folders.pipe / "control").exists():
+                await anyio.sleep(0.05)
+            while len(found := await daemons_of(daemon)) != 1:
                 await anyio.sleep(0.05)
     finally:
         os.killpg(keeper.pid, signal.SIGKILL) if os.getpgid(keeper.pid) == keeper.pid else keeper.kill()

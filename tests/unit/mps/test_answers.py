@@ -70,3 +70,14 @@ def test_refusals_are_told_apart() -> None:
         answers.check("get_server_status 1", 'Unknown command "get_server_status"')
     with pytest.raises(CommandRefused, match="Server 1 not found"):
         answers.check("get_client_list 1", "Server 1 not found\n")
+
+
+def test_a_sessions_answers_are_told_apart_by_the_question_after_each() -> None:
+    assert answers.parts("17797\n100.0\n9741\n9743\n100.0\nACTIVE\n40.0\n") == [
+        "17797",
+        "9741\n9743",
+        "ACTIVE",
+    ]
+    assert answers.parts("100.0\n100.0") == ["", ""]
+    assert answers.parts("") == []
+    assert answers.parts("17797\n100.0\n97") == []  # cut short

@@ -59,7 +59,7 @@ class Scene:
         fleet: Any = SimpleNamespace(
             statuses=statuses,
             status=lambda uuid: statuses.value[uuid],
-            daemon=lambda _uuid: SimpleNamespace(control=self.control),
+            daemon=lambda _uuid: SimpleNamespace(control=self.control, clients=self.control.pids),
         )
         held = tuple(
             Holding("default", name, "main", "nvidia.com/mps-core", (f"{GPU}::sc{number}",))
