@@ -247,6 +247,11 @@ class RealRig:
     async def container_device_nodes(self, pod: PodSpec, container: str) -> frozenset[str]:
         return (await self._report(pod, container)).device_nodes
 
+    async def container_pid(self, pod: PodSpec, container: str) -> int:
+        status = await self._status(pod)
+        named = {each["name"]: each["containerID"] for each in status["containerStatuses"]}
+        return await self._blocking(partial(_process_in, named[container].rpartition("/")[2]))
+
     # Before and after
 
     async def clean_up(self) -> None:
@@ -356,6 +361,20 @@ class RealRig:
             raise TimeoutError("PodResources refuse for want of calls per second, 100 times in a row")
         finally:
             channel.close()
+
+
+def _process_in(container_id: str) -> int:
+    """The oldest process of a container, by its cgroup."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if container_id in (folder / "cgroup").read_text():
+                    found.append(int(folder.name))
+            except OSError:
+                continue  # it has ended
+    assert found, f"no process is in container {container_id}"
+    return min(found)
 
 
 @asynccontextmanager

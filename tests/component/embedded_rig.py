@@ -25,6 +25,7 @@ Face = Literal["1.36", "1.33"]
 FACES: tuple[Face, ...] = ("1.36", "1.33")
 PROFILE = "dgx-h200"
 RESTART_SECONDS = 30.0
+FIRST_PID = 5_000_000  # beyond the kernel's own
 
 
 class EmbeddedRig:
@@ -48,6 +49,7 @@ class EmbeddedRig:
         arguments = [f"--simulated-machine={folder / 'machine'}"]
         self.agent = AgentProcess(folder, {}, lambda _: None, arguments)
         self._agent_wanted = False
+        self._pids: dict[tuple[str, str], int] = {}  # pod UID, container
 
     # The agent
 
@@ -61,6 +63,7 @@ class EmbeddedRig:
             "driver.root": str(self._folder),
             "host.state": str(self._folder / "state"),
             "host.run": str(self._folder / "run"),
+            "host.proc": str(self._folder / "proc"),
             "host.cdi": str(self._folder / "cdi"),
             "injection.strategy": "cdi",
         }
@@ -218,6 +221,15 @@ class EmbeddedRig:
         nodes = self.kubelet.container(pod, container).device_nodes
         return frozenset(node for node in nodes if node.startswith("/dev/nvidia"))
 
+    async def container_pid(self, pod: PodSpec, container: str) -> int:
+        """Containers here have no processes: what /proc would say of one is written down."""
+        found = self.kubelet.pod(pod)
+        pid = self._pids.setdefault((found.uid, container), FIRST_PID + len(self._pids))
+        folder = self._folder / "proc" / str(pid)
+        cgroup = f"0::/kubepods/burstable/pod{found.uid}/{found.container_id(container)}\n"
+        await anyio.to_thread.run_sync(_write, folder / "cgroup", cgroup)
+        return pid
+
     # Inner
 
     async def _wait(self, reached: Callable[[], bool], deadline: float, seen: Callable[[], str]) -> None:
@@ -250,6 +262,11 @@ class EmbeddedRig:
                     raise
             await anyio.sleep(0.02)
         raise TimeoutError("PodResources refuse for want of calls per second, 100 times in a row")
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
 
 
 @asynccontextmanager

@@ -147,3 +147,6 @@ class Rig(Protocol):
 
     async def container_device_nodes(self, pod: PodSpec, container: str) -> frozenset[str]:
         """Paths of NVIDIA's device nodes inside the container (`/dev/nvidia0`, `/dev/nvidiactl`, ...)."""
+
+    async def container_pid(self, pod: PodSpec, container: str) -> int:
+        """PID of a process of a running container, as the agent can look it up; the same one each time."""

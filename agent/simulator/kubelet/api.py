@@ -1,5 +1,6 @@
 """As much of a control plane as one node needs: Node status, Pods, a scheduler that counts totals."""
 
+import hashlib
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,10 @@ class Pod:
     deleting: bool = False
     # Annotations written since it was created.
     written: dict[str, str] = field(default_factory=dict)
+
+    def container_id(self, name: str) -> str:
+        """What a runtime would call the pod's container: 64 hexadecimal digits, of its own for each."""
+        return hashlib.sha256(f"{self.uid}/{name}".encode()).hexdigest()
 
 
 NodeObserver = Callable[[Mapping[str, int], Mapping[str, int]], None]

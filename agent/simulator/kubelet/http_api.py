@@ -16,7 +16,7 @@ import anyio
 from aiohttp import web
 
 from .api import Api, Pod
-from .pods import ContainerSpec
+from .pods import ContainerSpec, Phase
 
 Object = dict[str, Any]
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
@@ -135,7 +135,15 @@ class HttpApi:
                 "initContainers": [_container(each) for each in spec.init_containers],
                 "containers": [_container(each) for each in spec.containers],
             },
-            "status": {"phase": str(pod.phase), "reason": pod.reason, "message": pod.message},
+            "status": {
+                "phase": str(pod.phase),
+                "reason": pod.reason,
+                "message": pod.message,
+                "containerStatuses": [
+                    {"name": each.name, "containerID": f"containerd://{pod.container_id(each.name)}"}
+                    for each in (spec.containers if pod.phase is Phase.RUNNING else ())
+                ],
+            },
         }
 
     def _find(self, request: web.Request) -> Pod:
