@@ -21,7 +21,6 @@ from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
-from agent.kubelet.podresources import PodResources
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
@@ -297,7 +296,7 @@ def _vgpu_plugins(
         agent.inventory.snapshot,
         assignment,
         injector,
-        PodResources(Path(settings.kubelet.root)),
+        agent.holdings.client,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",

@@ -63,20 +63,21 @@ class HoldingsWatch:
     """A cell with who holds what, refreshed on a timer: the kubelet tells nobody when a pod frees devices."""
 
     def __init__(self, client: PodResources) -> None:
-        self._client = client
+        self.client = client
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
 
     async def run(self) -> None:
         """Refresh for ever."""
-        while True:
-            await self.refresh()
-            await anyio.sleep(REFRESH_SECONDS)
+        with self.client.keeping_connection():
+            while True:
+                await self.refresh()
+                await anyio.sleep(REFRESH_SECONDS)
 
     async def refresh(self) -> PodList | None:
         """Read anew now; None: not readable, `problem` says why."""
         try:
-            holdings = await self._client.list()
+            holdings = await self.client.list()
         except PodResourcesUnavailable as error:
             self._told(str(error))
             holdings = None

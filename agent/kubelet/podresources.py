@@ -1,6 +1,7 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -83,11 +84,31 @@ def _joined(parts: Iterable[_Part]) -> PodList:
 
 
 class PodResources:
-    """Client of the kubelet's PodResources socket; a fresh connection for each call."""
+    """Client of the kubelet's PodResources socket.
+
+    A fresh connection for each call, or one for all of them inside `keeping_connection`.
+    """
 
     def __init__(self, kubelet_root: Path) -> None:
         self.path = kubelet_root / "pod-resources" / "kubelet.sock"
         self._reader = Reader()
+        self._keep = False
+        self._kept: Channel | None = None
+
+    @contextmanager
+    def keeping_connection(self) -> Iterator[None]:
+        """Inside, calls share one connection: setting one up costs as much as a small answer."""
+        self._keep = True
+        try:
+            yield
+        finally:
+            self._keep = False
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     async def list(self, deadline: float = LIST_SECONDS) -> PodList:
         """All containers and what they hold. Raises PodResourcesUnavailable after `deadline` seconds at most.
@@ -98,6 +119,7 @@ class PodResources:
         said = "no answer"
         with anyio.move_on_after(deadline):
             while True:
+                reused = self._kept is not None
                 try:
                     return await self._list(deadline)
                 except GRPCError as error:
@@ -106,21 +128,31 @@ class PodResources:
                         break
                 except (OSError, StreamTerminatedError, wire.MalformedMessage) as error:
                     said = str(error) or type(error).__name__
+                    if reused:
+                        continue  # the kubelet that was at the other end may be gone, and another there
                     break
                 await anyio.sleep(backoff.next())
         raise PodResourcesUnavailable(f"PodResources List on {self.path}: {said}; is the kubelet running?")
 
     async def _list(self, deadline: float) -> PodList:
-        channel = Channel(path=str(self.path), codec=wire.Codec())
+        channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())
+        # Until the call has ended well nobody else may use it.
+        self._kept = None
         try:
             # The codec asks the type of the answer for no more than `parse`.
             answer = cast("type[PodList]", self._reader)
             method: UnaryUnaryMethod[v1.ListPodResourcesRequest, PodList] = UnaryUnaryMethod(
                 channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, answer
             )
-            return await method(v1.ListPodResourcesRequest(), timeout=deadline)
-        finally:
+            found = await method(v1.ListPodResourcesRequest(), timeout=deadline)
+        except BaseException:
             channel.close()
+            raise
+        if self._keep and self._kept is None:
+            self._kept = channel
+        else:
+            channel.close()
+        return found
 
 
 def _read_pod(data: bytes, start: int, end: int) -> _Part:

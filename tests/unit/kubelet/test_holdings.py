@@ -1,5 +1,6 @@
 """Who holds what, by GPU, and the watch that keeps it at hand."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import anyio
@@ -68,6 +69,9 @@ class Lister:
 
     def __init__(self, *answers: PodList | str) -> None:
         self.answers = list(answers)
+
+    def keeping_connection(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def list(self) -> PodList:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
