@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="serve this node until told to stop")
     _configuration_arguments(run)
+    run.add_argument(
+        "--mode-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with one word, the mode, in place of the node's label (as --set modeFile=FILE)",
+    )
     # For tests and the demo: a simulated machine's state file in place of NVML.
     run.add_argument("--simulated-machine", type=Path, help=argparse.SUPPRESS)
     run.set_defaults(command=_run)
@@ -89,7 +95,10 @@ def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> settings.Settings:
-    return settings.load(_file(options), os.environ, options.set)
+    flags = list(options.set)
+    if mode_file := getattr(options, "mode_file", None):
+        flags.append(f"modeFile={mode_file.absolute()}")
+    return settings.load(_file(options), os.environ, flags)
 
 
 def _file(options: argparse.Namespace) -> Path | None:

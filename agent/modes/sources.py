@@ -14,8 +14,10 @@ from agent.modes.memory import LONGEST_WORD
 
 log = structlog.get_logger()
 
-# A label that is flapped settles at this pace; a single change is taken at once.
+# A single change is taken at once. A second one within this time is taken once it has held as long: a label
+# that is flapped moves no GPU and writes nothing until it settles.
 SPACING_SECONDS = 1.0
+LONGEST_SETTLING_SECONDS = 30.0
 FILE_LOOK_SECONDS = 10.0
 
 
@@ -68,8 +70,7 @@ class DesiredSource:
             if labels is None:
                 continue
             if not self.known.is_set() or self._vocabulary.of_labels(labels) != self.cell.value:
-                await self._spaced()
-                newest = node.labels() or labels
+                newest = await self._settled(node, labels)
                 self._publish(lambda words, newest=newest: words.of_labels(newest))  # type: ignore[misc]
 
     async def follow_file(self, file: Path) -> None:
@@ -100,6 +101,21 @@ class DesiredSource:
         if not word:
             return lambda words: words.of_labels({})
         return lambda words: words.named(word[:LONGEST_WORD], f"mode file {file}: value")
+
+    async def _settled(self, node: LabelledNode, labels: Mapping[str, str]) -> Mapping[str, str]:
+        """The labels, once they ask for the same for a while if they have just asked for something else."""
+        if self._last is None or anyio.current_time() - self._last >= SPACING_SECONDS:
+            return labels
+        with anyio.move_on_after(LONGEST_SETTLING_SECONDS):
+            while True:
+                asked, version = self._vocabulary.of_labels(labels), node.changes.version
+                with anyio.move_on_after(SPACING_SECONDS):
+                    while self._vocabulary.of_labels(labels) == asked:
+                        version = await node.changes.wait_change(version)
+                        labels = node.labels() or labels
+                    continue
+                break
+        return labels
 
     async def _spaced(self) -> None:
         if self._last is not None:

@@ -134,7 +134,7 @@ class ModeSwitcher:
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
-            waiting = busy or self._advance(differing, plan.targets, holders, group)
+            waiting = self._advance(differing, plan.targets, holders, group) or busy
         await self._sell_what_is_ready(plan.targets)
         return self._told(desired, plan, waiting)
 

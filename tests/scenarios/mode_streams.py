@@ -11,6 +11,8 @@ from tests.scenarios.mode_node import GPUS, ModeNode, mode_node, pod_of
 from tests.scenarios.rig import GPU, Rig
 
 PODS_PER_SECOND = 5
+# While so many wait no more are created: the test asks for trouble, not for a queue without an end.
+MOST_PODS = 60
 LIFE_SECONDS = 1.0
 CYCLE = ("vgpu", "mps", "pgpu")
 FLIPS = 100  # in six seconds: the pace of a thousand a minute
@@ -38,6 +40,11 @@ class Stream:
         began = anyio.current_time()
         number = 0
         while not self._stopped:
+            if len(self.created) >= MOST_PODS:
+                await self.look()
+                await anyio.sleep(1 / PODS_PER_SECOND)
+                began = anyio.current_time() - number / PODS_PER_SECOND
+                continue
             mode = self.modes[number % len(self.modes)]
             pod = pod_of(mode, f"{mode}-{number}")
             self.created[pod.name] = pod
@@ -152,8 +159,8 @@ async def test_label_flapping(rig: Rig) -> None:
         files_after, patches_after = await _usage(node)
         made = patches_after - patches
         print(f"{FLIPS} flips in {seconds:.1f} s: {made:.0f} patches of the node")
-        # Each of metadata, condition and figures is written at most once a second.
-        assert made <= 3 * (seconds + 2)
+        # The first flip and the last word are acted on; in between there is nothing to tell.
+        assert made <= seconds + 6
         assert files_after <= files + 8
         (pod,) = await node.run("vgpu", "after")
         assert 0 <= await node.index_of(pod) < GPUS

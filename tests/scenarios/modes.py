@@ -111,6 +111,7 @@ async def test_three_modes_side_by_side(rig: Rig) -> None:
 
 async def test_time_slicing_layout(rig: Rig) -> None:
     quick = {f"health__quiet__{kind}": 0.5 for kind in ("needsReset", "needsReboot", "lost", "probe")}
+    quick["health__probeSeconds"] = 0.2
     async with mode_node(rig, layouts=LAYOUTS, timeSlicing__refuseMoreThanOne=True, **quick) as node:
         await node.want("sliced")
         await node.applied("sliced")
@@ -126,6 +127,7 @@ async def test_time_slicing_layout(rig: Rig) -> None:
         # A bad GPU takes all of its slices with it, those in use included.
         rig.machine.fall_off_bus(rig.gpu_uuids()[0])
         await rig.wait_allocatable(4 * (GPUS - 1))
+        await anyio.sleep(1.0)  # a reset is not over within one probe
         rig.machine.restore(rig.gpu_uuids()[0])
         await rig.wait_allocatable(4 * GPUS)
         # To whole GPUs and on: each flips when its last slice is free.

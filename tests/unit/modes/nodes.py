@@ -13,6 +13,7 @@ from agent.model.gpu import Driver, Gpu
 from agent.model.layout import Entry, everywhere
 from agent.model.modes import Assignment, Mode
 from agent.modes.desired import Desired
+from agent.modes.planner import Gate, no_gate
 from agent.modes.ports import SetUpFailed
 from agent.modes.switcher import ModeSwitcher
 
@@ -158,9 +159,13 @@ async def switching(
     announce: bool = False,
     first: Mode = Mode.OFF,
     when_busy: str = "drain",
+    wish: Desired | None = None,
+    standing: Desired | None = None,
+    gate: Gate = no_gate,
 ) -> AsyncIterator[Node]:
-    """Run a switcher over `gpus`."""
-    inventory, desired = Cell(snapshot_of(*gpus)), Cell(Desired(first.value, everywhere(first)))
+    """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere."""
+    inventory = Cell(snapshot_of(*gpus))
+    desired = Cell(wish or Desired(first.value, everywhere(first)))
     assignment = Cell(Assignment())
     kubelet, lists = kubelet or Kubelet(), Lists(assignment)
     switcher = ModeSwitcher(
@@ -172,6 +177,8 @@ async def switching(
         announcer=Announcements(lists) if announce else None,
         backends=backends or {},
         when_busy="refuse" if when_busy == "refuse" else "drain",
+        standing=standing,
+        gate=gate,
     )
     async with anyio.create_task_group() as group:
         group.start_soon(switcher.run)

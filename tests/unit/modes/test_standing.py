@@ -1,0 +1,176 @@
+"""Wishes that cannot be obeyed, restarts, gates, and the end: what stood before stays in force."""
+
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+
+from agent.inventory.snapshot import GpuState
+from agent.kit.cell import Cell
+from agent.model.gpu import Gpu
+from agent.model.layout import Entry, everywhere
+from agent.model.modes import Mode
+from agent.modes.desired import Desired
+from agent.modes.memory import ModeMemory
+from agent.modes.state import Phase
+from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
+from tests.unit.modes.test_switcher import never_in_two_modes, settle
+
+UNKNOWN = Desired("foo", problem="label nvidia-device-enable 'foo' is unknown")
+PGPU = Desired("pgpu", everywhere(Mode.PGPU))
+
+
+async def test_an_unknown_word_at_start_leaves_in_force_what_was_remembered() -> None:
+    async with switching(gpu(0), gpu(1), wish=UNKNOWN, standing=PGPU) as node:
+        await node.reach("pgpu", "pgpu")
+        await settle(node, Phase.BLOCKED)
+        state = node.switcher.state.value
+        assert (state.desired, state.applied) == ("foo", "pgpu")
+        assert "'foo'" in state.message
+
+
+async def test_pods_of_before_keep_their_gpu_sold_under_an_unknown_word() -> None:
+    kubelet = Kubelet()
+    kubelet.hold("old", "nvidia.com/gpu", gpu(0).uuid)
+    async with switching(gpu(0), kubelet=kubelet, wish=UNKNOWN, standing=PGPU) as node:
+        await node.reach("pgpu")
+
+
+async def test_a_layout_that_fits_no_more_is_followed_as_far_as_it_goes() -> None:
+    layout = Desired("mixed", (Entry(("0",), Mode.PGPU), Entry(("1", "7"), Mode.VGPU)))
+    async with switching(gpu(0), gpu(1), wish=layout, standing=layout) as node:
+        await node.reach("pgpu", "vgpu")
+        await settle(node, Phase.BLOCKED)
+        assert "index 7" in node.switcher.state.value.message
+
+
+async def test_a_claimed_node_sells_nothing_and_an_unknown_word_does_not_change_that() -> None:
+    claimed = Desired("pgpu-dra", everywhere(Mode.OFF), problem="another agent owns this node")
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        node.desired.publish(claimed)
+        await node.reach("off")
+        await settle(node, Phase.BLOCKED)
+        assert node.switcher.state.value.applied == "none"
+        node.desired.publish(UNKNOWN)
+        await node.switcher.state.wait_for(lambda state: state.desired == "foo")
+        assert node.modes() == ["off"]
+
+
+async def test_refuse_survives_a_restart() -> None:
+    kubelet = Kubelet()
+    kubelet.hold("train", "nvidia.com/gpu", gpu(1).uuid)
+    wish = Desired("vgpu", everywhere(Mode.VGPU))
+    async with switching(
+        gpu(0), gpu(1), kubelet=kubelet, wish=wish, standing=PGPU, when_busy="refuse"
+    ) as node:
+        await node.reach("pgpu", "pgpu")
+        await settle(node, Phase.BLOCKED)
+        assert "default/train" in node.switcher.state.value.message
+        kubelet.end("train")
+        await node.reach("vgpu", "vgpu")
+
+
+async def test_refuse_does_not_stand_in_the_way_of_what_is_in_force() -> None:
+    kubelet = Kubelet()
+    kubelet.hold("train", "nvidia.com/gpu", gpu(0).uuid)
+    async with switching(gpu(0), kubelet=kubelet, first=Mode.PGPU, when_busy="refuse") as node:
+        await node.reach("pgpu")
+        await settle(node, Phase.APPLIED)
+
+
+def _no_mps(_: GpuState, mode: Mode) -> str | None:
+    return "nvidia-cuda-mps-control is missing" if mode is Mode.MPS else None
+
+
+async def test_a_mode_that_no_gpu_can_be_sold_in_changes_nothing() -> None:
+    async with switching(gpu(0), first=Mode.PGPU, gate=_no_mps) as node:
+        await node.reach("pgpu")
+        node.want(Mode.MPS)
+        await settle(node, Phase.BLOCKED)
+        assert node.modes() == ["pgpu"]
+        assert "nvidia-cuda-mps-control is missing" in node.switcher.state.value.message
+
+
+class SlowDaemon(Daemon):
+    """Tear-downs wait for each other's begin: one after the other they would never end."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        self._left = together
+        self._all = anyio.Event()
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        self._left -= 1
+        if not self._left:
+            self._all.set()
+        await self._all.wait()
+        await super().tear_down(gpu)
+
+
+async def test_gpus_are_torn_down_side_by_side() -> None:
+    daemon = SlowDaemon(3)
+    async with switching(gpu(0), gpu(1), gpu(2), first=Mode.MPS, backends={Mode.MPS: daemon}) as node:
+        await node.reach("mps", "mps", "mps")
+        node.want(Mode.PGPU)
+        await node.reach("pgpu", "pgpu", "pgpu")
+        assert daemon.up == set()
+        never_in_two_modes(node)
+
+
+async def test_a_change_of_mind_during_a_tear_down_ends_in_the_newest_mode() -> None:
+    daemon = SlowDaemon(2)
+    async with switching(gpu(0), first=Mode.MPS, backends={Mode.MPS: daemon}) as node:
+        await node.reach("mps")
+        node.want(Mode.PGPU)
+        await anyio.sleep(0.05)
+        node.want(Mode.VGPU)
+        await anyio.sleep(0.05)
+        daemon._all.set()
+        await node.reach("vgpu")
+        never_in_two_modes(node)
+
+
+async def test_an_agent_that_stops_sells_nothing_more_and_keeps_its_units_listed() -> None:
+    async with switching(gpu(0), gpu(1), first=Mode.PGPU) as node:
+        await node.reach("pgpu", "pgpu")
+        await node.switcher.close()
+        assert node.modes() == ["pgpu-", "pgpu-"]
+        assert all(mode.leaving for mode in node.assignment.value.gpus.values())
+        node.want(Mode.VGPU)
+        await anyio.sleep(0.05)
+        assert node.modes() == ["pgpu-", "pgpu-"]
+
+
+async def test_a_kubelet_that_is_away_does_not_shake_what_is_applied() -> None:
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        await settle(node, Phase.APPLIED)
+        seen = node.switcher.state.version
+        node.kubelet.problem = "PodResources List: no such file"
+        node.kubelet.cell.publish(None)
+        await anyio.sleep(0.05)
+        assert node.switcher.state.version == seen
+        node.want(Mode.VGPU)
+        await settle(node, Phase.SWITCHING)
+        assert "waiting for the kubelet" in node.switcher.state.value.message
+        node.kubelet.end("nobody")
+        await node.reach("vgpu")
+
+
+async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
+    memory = ModeMemory(tmp_path / "state" / "mode")
+    assert await memory.read() is None
+    accepted: Cell[Desired | None] = Cell(None)
+    async with anyio.create_task_group() as group:
+        group.start_soon(memory.follow, accepted)
+        await anyio.lowlevel.checkpoint()
+        accepted.publish(PGPU)
+        with anyio.fail_after(5):
+            while await memory.read() != "pgpu":
+                await anyio.sleep(0.005)
+            # Nobody's: an agent that starts while the API server is away must not sell it.
+            accepted.publish(Desired("pgpu-dra", everywhere(Mode.OFF), problem="claimed"))
+            while await memory.read() != "none":
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
