@@ -30,13 +30,20 @@ class ApiError(Exception):
 
 
 class ApiClient:
-    """Client with the certificate pair `admin` of `certificates`; usable from several threads at once."""
+    """Client with the certificate pair `admin` of `certificates`, or with a token in place of it.
 
-    def __init__(self, port: int, certificates: Path, user: str = "admin", how: Dial = dial) -> None:
+    Usable from several threads at once.
+    """
+
+    def __init__(
+        self, port: int, certificates: Path, user: str = "admin", how: Dial = dial, token: str = ""
+    ) -> None:
         self._port = port
         self._how = how
         self._tls = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-        self._tls.load_cert_chain(certificates / f"{user}.crt", certificates / f"{user}.key")
+        if not token:
+            self._tls.load_cert_chain(certificates / f"{user}.crt", certificates / f"{user}.key")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._resources: dict[str, dict[str, tuple[str, bool]]] = {}
 
     def request(
@@ -52,7 +59,7 @@ class ApiClient:
         connection = Connection(self._port, self._tls, timeout, self._how)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, {"Content-Type": content_type})
+            connection.request(method, path, payload, {"Content-Type": content_type, **self._headers})
             response = connection.getresponse()
             data = response.read()
         finally:

@@ -54,6 +54,7 @@ class Cluster(Objects):
         self._programs: dict[str, Program] = {}
         self._reaper: subprocess.Popen[bytes] | None = None
         self._api: ApiClient | None = None
+        self._ports: control_plane.Ports | None = None
 
     def __enter__(self) -> Self:
         self.up()
@@ -102,8 +103,8 @@ class Cluster(Objects):
             self.start(name)
         self._import_images()
         reached("images imported")
-        how = network.dial_inside(self.namespace.init.pid) if self.options.private_network else network.dial
-        self._api = ApiClient(ports.api, self.layout.certificates, how=how)
+        self._ports = ports
+        self._api = self.client()
         eventually(self._api_ready, timeout=60, what="API server ready")
         reached("API server ready")
         for name in ("kcm", "sched", "kubelet"):
@@ -240,6 +241,14 @@ class Cluster(Objects):
         if self._api is None:
             raise RigError("the cluster is not up")
         return self._api
+
+    def client(self, token: str = "") -> ApiClient:
+        """A client of the API server: of the administrator, or of whoever a token belongs to."""
+        if self._ports is None:
+            raise RigError("the cluster is not up")
+        private = self.options.private_network
+        how = network.dial_inside(self.namespace.init.pid) if private else network.dial
+        return ApiClient(self._ports.api, self.layout.certificates, how=how, token=token)
 
     def kubectl(self, *arguments: str, timeout: float = 30, stdin: str | None = None) -> str:
         """Run kubectl as administrator; return its standard output. Raises RigError when it fails."""
