@@ -1,11 +1,22 @@
 """For every test: blocking calls of agent code on the event loop raise; logs can be asserted on."""
 
+import os
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
 import structlog
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
+
+# On CI the same examples in every run: what fails there can be run again. Elsewhere new ones each time.
+settings.register_profile(
+    "house",
+    deadline=None,  # the machine is shared: time says nothing here
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+)
+settings.load_profile("house")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -190,7 +190,8 @@ def test_an_entry_that_only_begins_like_its_neighbour_is_read_by_itself() -> Non
     assert [each.ids for each in PodList.parse(data).holdings] == [("GPU::m1", "GPU::m1"), ("GPU::m2",)]
 
 
-@given(st.lists(LISTS, min_size=1, max_size=4))
+# A failing example of over 30,000 characters is a warning of Hypothesis, and warnings are errors here.
+@given(st.lists(LISTS, min_size=1, max_size=4).filter(lambda messages: sum(map(len, messages)) < 5000))
 def test_a_reader_that_remembers_reads_the_same(messages: list[bytes]) -> None:
     reader = Reader()
     for data in (*messages, *reversed(messages)):
