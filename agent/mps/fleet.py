@@ -14,6 +14,7 @@ from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import refusal
+from agent.mps import launch
 from agent.mps.binary import Program
 from agent.mps.compute import ComputeModes
 from agent.mps.daemon import Daemon, Options
@@ -195,6 +196,9 @@ class Fleet:
                     # Before the switcher has had its say every GPU is off.
                     off.add(uuid)
             seen_off = off
+            if not self._kept:
+                # A daemon that nobody has reaped yet keeps its cgroup busy for a moment.
+                await anyio.to_thread.run_sync(launch.leave_no_cgroup, self._options.cgroups)
             version = assignment.version
             with anyio.move_on_after(LEFTOVER_SECONDS):
                 await assignment.wait_change(version)
