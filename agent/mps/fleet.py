@@ -196,6 +196,7 @@ class Fleet:
                     # Before the switcher has had its say every GPU is off.
                     off.add(uuid)
             seen_off = off
+            await self.look()  # the program may have been installed, or taken away, since
             if not self._kept:
                 # A daemon that nobody has reaped yet keeps its cgroup busy for a moment.
                 await anyio.to_thread.run_sync(launch.leave_no_cgroup, self._options.cgroups)
