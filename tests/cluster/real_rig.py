@@ -201,7 +201,7 @@ class RealRig:
             each["metadata"]["name"]: (
                 Phase(each["status"]["phase"]),
                 each["status"].get("reason", ""),
-                each["status"].get("message", ""),
+                each["status"].get("message", "") or _waiting(each),
             )
             for each in found["items"]
         }
@@ -236,7 +236,13 @@ class RealRig:
 
     async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
         request = v1.GetPodResourcesRequest(pod_name=pod.name, pod_namespace=pod.namespace)
-        answer = await self._ask(lambda stub: stub.get(request, timeout=5))
+        try:
+            answer = await self._ask(lambda stub: stub.get(request, timeout=5))
+        except GRPCError as error:
+            # A kubelet that was started anew may not have taken the pod up again yet.
+            if "not found" in (error.message or ""):
+                return frozenset()
+            raise
         containers = answer.pod_resources.containers if answer.pod_resources else []
         devices = [item for each in containers if each.name == container for item in each.devices]
         return frozenset(id_ for item in devices if item.resource_name == resource for id_ in item.device_ids)
@@ -375,6 +381,14 @@ def _process_in(container_id: str) -> int:
                 continue  # it has ended
     assert found, f"no process is in container {container_id}"
     return min(found)
+
+
+def _waiting(pod: dict[str, Any]) -> str:
+    """Why containers wait; that the pod is being deleted."""
+    states = [each.get("state", {}).get("waiting", {}) for each in pod["status"].get("containerStatuses", ())]
+    told = [f"{each.get('reason', '')} {each.get('message', '')}".strip() for each in states if each]
+    ending = pod["metadata"].get("deletionTimestamp")
+    return "; ".join([*told, f"to be gone at {ending}"] if ending else told)
 
 
 @asynccontextmanager

@@ -162,7 +162,9 @@ async def draining(rig: Rig) -> AsyncIterator[tuple[ModeNode, list[PodSpec]]]:
         await node.create(waiting)
         await unschedulable(rig, waiting)
         assert [await rig.phase(pod) for pod in holders] == [Phase.RUNNING] * 2
-        assert [await rig.held_ids(pod, "main") for pod in holders] == held
+        with anyio.fail_after(20):
+            while [await rig.held_ids(pod, "main") for pod in holders] != held:
+                await anyio.sleep(0.2)
         await node.end(*holders)
         await node.sells("vgpu")
         await node.applied("vgpu")
