@@ -118,7 +118,7 @@ async def build_mps(
     )
     fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
     await fleet.look()
-    clients = ClientWatch(fleet, agent.holdings.cell, _pod_facts(agent))
+    clients = ClientWatch(fleet, agent.holdings.cell, _pod_facts(agent), proc=Path(settings.host.proc))
     pairing, conditions, plugins = mps.build(
         settings,
         fleet,
@@ -162,7 +162,8 @@ def _options(settings: Settings) -> Options:
         shared_memory=wish.shared_memory,
         prestart=wish.prestart_server,
         probe_seconds=wish.probe_seconds,
-        log_seconds=min(2.0, wish.probe_seconds),
+        # Below the time between two probes: a look that begins with the next probe is never made.
+        log_seconds=min(2.0, wish.probe_seconds / 2),
         orphan_seconds=wish.orphan_seconds,
         quit_seconds=wish.quit_seconds,
     )

@@ -231,9 +231,13 @@ class Control:
         """One run of the program: what it wrote to its output and to its error output."""
         # A hanging session would block every other one: it is killed at the deadline.
         with anyio.move_on_after(seconds), _stdin(text) as stdin:
-            done = await anyio.run_process(
-                [str(self._program.path)], stdin=stdin, check=False, env=self._environment, cwd="/"
-            )
+            try:
+                done = await anyio.run_process(
+                    [str(self._program.path)], stdin=stdin, check=False, env=self._environment, cwd="/"
+                )
+            except OSError as error:
+                # Taken away with a driver that is being replaced: a daemon that nobody can ask now.
+                raise Unanswered(f"{self._program.path} cannot be run: {error.strerror}") from error
             return (
                 done.stdout.decode(errors="replace").strip(),
                 done.stderr.decode(errors="replace").strip(),

@@ -15,9 +15,10 @@ from agent.telemetry.process import ProcessUse
 from agent.telemetry.reading import Reading
 
 # Series that exist from the start, so that the first failure shows as an increase and not as a birth.
-_KNOWN_CALLS = (
-    *(("Allocate", outcome) for outcome in ("ok", *(reason.value for reason in Reason))),
-    ("GetPreferredAllocation", "ok"),
+_KNOWN_CALLS = tuple(
+    (call, outcome)
+    for call in ("Allocate", "GetPreferredAllocation")
+    for outcome in ("ok", *(reason.value for reason in Reason))
 )
 
 Labels = tuple[str, ...]

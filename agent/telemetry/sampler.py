@@ -1,4 +1,4 @@
-"""Reads the moving figures of every healthy GPU at a steady pace; scrapes read what it published."""
+"""Reads the moving figures of every GPU that answers at a steady pace; scrapes read what it published."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import anyio
 import structlog
 
-from agent.inventory.snapshot import Snapshot
+from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.nvml.errors import NvmlError
 from agent.nvml.lane import Lane
@@ -86,7 +86,7 @@ class Sampler:
         taken: dict[str, TakenSample] = {}
         if snapshot.problem is None:
             for state in snapshot.gpus:
-                if state.healthy and (sample := await self._sample(state.uuid)):
+                if _answers(state) and (sample := await self._sample(state.uuid)):
                     taken[state.uuid] = sample
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
@@ -153,3 +153,9 @@ class Sampler:
         else:
             self._problems[uuid] = problem
             log.warning("gpu_not_sampled", gpu=uuid, problem=problem)
+
+
+def _answers(state: GpuState) -> bool:
+    """Whether to ask a GPU: a sick one is of most interest, but one that is away or hangs only costs time."""
+    health = state.health
+    return state.healthy or not (state.blocked or health.away or health.misses)

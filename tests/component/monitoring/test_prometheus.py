@@ -1,0 +1,179 @@
+"""A real Prometheus scrapes a simulated node in three modes: every query returns data, every alert fires."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from agent.model.demand import VGPU
+from agent.mps import processes
+from agent.mps.directories import Directories
+from agent.nvml.errors import NvmlCode
+from agent.simulator import events
+from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.status import client
+from agent.web.control import NAME
+from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.component.monitoring import queries
+from tests.component.monitoring.prometheus import Prometheus, prometheus
+from tests.prometheus_binaries import programs
+from tests.scenarios.mode_node import ModeNode, mode_node
+from tests.scenarios.modes import LAYOUTS
+from tests.scenarios.monitoring import MODES, Work
+
+Fault = Callable[[], object]
+
+
+def promtool(*arguments: str, text: str = "") -> tuple[int, str]:
+    done = subprocess.run(
+        [programs() / "promtool", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", queries.RULES, ids=lambda path: path.stem)
+def test_promtool_accepts_the_rules(path: Path) -> None:
+    code, told = promtool("check", "rules", "--lint=all", "--lint-fatal", str(path))
+    assert code == 0, told
+
+
+def test_every_alert_tells_what_and_where() -> None:
+    text = next(path for path in queries.RULES if path.stem == "alerts").read_text()
+    alerts = re.split(r"- alert: ", text)[1:]
+    assert {each.split()[0] for each in alerts} == set(queries.named("alert"))
+    for each in alerts:
+        assert re.search(r"severity: (Critical|High|Medium|Low)}", each)
+        assert "summary:" in each
+        assert "description:" in each
+        assert "$labels.node" in each or "$labels.namespace" in each
+
+
+async def at_work(node: ModeNode) -> Work:
+    """A pod in each mode with a process at work; a small one in vGPU that uses little of its memory."""
+    work = Work(node)
+    for mode in MODES:
+        (pod,) = await node.run(mode, f"{mode}-busy")
+        await work.start(pod, mode, 400, 30)
+    for slot in range(8):
+        node.rig.machine.load(slot, utilization=30 + slot, power_w=300, temperature_c=50)
+    return work
+
+
+def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
+    """How each alert's trouble is made."""
+    machine, uuids = rig.machine, rig.gpu_uuids()
+
+    def mps_fault() -> None:
+        log = node.folder / "mps" / uuids[6] / "log" / "server.log"
+        with log.open("a") as file:
+            file.write("[2026-11-21 10:00:00.000 Server  4711] Server is handling a fatal GPU error.\n")
+
+    def daemon_down() -> None:
+        folders = Directories.of(node.folder, uuids[7])
+        (daemon,) = processes.daemons(folders.pipe)
+        folders.root.rename(folders.root.with_name("aside"))
+        folders.root.touch()  # a file where its folder must be
+        os.kill(daemon.pid, signal.SIGKILL)
+
+    def hot_and_braked() -> None:
+        machine.gpu(0).event_reasons = 0x40 | 0x80
+
+    return {
+        "GPUUnhealthy": partial(machine.fall_off_bus, 2),
+        "GPUXid": partial(machine.event, 1, events.XID, 13),
+        "GPUUncorrectableMemoryErrors": partial(machine.ecc_double, 5),
+        "GPUThermalSlowdown": hot_and_braked,
+        "GPUPowerBrake": hot_and_braked,
+        "MPSFault": mps_fault,
+        "MPSDaemonDown": daemon_down,
+        "GPUFiguresMissing": partial(machine.fail, "nvmlDeviceGetUtilizationRates", NvmlCode.UNKNOWN, 4),
+    }
+
+
+@pytest.mark.timeout(150)
+async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
+    async with (
+        embedded_rig() as rig,
+        mode_node(
+            rig,
+            layouts=LAYOUTS,
+            mps__probeSeconds=0.5,
+            sampling__windowSeconds=5,
+        ) as node,
+        anyio.create_task_group() as group,
+    ):
+        port = await _port(node)
+        async with prometheus(tmp_path, port, queries.rules()) as server:
+            await node.want("mixed")
+            await node.applied("mixed")
+            work = await at_work(node)
+            group.start_soon(work.run)
+            await _check_page(node)
+            await _check_data(server)
+            assert await server.firing() <= {"GPUMemoryMostlyUnused"}, "alerts fire on a healthy node"
+            await _check_alerts(server, node, rig)
+        group.cancel_scope.cancel()
+
+
+async def _port(node: ModeNode) -> int:
+    with anyio.fail_after(10):
+        while not (lines := await node.logged("http_listening")):
+            await anyio.sleep(0.1)
+    return int(lines[-1]["port"])
+
+
+async def _check_page(node: ModeNode) -> None:
+    _, text = await node.get("/metrics")
+    code, told = await anyio.to_thread.run_sync(partial(promtool, "check", "metrics", text=text))
+    assert code == 0, told
+
+
+async def _check_data(server: Prometheus) -> None:
+    async def has_data(expression: str) -> Any:
+        return await server.query(expression)
+
+    wanted = [
+        *(expression for _, expression in queries.panels()),
+        *(expression for _, expression in queries.variables()),
+        *queries.documented(),
+        *queries.named("record"),
+    ]
+    assert len(wanted) > 50
+    took = await server.wait(wanted, has_data, 40.0, "these queries return nothing")
+    print(f"{len(wanted)} queries return data, after {took:.1f} s")
+    assert not await server.failed_rules()
+
+
+async def _check_alerts(server: Prometheus, node: ModeNode, rig: EmbeddedRig) -> None:
+    async def fires(name: str) -> bool:
+        return name in await server.firing()
+
+    made = faults(node, rig)
+    for fault in dict.fromkeys(made.values()):
+        await anyio.to_thread.run_sync(fault)
+    alone = ContainerSpec("main", {VGPU.core: 150, VGPU.memory: 1})
+    await node.create(PodSpec("impossible", (alone,), node_name="this one"))
+    rest = ("GPUAllocationRefused", "GPUMemoryMostlyUnused")
+    took = await server.wait([*made, *rest], fires, 30.0, "these alerts do not fire")
+    await node.want("no-such-layout")
+    took += await server.wait(["GPUModeSwitchBlocked"], fires, 15.0, "this alert does not fire")
+    await anyio.to_thread.run_sync(partial(client.ask, node.folder / NAME, "release", seconds=60))
+    took += await server.wait(["GPUAgentNotReady"], fires, 15.0, "this alert does not fire")
+    await rig.kill_agent()
+    took += await server.wait(["GPUAgentGone"], fires, 15.0, "this alert does not fire")
+    told = {*made, *rest, "GPUModeSwitchBlocked", "GPUAgentNotReady", "GPUAgentGone"}
+    assert told == set(queries.named("alert")), "an alert has no fault that proves it"
+    print(f"{len(told)} alerts fire, after {took:.1f} s")
