@@ -1,6 +1,7 @@
 """MPS: how long a daemon takes to serve, and the memory of an agent with everything on."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -68,6 +69,7 @@ async def daemon_start(_: Conditions) -> Mapping[str, Taken]:
                 if taken is adoptions:
                     await fleet.tear_down(gpu)
                 group.cancel_scope.cancel()
+    await anyio.to_thread.run_sync(shutil.rmtree, run)
     return {
         "mps_daemon_start_ms": Taken(percentile(starts, 0.5), STARTS),
         "mps_daemon_adopt_ms": Taken(percentile(adoptions, 0.5), STARTS),
