@@ -1,0 +1,136 @@
+"""All that one pod asks of GPUs, as the kubelet will count it: pure.
+
+A slot is what must lie together: the share, or the whole GPUs, of one container, or of those containers that
+inherit units from init containers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.model.demand import MPS, VGPU, Demand, Kind, Pod, Stage, anchor_of, demand_of
+from agent.model.modes import Mode
+from agent.model.placement import ASSIGNED, HINT
+
+WHOLE_GPU = "nvidia.com/gpu"
+RESOURCES = (WHOLE_GPU, VGPU.core, VGPU.memory, MPS.core, MPS.memory)
+_KINDS: Mapping[Mode, Kind] = {Mode.VGPU: VGPU, Mode.MPS: MPS}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Units that go to one GPU, or to `demand.whole` whole ones."""
+
+    mode: Mode
+    demand: Demand
+    containers: int = 1  # that hold them: each is a client of the GPU's MPS server
+    # Places of its app containers among the pod's app containers, which is how annotations number them.
+    apps: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """For an order from large to small."""
+        return (self.demand.whole, self.demand.cores, self.demand.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class PodDemand:
+    """What a pod asks for; `gpus` counts whole GPUs or time slices of the pgpu resource."""
+
+    slots: tuple[Slot, ...] = ()
+    gpus: int = 0
+    totals: tuple[tuple[str, int], ...] = ()  # by resource, as kube-scheduler counts a pod
+
+    @property
+    def nothing(self) -> bool:
+        """Whether it asks for no GPU."""
+        return not self.totals
+
+
+def pod_demand(pod: Pod) -> PodDemand:
+    """Raises Impossible for a request that no node can grant."""
+    slots = [slot for mode, kind in _KINDS.items() for slot in _slots(mode, kind, pod)]
+    slots.sort(key=lambda slot: slot.size, reverse=True)
+    totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))
+    return PodDemand(tuple(slots), _allocated(WHOLE_GPU, pod), totals)
+
+
+def _slots(mode: Mode, kind: Kind, pod: Pod) -> list[Slot]:
+    apps = {
+        each.name: number
+        for number, each in enumerate(each for each in pod.containers if each.stage is Stage.APP)
+    }
+    anchor = anchor_of(kind, pod)
+    tied = anchor.members if anchor else frozenset()
+    found: list[Slot] = []
+    if anchor:
+        numbers = tuple(apps[name] for name in apps if name in tied)
+        found.append(Slot(mode, anchor.peak, len(tied), numbers))
+    for container in pod.containers:
+        if container.name not in tied and (demand := demand_of(kind, container)):
+            place = (apps[container.name],) if container.name in apps else ()
+            found.append(Slot(mode, demand, 1, place))
+    return found
+
+
+def _allocated(resource: str, pod: Pod) -> int:
+    """Devices that the kubelet takes for a pod: app containers reuse those of plain init containers."""
+    reusable = taken = 0
+    for container in pod.containers:
+        asked = container.limits.get(resource, 0)
+        taken += max(0, asked - reusable)
+        reusable = max(reusable, asked) if container.stage is Stage.INIT else max(0, reusable - asked)
+    return taken
+
+
+def _counted(resource: str, pod: Pod) -> int:
+    """A pod's request by kube-scheduler's rule: the most of init containers and of all that run together."""
+    most = sidecars = apps = 0
+    for container in pod.containers:
+        asked = container.limits.get(resource, 0)
+        if container.stage is Stage.SIDECAR:
+            sidecars += asked
+            most = max(most, sidecars)
+        elif container.stage is Stage.INIT:
+            most = max(most, sidecars + asked)
+        else:
+            apps += asked
+    return max(most, sidecars + apps)
+
+
+Chosen = tuple[tuple[int, ...], ...]  # indices of GPUs for each slot
+
+
+def annotations_of(demand: PodDemand, chosen: Chosen) -> dict[str, str]:
+    """The choice as gpu-admission's annotations, not yet carried out."""
+    found = {
+        f"{HINT}{app}": ",".join(map(str, indices))
+        for slot, indices in zip(demand.slots, chosen, strict=True)
+        for app in slot.apps
+    }
+    return {**found, ASSIGNED: "false"} if found else {}
+
+
+def chosen_in(demand: PodDemand, annotations: Mapping[str, str]) -> Chosen | None:
+    """The choice that a pod's annotations tell; None where they do not tell it of every slot.
+
+    The node's agent writes each container's own GPUs, so the containers of a slot are read together.
+    """
+    found: list[tuple[int, ...]] = []
+    for slot in demand.slots:
+        indices: dict[int, None] = {}
+        for app in slot.apps:
+            indices |= dict.fromkeys(_indices(annotations.get(f"{HINT}{app}", "")))
+        if len(indices) != max(1, slot.demand.whole):
+            return None
+        found.append(tuple(indices))
+    return tuple(found)
+
+
+def _indices(text: str) -> Sequence[int]:
+    parts = [part.strip() for part in text.split(",")]
+    # Some thousand digits are legal in an annotation, and no GPU's index.
+    return [int(part) for part in parts] if all(_is_index(part) for part in parts) else []
+
+
+def _is_index(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) <= 4
