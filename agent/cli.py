@@ -18,6 +18,7 @@ import anyio
 import structlog
 
 from agent import __version__, settings
+from agent.check import shell as checks
 from agent.cleanup import shell as cleanup
 from agent.kit import logs
 from agent.kit.cell import Cell
@@ -65,9 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--simulated-machine", type=Path, help=argparse.SUPPRESS)
     run.set_defaults(command=_run)
 
-    check = commands.add_parser("check", help="say what is wrong with a configuration, without starting")
+    check = commands.add_parser("check", help="say what is wrong with a configuration, a node, ConfigMaps")
     _configuration_arguments(check)
     check.set_defaults(command=_check)
+    checks.add_commands(check, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
 
     shell.add_commands(commands, _configuration_arguments, _load)
     cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))

@@ -1,0 +1,134 @@
+"""`gpu-node-agent check [configmaps | compat | node]`: arguments, output, exit codes.
+
+Exit codes: 0 good, 1 something is wrong, 2 bad arguments or configuration, 3 unstable (compat).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from agent.model import cuda
+from agent.nvml.port import NvmlPort
+from agent.settings import Settings
+
+if TYPE_CHECKING:
+    from agent.plugins.inject import NodeSoftware
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+Load = Callable[[argparse.Namespace], Settings]
+MakeNvml = Callable[[Settings], NvmlPort]
+CODES = {cuda.Level.ALLOWED: 0, cuda.Level.UNSTABLE: 3, cuda.Level.BLOCKED: 1}
+
+
+def add_commands(
+    check: argparse.ArgumentParser, configuration: Arguments, load: Load, nvml: MakeNvml
+) -> None:
+    """Add the parts of `check`; without a part it checks the configuration alone."""
+    parts = check.add_subparsers(metavar="PART")
+
+    maps = parts.add_parser("configmaps", help="cf-crl ConfigMaps of the platform, own or of other devices")
+    maps.add_argument("paths", nargs="*", type=Path, help="files, or folders of files (YAML, JSON)")
+    maps.add_argument("--cluster", action="store_true", help="those of the cluster, in kube-public")
+    maps.add_argument("--kubeconfig", type=Path, help="how to reach it; default: the pod's service account")
+    maps.set_defaults(command=_configmaps)
+
+    compat = parts.add_parser("compat", help="whether images of a CUDA version run on a driver")
+    compat.add_argument("--runtime", required=True, type=_version, help="CUDA version of the image (12.4)")
+    compat.add_argument(
+        "--driver", type=_driver, help="its number (550.144.03) or CUDA version; default: this node's"
+    )
+    compat.add_argument(
+        "--mode", choices=("pgpu", "vgpu", "mps"), default="pgpu", help="default: %(default)s"
+    )
+    compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
+    configuration(compat)
+    compat.set_defaults(command=lambda options: _compat(options, load, nvml))
+
+    node = parts.add_parser("node", help="what of this node stands in the way")
+    configuration(node)
+    node.set_defaults(command=lambda options: _node(load(options), nvml))
+
+
+def _version(text: str) -> cuda.Version:
+    try:
+        return cuda.parse_version(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _driver(text: str) -> cuda.DriverFacts:
+    try:
+        return cuda.parse_driver(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _configmaps(options: argparse.Namespace) -> int:
+    from agent.check import configmaps, reading  # noqa: PLC0415  not needed by the agent itself
+
+    if not options.paths and not options.cluster:
+        print("name files or folders, or give --cluster", file=sys.stderr)
+        return 2
+    try:
+        found = reading.from_files(options.paths)
+        if options.cluster:
+            found += reading.from_cluster(options.kubeconfig)
+    except reading.Unreadable as error:
+        print(error, file=sys.stderr)
+        return 2
+    faults = configmaps.faults(found)
+    for fault in faults:
+        print(fault)
+    print(f"{len(found)} cf-crl ConfigMaps, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
+    from agent.nvml.errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
+
+    driver: cuda.DriverFacts | None = options.driver
+    if driver is None:
+        library = nvml(load(options))
+        try:
+            found = library.open()
+        except NvmlError as error:
+            print(f"this node's driver cannot be asked ({error}); name one with --driver", file=sys.stderr)
+            return 2
+        library.close()
+        driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
+    findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability)
+    verdict = cuda.verdict(findings)
+    print(
+        f"{verdict.name.lower()}: CUDA {cuda.told(options.runtime)} in mode {options.mode} on a driver for "
+        f"CUDA {cuda.told(driver.cuda)}"
+    )
+    for finding in findings:
+        print(f"  {finding.level.name.lower():8}  {finding.rule:7}  {finding.text}")
+    return CODES[verdict]
+
+
+def _node(settings: Settings, nvml: MakeNvml) -> int:
+    from agent.check.node import Grade, look  # noqa: PLC0415  not needed by the agent itself
+
+    failed = 0
+    for each in look(settings, nvml(settings), anyio.run(_software, settings)):
+        print(each.told())
+        failed += each.grade is Grade.FAILED
+    print("this node can sell its GPUs" if not failed else f"{failed} thing(s) stand in the way")
+    return 1 if failed else 0
+
+
+async def _software(settings: Settings) -> "NodeSoftware | None":
+    """Versions as the Node object tells them; None where it cannot be read."""
+    wish = settings.cluster
+    if wish.access == "off":
+        return None
+    from agent.check.software import node_software  # noqa: PLC0415  loads the API client
+
+    kubeconfig = Path(wish.kubeconfig) if wish.kubeconfig else None
+    return await node_software(kubeconfig, wish.node_name or os.uname().nodename)

@@ -1,0 +1,193 @@
+"""Which CUDA runtimes run on which driver: the product's rules and NVIDIA's own. Pure.
+
+NVIDIA's: CUDA Compatibility guide (minor-version compatibility, backward compatibility, the table of minimum
+drivers) and the release notes' table of drivers by toolkit.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from agent.model.compat import VGPU_BASELINE
+
+Version = tuple[int, int]
+SharingMode = Literal["pgpu", "vgpu", "mps"]
+
+# Driver branch -> newest CUDA version that it serves.
+SERVED: dict[int, Version] = {
+    450: (11, 0), 455: (11, 1), 460: (11, 2), 465: (11, 3), 470: (11, 4), 495: (11, 5), 510: (11, 6),
+    515: (11, 7), 520: (11, 8), 525: (12, 0), 530: (12, 1), 535: (12, 2), 545: (12, 3), 550: (12, 4),
+    555: (12, 5), 560: (12, 6), 565: (12, 7), 570: (12, 8), 575: (12, 9), 580: (13, 0), 590: (13, 1),
+    615: (13, 4),
+}  # fmt: skip
+# CUDA major -> driver branch from which any of its minors run.
+FLOORS = {11: 450, 12: 525, 13: 580}
+MPS_CUDA: Version = (11, 5)  # memory limits of MPS clients
+MPS_CAPABILITY: Version = (7, 0)  # Volta: clients with address spaces of their own
+# Images of that version are run under vGPU after a test of their own.
+VGPU_CASE_BY_CASE: Version = (11, 8)
+
+
+class Level(IntEnum):
+    """How well something goes; the worst finding counts."""
+
+    ALLOWED = 0
+    UNSTABLE = 1
+    BLOCKED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rule says."""
+
+    level: Level
+    rule: Literal["product", "NVIDIA"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFacts:
+    """A driver: the CUDA version that it serves, and its branch (550 of 550.144.03) where known."""
+
+    cuda: Version
+    branch: int | None = None
+
+
+def parse_version(text: str) -> Version:
+    """`12.4` or `12.4.1`. Raises ValueError with the remedy."""
+    parts = text.strip().split(".")
+    if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is no CUDA version; write it as 12.4")
+    return int(parts[0]), int(parts[1])
+
+
+def parse_driver(text: str) -> DriverFacts:
+    """A driver's own number (550.144.03) or the CUDA version that it serves (12.4). Raises ValueError."""
+    head = text.strip().partition(".")[0]
+    if not head.isdigit():
+        raise ValueError(f"{text!r} is no driver; write its number (550.144.03) or its CUDA version (12.4)")
+    if int(head) < 100:
+        return DriverFacts(parse_version(text))
+    branch = int(head)
+    known = [cuda for first, cuda in sorted(SERVED.items()) if first <= branch]
+    if not known:
+        raise ValueError(f"driver {text} is older than {min(SERVED)}, the oldest that is known here")
+    return DriverFacts(known[-1], branch)
+
+
+def findings(
+    runtime: Version, driver: DriverFacts, mode: SharingMode, capability: Version | None = None
+) -> list[Finding]:
+    """What every rule that applies says, in the order in which people should read it."""
+    found = _base(runtime, driver)
+    if mode == "vgpu" and runtime[0] == driver.cuda[0] and driver.cuda[0] == VGPU_BASELINE[0]:
+        found.append(_within_baseline(runtime))
+    elif mode == "vgpu":
+        found.append(_other_major(runtime, driver))
+    if mode == "mps":
+        found += _mps(driver, capability)
+    return found
+
+
+def verdict(found: list[Finding]) -> Level:
+    """The worst of them."""
+    return max((each.level for each in found), default=Level.ALLOWED)
+
+
+def _base(runtime: Version, driver: DriverFacts) -> list[Finding]:
+    served, wanted = told(driver.cuda), told(runtime)
+    if driver.cuda >= runtime:
+        found = [
+            Finding(
+                Level.ALLOWED, "product", f"the driver serves CUDA {served}, runtime {wanted} is no newer"
+            )
+        ]
+        if driver.cuda[0] - runtime[0] > 1:
+            found += [
+                Finding(
+                    Level.UNSTABLE,
+                    "product",
+                    f"CUDA {wanted} is more than one major version behind the driver's {served}: not tested",
+                ),
+                Finding(Level.ALLOWED, "NVIDIA", "drivers go on serving all older toolkits"),
+            ]
+        return found
+    older = f"the driver serves CUDA {served}, older than runtime {wanted}"
+    if runtime[0] != driver.cuda[0]:
+        return [
+            Finding(
+                Level.BLOCKED,
+                "product",
+                f"{older}: programs fail, at times with CUDA_ERROR_UNKNOWN (999); update to driver "
+                f"{FLOORS.get(runtime[0], 'newer')} or later, or use images for CUDA {driver.cuda[0]}",
+            ),
+            Finding(
+                Level.BLOCKED,
+                "NVIDIA",
+                "another major version needs a newer driver; on data-centre GPUs alone, the package "
+                "cuda-compat in the image can stand in for it",
+            ),
+        ]
+    floor = FLOORS.get(runtime[0])
+    if driver.branch is not None and floor is not None and driver.branch < floor:
+        return [Finding(Level.BLOCKED, "NVIDIA", f"CUDA {runtime[0]} needs driver {floor} or later")]
+    return [
+        Finding(
+            Level.UNSTABLE,
+            "product",
+            f"{older}: the product's rule refuses it; update the driver or use an image for CUDA {served}",
+        ),
+        Finding(
+            Level.UNSTABLE,
+            "NVIDIA",
+            f"minor versions of CUDA {runtime[0]} are compatible: compiled kernels run, but what the "
+            "driver must compile from PTX fails with CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)",
+        ),
+    ]
+
+
+def _within_baseline(runtime: Version) -> Finding:
+    baseline, wanted = told(VGPU_BASELINE), told(runtime)
+    if runtime > VGPU_BASELINE:
+        return Finding(
+            Level.BLOCKED,
+            "product",
+            f"vGPU covers images up to CUDA {baseline}, not {wanted}; use an older image, or whole GPUs "
+            "(100 cores), which take any",
+        )
+    if runtime == VGPU_BASELINE:
+        return Finding(
+            Level.ALLOWED, "product", f"CUDA {wanted} is the very baseline of vGPU; test before use"
+        )
+    return Finding(Level.ALLOWED, "product", f"CUDA {wanted} is within the baseline {baseline} of vGPU")
+
+
+def _other_major(runtime: Version, driver: DriverFacts) -> Finding:
+    baseline = told(VGPU_BASELINE)
+    if runtime == VGPU_CASE_BY_CASE and driver.cuda[0] == VGPU_BASELINE[0]:
+        text = f"vGPU takes CUDA {told(runtime)} beside its baseline {baseline} case by case: test each image"
+        return Finding(Level.UNSTABLE, "product", text)
+    return Finding(
+        Level.BLOCKED,
+        "product",
+        f"vGPU wants runtime ({told(runtime)}), driver ({told(driver.cuda)}) and its baseline ({baseline}) "
+        "of one major version; use whole GPUs (100 cores) for this image",
+    )
+
+
+def _mps(driver: DriverFacts, capability: Version | None) -> list[Finding]:
+    found = []
+    if driver.cuda < MPS_CUDA:
+        text = (
+            f"memory limits of MPS need a driver for CUDA {told(MPS_CUDA)} or later, not {told(driver.cuda)}"
+        )
+        found.append(Finding(Level.BLOCKED, "NVIDIA", text))
+    if capability is not None and capability < MPS_CAPABILITY:
+        text = f"MPS needs compute capability {told(MPS_CAPABILITY)} (Volta) or later, not {told(capability)}"
+        found.append(Finding(Level.BLOCKED, "NVIDIA", text))
+    return found or [Finding(Level.ALLOWED, "NVIDIA", "driver and GPU have what MPS needs")]
+
+
+def told(version: Version) -> str:
+    """`12.4`."""
+    return f"{version[0]}.{version[1]}"
