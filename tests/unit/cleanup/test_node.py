@@ -1,0 +1,154 @@
+"""Cleaning one node: only what is the agent's goes, and a running agent or a holder stands in the way."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.cleanup import node
+from agent.cleanup.errors import CleanupFailed
+from agent.cleanup.node_object import forget
+from agent.cli import main
+from agent.cluster.api import KubeApi
+from agent.kit.lock import exclusive
+from agent.settings import Settings, load
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Folders of a node below a folder of the test's."""
+    for name in ("kubelet/plugins_registry", "kubelet/device-plugins", "run/mps", "state", "cdi"):
+        (tmp_path / name).mkdir(parents=True)
+    return load(
+        None,
+        {},
+        [
+            f"kubelet.root={tmp_path}/kubelet",
+            f"host.run={tmp_path}/run",
+            f"host.state={tmp_path}/state",
+            f"host.cdi={tmp_path}/cdi",
+            "cluster.access=off",
+        ],
+    )
+
+
+def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
+    ours = (
+        "kubelet/plugins_registry/gna-nvidia.com-gpu.sock",
+        "kubelet/device-plugins/gna-nvidia.com-gpu.sock",
+        "run/agent.sock",
+        "run/mps/GPU-1/log/control.log",
+        "state/verdicts.json",
+        "cdi/gpu-node-agent.json",
+    )
+    foreign = (
+        "kubelet/plugins_registry/csi.sock",
+        "kubelet/device-plugins/kubelet.sock",
+        "kubelet/device-plugins/kubelet_internal_checkpoint",
+        "cdi/nvidia.yaml",
+    )
+    for name in (*ours, *foreign):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    node.remove_files(settings)
+    assert [name for name in ours if (tmp_path / name).exists()] == []
+    assert [name for name in foreign if not (tmp_path / name).exists()] == []
+    assert list((tmp_path / "run").iterdir()) == []
+    node.remove_files(settings)
+
+
+def test_folders_must_be_the_agents_own(tmp_path: Path) -> None:
+    own, other = tmp_path / "gpu-node-agent", tmp_path / "lib"
+    for folder in (own, other):
+        folder.mkdir()
+        (folder / "file").touch()
+    with pytest.raises(CleanupFailed, match="is not a folder of the agent's"):
+        node.remove_folders([own, other])
+    assert own.exists()
+    node.remove_folders([own, tmp_path / "nothing" / "gpu-node-agent"])
+    assert not own.exists()
+    assert other.exists()
+
+
+def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
+    async def enter() -> None:
+        async with node.without_agent(settings, 0.0):
+            pass
+
+    with (
+        exclusive(Path(settings.host.run) / node.LOCK),
+        pytest.raises(CleanupFailed, match="stop it first"),
+    ):
+        anyio.run(enter)
+    anyio.run(enter)
+
+
+async def test_unknown_holders_stand_in_the_way(settings: Settings) -> None:
+    with pytest.raises(CleanupFailed, match="who holds MPS shares is not known"):
+        await node.refuse_holders(settings)
+
+
+def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        f"--set=kubelet.root={tmp_path}/kubelet",
+        f"--set=host.run={tmp_path}/run",
+        "--set=cluster.access=off",
+    ]
+    assert main(["cleanup", "node", *flags]) == 1
+    assert "who holds MPS shares is not known" in capsys.readouterr().err
+    assert main(["cleanup", "folders", str(tmp_path)]) == 1
+
+
+class _Node(KubeApi):
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__(None, None)
+        self.labels = dict(labels)
+        self.patches: list[tuple[str, Any]] = []
+
+    async def get(self, path: str, query: Mapping[str, str] | None = None, deadline: float = 5.0) -> bytes:
+        annotations = {"gpu-node-agent.io/state": "{}", "example.com/mine": "1"}
+        metadata = {"name": "n", "uid": "u", "labels": self.labels, "annotations": annotations}
+        return json.dumps({"items": [{"metadata": metadata}]}).encode()
+
+    async def merge_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
+        self.patches.append((path, body))
+        return b"{}"
+
+    async def strategic_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
+        self.patches.append((path, body))
+        return b"{}"
+
+
+LABELS = {
+    "gpu-node-agent.io/mode": "mps",
+    "cuda-major-version": "12",
+    "nvidia.com/gpu.product": "NVIDIA-H200",
+    "nvidia.com/gpu.deploy.driver": "true",
+    "nvidia-device-enable": "mps",
+    "kubernetes.io/os": "linux",
+}
+
+
+async def test_labels_of_others_stay() -> None:
+    api = _Node(LABELS)
+    await forget(api, "n")
+    (path, metadata), (status_path, status) = api.patches
+    assert path == "/api/v1/nodes/n"
+    assert set(metadata["metadata"]["labels"]) == {
+        "gpu-node-agent.io/mode",
+        "cuda-major-version",
+        "nvidia.com/gpu.product",
+    }
+    assert set(metadata["metadata"]["labels"].values()) == {None}
+    assert metadata["metadata"]["annotations"] == {"gpu-node-agent.io/state": None}
+    assert status_path == "/api/v1/nodes/n/status"
+    assert status == {"status": {"conditions": [{"type": "GPUModeReady", "$patch": "delete"}]}}
+
+
+async def test_labels_of_gpu_feature_discovery_stay() -> None:
+    api = _Node({**LABELS, "nvidia.com/gfd.timestamp": "1"})
+    await forget(api, "n")
+    assert "nvidia.com/gpu.product" not in api.patches[0][1]["metadata"]["labels"]
