@@ -186,6 +186,8 @@ async def _serve(loaded: settings.Settings, nvml: NvmlPort, options: argparse.Na
                         if not stop.is_set():  # a fatal task failed: what hangs must not keep the rest alive
                             _end_the_hard_way_after(STOP_SECONDS)
                     group.cancel_scope.cancel()
+            if not stop.is_set():
+                raise FatalError("the agent ended though nobody had told it to")
             obeying.cancel_scope.cancel()
 
 

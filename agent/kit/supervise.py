@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVarTuple
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from agent.kit.backoff import Backoff
@@ -51,6 +52,11 @@ class Supervisor:
                 problem = "it ended by itself"
             except FatalError:
                 raise
+            except anyio.get_cancelled_exc_class():
+                # One that no scope asked for (a library cancelled the task by itself) would end the whole
+                # group in silence.
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                problem = "it was cancelled, and nobody had asked for that"
             except Exception as error:
                 if _holds_fatal(error):
                     raise

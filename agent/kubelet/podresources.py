@@ -121,7 +121,7 @@ class PodResources:
             while True:
                 reused = self._kept is not None
                 try:
-                    return await self._list(deadline)
+                    return await self._list()
                 except GRPCError as error:
                     said = f"{error.message} ({error.status.name})"
                     if error.status is not Status.RESOURCE_EXHAUSTED:
@@ -134,7 +134,7 @@ class PodResources:
                 await anyio.sleep(backoff.next())
         raise PodResourcesUnavailable(f"PodResources List on {self.path}: {said}; is the kubelet running?")
 
-    async def _list(self, deadline: float) -> PodList:
+    async def _list(self) -> PodList:
         channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())
         # Until the call has ended well nobody else may use it.
         self._kept = None
@@ -144,7 +144,9 @@ class PodResources:
             method: UnaryUnaryMethod[v1.ListPodResourcesRequest, PodList] = UnaryUnaryMethod(
                 channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, answer
             )
-            found = await method(v1.ListPodResourcesRequest(), timeout=deadline)
+            # Without a timeout of grpclib: it cancels the task and never takes that back, so that one which
+            # falls together with the deadline of a scope outlives both and ends whatever comes next.
+            found = await method(v1.ListPodResourcesRequest())
         except BaseException:
             channel.close()
             raise

@@ -78,7 +78,9 @@ class KubeletSocket:
         )
         channel = Channel(path=str(self.path))
         try:
-            await v1beta1.RegistrationStub(channel).register(request, timeout=REGISTER_SECONDS)
+            # Not grpclib's own timeout: see agent.kubelet.podresources.
+            with anyio.fail_after(REGISTER_SECONDS):
+                await v1beta1.RegistrationStub(channel).register(request)
         except (GRPCError, ProtocolError, StreamTerminatedError, OSError) as error:
             raise RegistrationFailed(f"Register on {self.path} failed: {_told(error)}") from error
         finally:

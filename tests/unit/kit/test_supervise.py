@@ -1,5 +1,6 @@
 """Supervision: restarts with growing pauses, fatal tasks, cancellation."""
 
+import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -158,3 +159,25 @@ def test_exceptions_in_one_line() -> None:
     assert describe(ValueError()) == "ValueError"
     group = BaseExceptionGroup("", [ValueError("a"), BaseExceptionGroup("", [KeyError("b")])])
     assert describe(group) == "ValueError: a; KeyError: 'b'"
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_others() -> None:
+    supervisor = Supervisor(first_pause=0.001)
+    lives = 0
+
+    async def cancelled_by_a_library() -> None:
+        nonlocal lives
+        lives += 1
+        if lives < 3:
+            raise asyncio.CancelledError
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(supervisor.restarting, "odd", cancelled_by_a_library)
+        with anyio.fail_after(5):
+            while lives < 3:
+                await anyio.sleep(0.001)
+        # One that was asked for ends it, as ever.
+        group.cancel_scope.cancel()
+    assert supervisor.states["odd"].restarts == 2
+    assert "nobody had asked" in (supervisor.states["odd"].last_error or "")
