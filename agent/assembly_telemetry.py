@@ -1,6 +1,7 @@
 """Builds sampling, attribution and the metrics page, and starts their tasks."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,14 @@ from agent.telemetry.sampler import Sampler
 if TYPE_CHECKING:
     from agent.assembly import Agent
 
+SWITCH_SECONDS = 0.001
+
 
 def build_telemetry(agent: "Agent", nvml: NvmlPort, group: TaskGroup) -> Sources:
     """Start sampler and attribution, serve /metrics. The guard must be there already."""
     assert agent.guard is not None
+    # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
+    sys.setswitchinterval(SWITCH_SECONDS)
     settings, spawn = agent.settings, agent.supervisor.restarting
     snapshot = agent.inventory.snapshot
     window = settings.sampling.window_seconds

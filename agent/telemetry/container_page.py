@@ -4,7 +4,7 @@ There may be thousands, on a page that has 60 ms: going through prometheus_clien
 it. Gauges are written alike in Prometheus' text format and in OpenMetrics, but for the line with the unit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from agent.telemetry import definitions as d
 from agent.telemetry.containers import ContainerUse
@@ -28,20 +28,19 @@ _GRADE: dict[str, Callable[[ContainerUse], str]] = {
 }
 
 
-def container_page(uses: Sequence[ContainerUse], units: bool) -> str:
-    """All families of containers; `units` for OpenMetrics."""
+def container_page(uses: Sequence[ContainerUse], units: bool) -> Iterator[str]:
+    """All families of containers, one after the other; `units` for OpenMetrics."""
     labels = [_labels(each) for each in uses]
-    lines: list[str] = []
     for definition, value in _VALUES:
         name, grade = definition.series, _GRADE.get(definition.name)
-        lines += _head(name, definition.help, definition.unit if units else "")
+        lines = [*_head(name, definition.help, definition.unit if units else "")]
         for each, text in zip(uses, labels, strict=True):
             figure = value(each)
             if figure is None:
                 continue
             tail = f',attribution="{grade(each)}"' if grade else ""
             lines.append(f"{name}{{{text}{tail}}} {figure!r}")
-    return "\n".join(lines) + "\n"
+        yield "\n".join(lines) + "\n"
 
 
 def _labels(each: ContainerUse) -> str:
@@ -74,15 +73,14 @@ COMPATIBLE = (
 )
 
 
-def compatible_page(uses: Sequence[ContainerUse], node: str) -> str:
+def compatible_page(uses: Sequence[ContainerUse], node: str) -> Iterator[str]:
     """gpu-manager's four metrics. Requests come as `total` only, uses by GPU and as `total`."""
     by_container: dict[tuple[str, str, str], list[ContainerUse]] = {}
     for each in uses:
         share = each.use.share
         by_container.setdefault((share.namespace, share.pod, share.container), []).append(each)
-    lines: list[str] = []
     for number, (name, label, text) in enumerate(COMPATIBLE):
-        lines += _head(name, text, "")
+        lines = [*_head(name, text, "")]
         for (namespace, pod, container), held in by_container.items():
             base = (
                 f'pod_name="{_escaped(pod)}",namespace="{_escaped(namespace)}",'
@@ -95,7 +93,7 @@ def compatible_page(uses: Sequence[ContainerUse], node: str) -> str:
                     for each, value in zip(held, values, strict=True)
                 ]
             lines.append(f'{name}{{{base},{label}="total"}} {sum(values)!r}')
-    return "\n".join(lines) + "\n"
+        yield "\n".join(lines) + "\n"
 
 
 def _compatible(each: ContainerUse) -> tuple[float, float, float, float]:

@@ -1,6 +1,7 @@
 """A reading as a page, in the format and the encoding that were asked for."""
 
-import gzip
+import zlib
+from collections.abc import Iterator
 
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import CollectorRegistry
@@ -13,6 +14,7 @@ from agent.web.server import Reply
 
 # A page of 3,200 series shrinks to a twentieth at any level; higher ones only cost time.
 GZIP_LEVEL = 1
+GZIP_FORMAT = 31  # zlib: gzip header, the largest window
 END = b"# EOF\n"  # of OpenMetrics
 
 
@@ -30,13 +32,23 @@ def render(
     except (ValueError, TypeError):  # a version that is no number: the plain format is understood by all
         encode, content_type = choose_encoder("")
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
-    body = encode(registry)
+    pages = _pages(reading, encode(registry), content_type, compatible_node)
+    if not gzip_accepted(encodings):
+        return Reply(b"".join(pages), 200, headers)
+    headers["Content-Encoding"] = "gzip"
+    # Bit by bit: a single call over the whole page would keep the event loop from the interpreter.
+    squeeze = zlib.compressobj(GZIP_LEVEL, wbits=GZIP_FORMAT)
+    packed = [*map(squeeze.compress, pages), squeeze.flush()]
+    return Reply(b"".join(packed), 200, headers)
+
+
+def _pages(reading: Reading, body: bytes, content_type: str, compatible_node: str | None) -> Iterator[bytes]:
+    yield body.removesuffix(END)
     containers = reading.uses.containers
-    more = container_page(containers, units=content_type.startswith("application/openmetrics"))
+    for text in container_page(containers, units=content_type.startswith("application/openmetrics")):
+        yield text.encode()
     if compatible_node is not None:
-        more += compatible_page(containers, compatible_node)
-    body = body.removesuffix(END) + more.encode() + (END if body.endswith(END) else b"")
-    if gzip_accepted(encodings):
-        headers["Content-Encoding"] = "gzip"
-        body = gzip.compress(body, GZIP_LEVEL, mtime=0)
-    return Reply(body, 200, headers)
+        for text in compatible_page(containers, compatible_node):
+            yield text.encode()
+    if body.endswith(END):
+        yield END

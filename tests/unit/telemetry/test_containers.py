@@ -128,9 +128,8 @@ def use(container: str, gpu: int, cores: float | None, utilization: float, memor
 
 
 def test_gpu_managers_names_and_scales() -> None:
-    text = compatible_page(
-        [use("a", 0, 0.5, 0.25, 64), use("a", 1, 0.5, 0.5, 32), use("b", 1, None, 0, 0)], "n1"
-    )
+    uses = [use("a", 0, 0.5, 0.25, 64), use("a", 1, 0.5, 0.5, 32), use("b", 1, None, 0, 0)]
+    text = "".join(compatible_page(uses, "n1"))
     who = 'pod_name="po\\"d",namespace="team",node="n1",container_name="a"'
     lines = text.splitlines()
     for line in (
@@ -146,7 +145,7 @@ def test_gpu_managers_names_and_scales() -> None:
 
 
 def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
-    text = container_page([use("b", 1, None, 0, 0)], units=False)
+    text = "".join(container_page([use("b", 1, None, 0, 0)], units=False))
     assert "gpu_agent_container_core_limit_ratio{" not in text
     assert 'gpu_agent_container_memory_limit_bytes{namespace="team",pod="po\\"d",container="b"' in text
     assert "# UNIT" not in text
