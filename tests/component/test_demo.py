@@ -65,6 +65,9 @@ def test_demo_tells_the_whole_story(folder: Path, profile: str, gpus: int) -> No
         f"{gpus} daemons serve",
         "The daemon of GPU 0 is killed",
         "no daemon runs, their compute mode is DEFAULT again",
+        "waiting for 1 pod(s) to end: default/train",
+        "has flipped, too.",
+        "nothing was registered anew.",
         "Nothing is left behind.",
     ):
         assert told in done.stdout

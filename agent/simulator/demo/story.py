@@ -12,6 +12,7 @@ from agent.simulator.demo.fractions import fractions
 from agent.simulator.demo.mps import mps_shares
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, NotAsTold, Stage, gpu_pod
+from agent.simulator.demo.switching import switching
 from agent.simulator.kubelet import PodSpec
 from agent.simulator.nvml import SimulatedNvml
 from agent.simulator.profile import MIB
@@ -47,6 +48,7 @@ class Story:
             await self._agent_leaves(began)
         await fractions(stage, self._screen, number=7)
         await mps_shares(stage, self._screen, number=8)
+        await switching(stage, self._screen, number=9)
 
     def _list_seen(self, resource: str, devices: list[Device]) -> None:
         if resource == GPU:

@@ -1,0 +1,141 @@
+"""The act of the switch: one label, three modes, a GPU that is busy, and the milliseconds it takes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from agent import app
+from agent.assembly import Agent
+from agent.model.demand import CORES, MPS, VGPU
+from agent.modes.desired import LABEL
+from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
+from agent.simulator import mps_control
+from agent.simulator.demo.screen import Screen
+from agent.simulator.demo.stage import GPU, Stage, gpu_pod
+from agent.simulator.kubelet.http_api import HttpApi
+from agent.simulator.nvml import SimulatedNvml
+
+# What a mode's GPUs are counted by, and how many of it each gives.
+OFFERED = {"pgpu": (GPU, 1), "vgpu": (VGPU.core, CORES), "mps": (MPS.core, CORES)}
+TITLES = {"pgpu": "whole GPUs", "vgpu": "fractions", "mps": "MPS shares"}
+
+
+async def switching(stage: Stage, screen: Screen, number: int) -> None:
+    """Clear the node, start the agent with no mode of its own, and let the label speak."""
+    for pod in list(stage.pods):
+        await stage.delete(pod)
+    program = await anyio.to_thread.run_sync(mps_control.install, stage.folder / "bin")
+    async with HttpApi(stage.kubelet.api).serving() as http:
+        kubeconfig = stage.folder / "kubeconfig"
+        await anyio.to_thread.run_sync(http.write_kubeconfig, kubeconfig)
+        configuration = await anyio.to_thread.run_sync(stage.settings, _settings(stage, kubeconfig, program))
+        screen.act(number, "One label switches the node, live")
+        async with app.running(configuration, SimulatedNvml(stage.machine)) as agent:
+            act = _Act(stage, screen, http, agent)
+            try:
+                await act.play()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await act.hand_back()
+
+
+def _settings(stage: Stage, kubeconfig: Path, program: Path) -> Mapping[str, str]:
+    return {
+        "defaultMode": "none",
+        "cluster.access": "required",
+        "cluster.kubeconfig": str(kubeconfig),
+        "cluster.nodeName": stage.kubelet.api.node_name,
+        "host.cdi": str(stage.kubelet.root / "cdi"),
+        "host.cgroups": str(stage.folder / "cgroups"),
+        "mps.controlProgram": str(program),
+        "mps.prestartServer": "false",
+        "mps.sharedMemory": "directory",
+        "mps.quitSeconds": "0",
+    }
+
+
+class _Act:
+    def __init__(self, stage: Stage, screen: Screen, http: HttpApi, agent: Agent) -> None:
+        self._stage = stage
+        self._screen = screen
+        self._http = http
+        self._agent = agent
+        self._count = len(stage.machine.uuids)
+
+    async def play(self) -> None:
+        """pGPU, vGPU with one GPU that drains, MPS, and pGPU again."""
+        stage, screen, rest = self._stage, self._screen, self._count - 1
+        await self._switched("pgpu", self._count, first=True)
+        train = gpu_pod("train", 1)
+        await stage.run(train)
+        busy = self._index_of_holder()
+        screen.seen(f"train runs on GPU {busy}. Now the label says vgpu:")
+        took = await self._label("vgpu", rest)
+        await stage.wait(
+            lambda: bool(self._waits(busy)), lambda: f"GPU {busy} does not drain: {self._state()}"
+        )
+        screen.seen(f"{took:.0f} ms later {_gpus(rest)} sold as fractions. GPU {busy} drains:")
+        screen.say(f"  {self._state()['message']}")
+        stage.check(stage.kubelet.api.allocatable.get(GPU, 0) == 0, "a draining GPU is still offered")
+        await stage.delete(train)
+        took = await self._offers("vgpu", self._count)
+        screen.seen(f"train ends; {took:.0f} ms later GPU {busy} has flipped, too.")
+        await self._switched("mps", self._count)
+        await self._switched("pgpu", self._count)
+        opened = {each.plugin.resource: each.service.stats.streams_opened for each in self._agent.endpoints}
+        stage.check(set(opened.values()) == {1}, f"streams were opened anew: {opened}")
+        screen.seen(
+            f"{len(opened)} resources, one stream each from first to last: nothing was registered anew."
+        )
+
+    async def _switched(self, mode: str, gpus: int, *, first: bool = False) -> None:
+        took = await self._label(mode, gpus)
+        await self._stage.wait(
+            lambda: self._http.labels.get(MODE_LABEL) == mode,
+            lambda: f"the node's label says {self._http.labels.get(MODE_LABEL)}",
+        )
+        how = "The label says" if first else "Then"
+        self._screen.seen(f"{how} {mode}: {took:.0f} ms later {_gpus(gpus)} sold as {TITLES[mode]}.")
+
+    async def _label(self, mode: str, gpus: int) -> float:
+        """Label the node; milliseconds until it offers so many GPUs in that mode."""
+        await anyio.sleep(1.1)  # a label that changes twice within a second is taken for a flapping one
+        self._http.set_label(LABEL, mode)
+        return await self._offers(mode, gpus)
+
+    async def _offers(self, mode: str, gpus: int) -> float:
+        resource, each = OFFERED[mode]
+        kubelet = self._stage.kubelet
+        seconds = await self._stage.wait(
+            lambda: kubelet.api.allocatable.get(resource) == gpus * each,
+            lambda: f"the node offers {dict(kubelet.api.allocatable)}, not {gpus * each} of {resource},",
+        )
+        return seconds * 1000
+
+    def _state(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = json.loads(self._http.annotations.get(STATE_ANNOTATION, "{}"))
+        return found
+
+    def _waits(self, index: int) -> list[str]:
+        gpu = self._state().get("gpus", {}).get(str(index), {})
+        return list(gpu.get("waitingFor", ()))
+
+    def _index_of_holder(self) -> int:
+        holders = self._stage.holders()
+        self._stage.check(len(holders) == 1, f"GPUs are held by {holders}")
+        return self._stage.machine.uuids.index(next(iter(holders)))
+
+    async def hand_back(self) -> None:
+        """Stop daemons that an act which was cut short would leave behind."""
+        if self._agent.mps:
+            async with anyio.create_task_group() as group:
+                for state in self._agent.inventory.snapshot.value.gpus:
+                    group.start_soon(self._agent.mps.fleet.tear_down, state.gpu)
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU is" if count == 1 else f"{count} GPUs are"
