@@ -301,7 +301,9 @@ def _vgpu_plugins(
         recorder,
         agent.cluster.node.name if agent.cluster else "",
     )
-    agent.metric_parts.append(pairs.part("vgpu", shares.pairing.stats, enforced=VGPU.enforced))
+    agent.metric_parts.append(
+        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.view.waiting)
+    )
     return list(plugins)
 
 

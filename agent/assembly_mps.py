@@ -141,7 +141,9 @@ async def build_mps(
     group.start_soon(spawn, "mps daemons", fleet.run, assignment)
     group.start_soon(spawn, "mps clients", clients.run)
     group.start_soon(spawn, "cdi specification", keeper.run)
-    agent.metric_parts.append(pairs.part("mps", pairing.stats, enforced=True))
+    agent.metric_parts.append(
+        pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.view.waiting)
+    )
     agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
     return MpsParts(fleet, clients, list(plugins), conditions.ceiling)
 

@@ -29,6 +29,11 @@ class View:
     ledger: Ledger
     hidden: frozenset[str] = frozenset()
 
+    @property
+    def waiting(self) -> int:
+        """Pairs that were promised and wait for their second half."""
+        return sum(not each.complete for each in self.ledger.reservations)
+
 
 @dataclass
 class Memory:

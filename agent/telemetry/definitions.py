@@ -249,6 +249,9 @@ PAIRS = _counter(
     "Pairs of core and memory: granted; refused; expired, when the second half was never asked for; "
     "told_by_order, when the asking container was known from the order of calls alone.",
 )
+RESERVATIONS = _gauge(
+    "reservations", ("mode",), "Pairs that were promised a GPU and still wait for their second half."
+)
 ENFORCED = _gauge(
     "limits_enforced", ("mode",), "1 if what a share may use is enforced, 0 if it is a promise."
 )

@@ -16,8 +16,10 @@ class PairStats(Protocol):
     serial: int
 
 
-def part(mode: str, stats: PairStats, enforced: bool) -> Callable[[], Callable[[Add], None]]:
-    """What `mode` adds to a scrape."""
+def part(
+    mode: str, stats: PairStats, enforced: bool, reserved: Callable[[], int] = lambda: 0
+) -> Callable[[], Callable[[Add], None]]:
+    """What `mode` adds to a scrape; `reserved` answers how many pairs are promised and not complete."""
 
     def read() -> Callable[[Add], None]:
         counts = (
@@ -26,10 +28,12 @@ def part(mode: str, stats: PairStats, enforced: bool) -> Callable[[], Callable[[
             (stats.expired, "expired"),
             (stats.serial, "told_by_order"),
         )
+        waiting = reserved()
 
         def add(series: Add) -> None:
             for value, result in counts:
                 series(d.PAIRS, value, (mode, result))
+            series(d.RESERVATIONS, waiting, (mode,))
             series(d.ENFORCED, enforced, (mode,))
 
         return add

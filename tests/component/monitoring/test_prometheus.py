@@ -1,9 +1,11 @@
 """A real Prometheus scrapes a simulated node in three modes: every query returns data, every alert fires."""
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -122,6 +124,7 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             work = await at_work(node)
             group.start_soon(work.run)
             await _check_page(node)
+            await _check_top(node)
             await _check_data(server)
             assert await server.firing() <= {"GPUMemoryMostlyUnused"}, "alerts fire on a healthy node"
             await _check_alerts(server, node, rig)
@@ -139,6 +142,21 @@ async def _check_page(node: ModeNode) -> None:
     _, text = await node.get("/metrics")
     code, told = await anyio.to_thread.run_sync(partial(promtool, "check", "metrics", text=text))
     assert code == 0, told
+
+
+async def _check_top(node: ModeNode) -> None:
+    command = [sys.executable, "-m", "agent", "top", f"--set=host.run={node.folder}"]
+    with anyio.fail_after(15):
+        while True:
+            told = await anyio.run_process([*command, "--json"], cwd=queries.ROOT)
+            containers = {each["pod"]: each for each in json.loads(told.stdout)["containers"]}
+            if all(containers.get(f"{mode}-busy", {}).get("utilizationRatio") == 0.3 for mode in MODES):
+                break
+            await anyio.sleep(0.3)
+    assert all(containers[f"{mode}-busy"]["memoryUsedBytes"] == 400 << 20 for mode in MODES)
+    table = (await anyio.run_process([*command, "--once"], cwd=queries.ROOT)).stdout.decode()
+    assert all(f"default/{mode}-busy" in table for mode in MODES)
+    assert "NVIDIA H200" in table
 
 
 async def _check_data(server: Prometheus) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,10 +17,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from agent.inventory.reducer import Unavailable, reduce
+from agent.kit.cell import Cell
 from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
+from agent.plugins.pairing_memory import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry import reference
+from agent.telemetry import pairs, reference
+from agent.telemetry.container_page import COMPATIBLE
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Add, Reading, Sources
@@ -27,6 +31,7 @@ from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.web.server import HttpServer, Reply
 from tests.unit.telemetry.agents import Parts
+from tests.unit.telemetry.uses import many_uses
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 ROOT = Path(__file__).resolve().parents[3]
@@ -254,6 +259,40 @@ async def test_a_scrape_over_http_compressed_and_plain_with_nvml_untouched() -> 
         group.cancel_scope.cancel()
     parts.machine.clear_faults()
     assert value(text, "gpu_agent_gpu_healthy", gpu=uuids[0], index="0") == 1
+
+
+async def test_gpu_managers_metrics_are_an_option_with_a_path_of_its_own() -> None:
+    parts = Parts("dgx-h200")
+    uses = many_uses(parts.scan(), 1)
+    sources = replace(parts.sources, uses=Cell(uses))
+    for node in (None, "n1"):
+        server = HttpServer("127.0.0.1", 0)
+        MetricsPage(sources, node).add_to(server)
+        async with anyio.create_task_group() as group:
+            port = await group.start(server.serve)
+            async with aiohttp.ClientSession() as client:
+                async with client.get(
+                    f"http://127.0.0.1:{port}/metrics", headers={"Accept": OPENMETRICS}
+                ) as reply:
+                    text = await reply.text()
+                async with client.get(f"http://127.0.0.1:{port}/metric") as reply:
+                    assert reply.status == (404 if node is None else 200)
+            group.cancel_scope.cancel()
+        families = {family.name: family for family in parse_openmetrics(text)}  # type: ignore[no-untyped-call]
+        named = {family for family in families if family.startswith("container_")}
+        assert named == ({name for name, *_ in COMPATIBLE} if node else set())
+        for family in named:
+            assert {sample.labels["node"] for sample in families[family].samples} == {"n1"}
+
+
+async def test_pairs_that_wait_are_told() -> None:
+    parts = Parts()
+    stats = PairingStats(granted=3, refused=1)
+    parts.sources.parts.append(pairs.part("vgpu", stats, enforced=False, reserved=lambda: 2))
+    text = await page(parts.sources)
+    assert value(text, "gpu_agent_reservations", mode="vgpu") == 2
+    assert value(text, "gpu_agent_pairs_total", mode="vgpu", result="refused") == 1
+    assert value(text, "gpu_agent_limits_enforced", mode="vgpu") == 0
 
 
 async def test_many_scrapes_at_a_time_are_all_answered() -> None:
