@@ -72,6 +72,11 @@ class AgentProcess:
             )
         self._started(self._process.pid)
 
+    def send(self, number: signal.Signals) -> None:
+        """Signal the running agent and go on."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def assert_not_crashed(self) -> None:
         """AssertionError when the agent ended although nobody told it to."""
         code = None if self._process is None else self._process.poll()
