@@ -98,6 +98,7 @@ class Installation:
             self.cluster.reaching_api(command),
             env={
                 "PATH": os.environ["PATH"],
+                "HOME": str(home),
                 "KUBECONFIG": str(self.cluster.kubeconfig),
                 "HELM_CACHE_HOME": str(home / "cache"),
                 "HELM_CONFIG_HOME": str(home / "config"),

@@ -71,6 +71,13 @@ def report_of(cluster: Cluster, pod: str) -> Report:
     return eventually(read, timeout=15, what=f"report of {pod}")
 
 
+def command(installation: Installation, *words: str) -> str:
+    """Run the agent's program in its container, as a person does."""
+    pod = installation.ready_agent()["metadata"]["name"]
+    argv = ["gpu-node-agent", *words]
+    return installation.cluster.exec(pod, "agent", argv, namespace=NAMESPACE)
+
+
 def containers(cluster: Cluster) -> dict[str, Any]:
     """What changes when a container is started anew."""
     found = {}
@@ -91,6 +98,9 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     sold = wait_sold(cluster, *(resource for limits in SHARES.values() for resource in limits))
     assert sold["nvidia.com/gpu"] == 2
     assert sold["tencent.com/vcuda-core"] == 200
+    looked = command(installation, "check", "node")
+    assert "this node can sell its GPUs" in looked
+    assert cluster.parts.kubernetes_version in looked
 
     start_pods(cluster)
     share = report_of(cluster, "share")

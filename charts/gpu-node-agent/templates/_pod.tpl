@@ -45,6 +45,9 @@ seccompProfile:
 {{- end -}}
 
 {{- define "gna.env" -}}
+# For every command that is run in this container, by hand too.
+- name: GPU_NODE_AGENT_CONFIG
+  value: /etc/gpu-node-agent/config.yaml
 - name: GPU_NODE_AGENT_CLUSTER_NODE_NAME
   valueFrom:
     fieldRef:
