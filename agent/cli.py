@@ -20,6 +20,7 @@ import structlog
 from agent import __version__, settings
 from agent.check import shell as checks
 from agent.cleanup import shell as cleanup
+from agent.extender import shell as extender
 from agent.kit import logs
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError, describe
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_commands(check, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
 
     shell.add_commands(commands, _configuration_arguments, _load)
+    extender.add_commands(commands, _configuration_arguments)
     cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
 
     simulate = commands.add_parser(

@@ -175,13 +175,16 @@ class Reflector(Generic[Item]):
                 fresh[item.metadata.uid] = item
             return fresh
         self._version = item.metadata.resource_version
+        self._changed(item, gone=event.type == "DELETED")
+        return None
+
+    def _changed(self, item: Item, *, gone: bool) -> None:
         items = dict(self.items.value)
-        if event.type == "DELETED":
+        if gone:
             items.pop(item.metadata.uid, None)
         else:
             items[item.metadata.uid] = item
         self._publish(items)
-        return None
 
     async def _list(self) -> None:
         """A plain list, for servers without streaming lists; version 0 comes from the server's cache."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.conversion import convert
 from agent.cluster.events import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.mailbox import Mailbox
-from agent.model.demand import Container, Pod, Stage, units
+from agent.model.demand import Pod, Stage
 from agent.model.placement import ASSIGNED, HINT
 from agent.plugins.pairing_ports import LogRecorder, PodsUnavailable
 
@@ -43,40 +44,6 @@ class ClusterPods:
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
         return convert(found) if found else None
-
-
-def convert(pod: ApiPod) -> Pod:
-    """The API's pod as the model knows it; limits that are not whole numbers of units are left out."""
-    spec = pod.spec
-    containers = [
-        Container(
-            each.name,
-            _limits(each.resources.limits),
-            Stage.SIDECAR if each.restart_policy == "Always" else Stage.INIT,
-        )
-        for each in spec.init_containers
-    ]
-    containers += [Container(each.name, _limits(each.resources.limits)) for each in spec.containers]
-    return Pod(
-        pod.metadata.namespace,
-        pod.metadata.name,
-        tuple(containers),
-        pod.metadata.uid,
-        pod.metadata.annotations,
-        pod.status.phase,
-        pod.metadata.deletion_timestamp is not None,
-    )
-
-
-def _limits(limits: Mapping[str, str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for resource, quantity in limits.items():
-        if "/" in resource:  # extended resources alone: those count whole units
-            try:
-                found[resource] = units(quantity)
-            except ValueError:
-                continue
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,11 +37,12 @@ KEEP_ALIVE_SECONDS = 75.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A GET request; names of headers are found in any case."""
+    """A request; names of headers are found in any case. `body` is empty but for POST."""
 
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,26 @@ class CannotListen(FatalError):
 
 
 class HttpServer:
-    """Serves GET and HEAD on one address. Port 0 takes any free port; `port` tells which, once bound."""
+    """Serves one address. Port 0 takes any free port; `port` tells which, once bound."""
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: serve HTTPS with it."""
         self.address = address
         self.port = port
+        self._tls = tls
         self._routes: dict[str, Handler] = {}
+        self._posts: dict[str, int] = {}  # paths that take POST alone, and how many bytes at most
 
     def add_route(self, path: str, handler: Handler) -> None:
-        """Answer `path` with `handler`, which runs under a deadline of `HANDLER_SECONDS`."""
+        """Answer GET and HEAD of `path` with `handler`, which runs under a deadline of `HANDLER_SECONDS`."""
         if path in self._routes:
             raise ValueError(f"HTTP route {path} is already taken")
         self._routes[path] = handler
+
+    def add_post(self, path: str, handler: Handler, most_bytes: int) -> None:
+        """The same for POST; a longer body is answered with 400 and never kept."""
+        self.add_route(path, handler)
+        self._posts[path] = most_bytes
 
     async def serve(self, *, task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; starts with the port that was bound. Raises CannotListen."""
@@ -99,7 +109,7 @@ class HttpServer:
             self._answer, handler_cancellation=True, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS
         )
         loop = asyncio.get_running_loop()
-        listeners = [await loop.create_server(http, sock=one) for one in listening]
+        listeners = [await loop.create_server(http, sock=one, ssl=self._tls) for one in listening]
         try:
             await anyio.sleep_forever()
         finally:
@@ -139,18 +149,39 @@ class HttpServer:
         handler = self._routes.get(request.path)
         if handler is None:
             return Reply.text(f"no such path; there are {' '.join(sorted(self._routes))}", 404)
-        if request.method not in ("GET", "HEAD"):
-            plain = {"Content-Type": "text/plain; charset=utf-8", "Allow": "GET, HEAD"}
-            return Reply(b"only GET and HEAD are served\n", 405, plain)
+        most = self._posts.get(request.path)
+        allowed = ("GET", "HEAD") if most is None else ("POST",)
+        if request.method not in allowed:
+            plain = {"Content-Type": "text/plain; charset=utf-8", "Allow": ", ".join(allowed)}
+            served = f"only {' and '.join(allowed)} are served" if most is None else "only POST is served"
+            return Reply(f"{served}\n".encode(), 405, plain)
         try:
             with anyio.fail_after(HANDLER_SECONDS):
-                return await handler(Request(request.path, request.query, request.headers))
+                body = b""
+                if most is not None:
+                    read = await _bounded(request, most)
+                    if read is None:
+                        return Reply.text(f"the request is larger than {most} bytes; nothing was done", 400)
+                    body = read
+                return await handler(Request(request.path, request.query, request.headers, body))
         except TimeoutError:
             log.error("http_handler_late", path=request.path, deadline_seconds=HANDLER_SECONDS)
             return Reply.text(f"no answer within {HANDLER_SECONDS:g} s", 503)
         except Exception:
             log.exception("http_handler_failed", path=request.path)
             return Reply.text("the agent failed to answer; its log tells why", 500)
+
+
+async def _bounded(request: "BaseRequest", most: int) -> bytes | None:
+    """The body; None if it is longer than `most` bytes, which is found before it is read where it can be."""
+    if (request.content_length or 0) > most:
+        return None
+    found = bytearray()
+    async for chunk in request.content.iter_any():
+        found += chunk
+        if len(found) > most:
+            return None
+    return bytes(found)
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:

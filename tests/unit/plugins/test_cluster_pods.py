@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
+from agent.cluster.conversion import convert
 from agent.cluster.events import Event
 from agent.cluster.pods import Pod as ApiPod
 from agent.model.demand import Container, Pod, Stage
-from agent.plugins.cluster_pods import ClusterPods, ClusterRecorder, convert
+from agent.plugins.cluster_pods import ClusterPods, ClusterRecorder
 from agent.plugins.pairing_ports import PodsUnavailable
 
 

@@ -1,6 +1,7 @@
 """The HTTP server over real loopback sockets."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -207,3 +208,33 @@ async def test_stopping_before_the_first_connection_frees_the_port() -> None:
 async def test_an_address_that_is_not_ours_names_the_key(address: str) -> None:
     with pytest.raises(CannotListen, match=r"http\.address"):
         await HttpServer(address, 0).serve()
+
+
+async def told(request: Request) -> Reply:
+    return Reply.text(f"{len(request.body)} bytes")
+
+
+async def test_post_has_paths_of_its_own_and_a_limit() -> None:
+    server = HttpServer("127.0.0.1", 0)
+    server.add_post("/told", told, 1000)
+    async with serving(server) as url, aiohttp.ClientSession() as client:
+        async with client.post(f"{url}/told", data=b"x" * 1000) as reply:
+            assert (reply.status, await reply.text()) == (200, "1000 bytes\n")
+        async with client.post(f"{url}/told", data=b"x" * 1001) as reply:
+            assert reply.status == 400
+            assert await reply.text() == "the request is larger than 1000 bytes; nothing was done\n"
+        async with client.get(f"{url}/told") as reply:
+            assert (reply.status, reply.headers["Allow"]) == (405, "POST")
+
+
+async def test_a_body_of_unknown_length_is_bounded_too() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 100
+
+    server = HttpServer("127.0.0.1", 0)
+    server.add_post("/told", told, 1000)
+    async with serving(server) as url, aiohttp.ClientSession() as client:
+        with contextlib.suppress(aiohttp.ClientError):  # the answer may come while the client still sends
+            async with client.post(f"{url}/told", data=endless()) as reply:
+                assert reply.status == 400

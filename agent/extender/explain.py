@@ -1,0 +1,107 @@
+"""Why a pending pod fits nowhere, node by node, and what would have to go. No extender need run."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from agent.cluster.api import ApiError, KubeApi, connect
+from agent.cluster.lean import NoClusterAccess
+from agent.extender.feed import BOUND
+from agent.extender.objects import NodeFacts, as_model, decode_pod, demand_for, read_node, read_pod
+from agent.model.demand import Impossible
+from agent.model.eviction import would_have_to_go
+from agent.model.fleet import Fleet
+from agent.model.fleet_rooms import PodClaim
+from agent.model.pod_demand import PodDemand
+
+LIST_SECONDS = 60.0
+MOST_NODES = 3  # of which it is told what would have to go
+
+
+class CannotExplain(Exception):
+    """What is needed cannot be read; the text says why."""
+
+
+class _Page(msgspec.Struct):
+    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
+
+
+async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[str]:
+    """Lines for people. Raises CannotExplain."""
+    try:
+        api = await connect(kubeconfig)
+    except NoClusterAccess as error:
+        raise CannotExplain(str(error)) from error
+    try:
+        return await explain(api, namespace, name)
+    except (ApiError, msgspec.DecodeError) as error:
+        raise CannotExplain(str(error)) from error
+    finally:
+        await api.close()
+
+
+async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
+    """The same over a connection. Raises ApiError, msgspec.DecodeError."""
+    pod = decode_pod(await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}"))
+    if pod.spec.node_name:
+        return [f"pod {namespace}/{name} is bound to node {pod.spec.node_name}"]
+    try:
+        demand = demand_for(as_model(pod))
+    except Impossible as error:
+        return [f"pod {namespace}/{name} fits on no node, whatever ends: {error}"]
+    if demand.nothing:
+        return [f"pod {namespace}/{name} asks for no GPU; see its events for what else it waits for"]
+    nodes, fleet = await _fleet(api)
+    return _lines(f"{namespace}/{name}", demand, nodes, fleet)
+
+
+async def _fleet(api: KubeApi) -> tuple[Mapping[str, NodeFacts], Fleet]:
+    fleet = Fleet()
+    nodes: dict[str, NodeFacts] = {}
+    page = msgspec.json.decode(await api.get("/api/v1/nodes", deadline=LIST_SECONDS), type=_Page)
+    for raw in page.items:
+        _, node = read_node(raw)
+        nodes[node.name] = node
+        fleet.set_node(node.name, node.inventory, node.totals)
+    bound = {"fieldSelector": BOUND}
+    page = msgspec.json.decode(await api.get("/api/v1/pods", bound, LIST_SECONDS), type=_Page)
+    for raw in page.items:
+        _, pod = read_pod(raw)
+        if pod:
+            fleet.set_pod(pod)
+    return nodes, fleet
+
+
+def _lines(who: str, demand: PodDemand, nodes: Mapping[str, NodeFacts], fleet: Fleet) -> list[str]:
+    wants = ", ".join(f"{count} {resource}" for resource, count in demand.totals)
+    verdicts = {name: fleet.verdict(name, demand) for name in sorted(nodes)}
+    fitting = [name for name, reason in verdicts.items() if not reason]
+    lines = [f"pod {who} asks for {wants}"]
+    if fitting:
+        more = f" and {len(fitting) - 5} more" if len(fitting) > 5 else ""
+        lines.append(f"its GPUs are free on {', '.join(fitting[:5])}{more}; see its events for other reasons")
+        return lines
+    lines.append(f"it fits on none of {len(nodes)} nodes:")
+    reasons = Counter(verdicts.values())
+    for reason, count in reasons.most_common():
+        examples = [name for name, text in verdicts.items() if text == reason][:3]
+        lines.append(f"  {count} x {reason} ({', '.join(examples)}{', ...' if count > 3 else ''})")
+    lines += _what_would_help(demand, nodes, fleet)
+    return lines
+
+
+def _what_would_help(demand: PodDemand, nodes: Mapping[str, NodeFacts], fleet: Fleet) -> list[str]:
+    options: list[tuple[int, int, str, list[PodClaim]]] = []
+    for name, node in nodes.items():
+        if node.inventory and (going := would_have_to_go(fleet, name, node.inventory, demand)):
+            size = sum(slot.demand.cores for one in going for slot in one.demand.slots)
+            options.append((len(going), size, name, going))
+    if not options:
+        return ["no pod's end would make room: it is the GPUs' mode, health or number"]
+    lines = ["it would fit if these ended:"]
+    for _, _, name, going in sorted(options, key=lambda option: option[:3])[:MOST_NODES]:
+        told = ", ".join(claim.name or "a pod" for claim in going)
+        lines.append(f"  on {name}: {told}")
+    return lines

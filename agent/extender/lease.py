@@ -1,0 +1,159 @@
+"""Which replica serves: a Lease of the API server, held as other Kubernetes components hold theirs.
+
+After client-go's leader election: clocks are never compared, a foreign lease is taken over when it has not
+changed for its duration by the own clock. Every write carries the version that was read.
+"""
+
+import datetime as dt
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+
+import anyio
+import msgspec
+import structlog
+
+from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.extender.settings import Lease as LeaseSettings
+from agent.kit.cell import Cell
+
+log = structlog.get_logger()
+
+CONFLICT, MISSING = 409, 404
+NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class _Lease(msgspec.Struct):
+    metadata: _Metadata
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+class Election:
+    """Tries to be leader until cancelled. `leading` follows; `holds` is what to ask before each write."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        settings: LeaseSettings,
+        namespace: str,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._clock = clock
+        self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self.identity = settings.identity or f"{os.uname().nodename}-{secrets.token_hex(4)}"
+        self.leading: Cell[bool] = Cell(False)
+        self.holder = ""  # as last seen
+        self.problem: str | None = None
+        self._seen: tuple[str, float] = ("", float("-inf"))  # version of the lease, and since when
+        self._until = float("-inf")
+
+    @property
+    def holds(self) -> bool:
+        """Whether nobody else can be leader now. It ends by itself when renewals fail."""
+        return self._clock() < self._until
+
+    async def run(self) -> None:
+        """Take or renew the lease, for ever; gives it up on the way out."""
+        try:
+            while True:
+                await self._step()
+                if self.holds != self.leading.value:
+                    log.info("leader_changed", leading=self.holds, identity=self.identity, holder=self.holder)
+                    self.leading.publish(self.holds)
+                await anyio.sleep(self._settings.retry_seconds)
+        finally:
+            if self.holds:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
+                    await self._release()
+
+    async def _step(self) -> None:
+        # Counted from before the write: it may be in force long before its answer is here.
+        started = self._clock()
+        try:
+            with anyio.move_on_after(max(1.0, self._settings.renew_seconds / 2)) as scope:
+                if await self._hold():
+                    self._until = started + self._settings.renew_seconds
+                else:
+                    self._until = float("-inf")
+            if scope.cancelled_caught:
+                self.problem = "the API server did not answer in time"
+            else:
+                self.problem = None
+        except (ApiError, msgspec.DecodeError) as error:
+            if self.problem is None:
+                log.warning("lease_not_renewed", problem=str(error))
+            self.problem = str(error)
+
+    async def _hold(self) -> bool:
+        path = f"{self._folder}/{self._settings.name}"
+        try:
+            found = msgspec.json.decode(await self._api.get(path), type=_Lease)
+        except ApiRefused as error:
+            if error.status != MISSING:
+                raise
+            return await self._written(lambda: self._api.post(self._folder, self._body("", None)))
+        version, spec = found.metadata.resource_version, found.spec
+        self.holder = spec.holder_identity or ""
+        if self._seen[0] != version:
+            self._seen = (version, self._clock())
+        duration = spec.lease_duration_seconds or self._settings.duration_seconds
+        if self.holder not in ("", self.identity) and self._clock() < self._seen[1] + duration:
+            return False
+        return await self._written(lambda: self._api.merge_patch(path, self._body(version, spec)))
+
+    async def _written(self, write: Callable[[], Awaitable[bytes]]) -> bool:
+        try:
+            await write()
+        except ApiRefused as error:
+            if error.status == CONFLICT:  # somebody else was faster
+                return False
+            raise
+        self.holder = self.identity
+        return True
+
+    def _body(self, version: str, former: _Spec | None) -> dict[str, object]:
+        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec: dict[str, object] = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": self._settings.duration_seconds,
+            "renewTime": now,
+        }
+        if former is None or former.holder_identity != self.identity:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = (former.lease_transitions or 0) + 1 if former else 0
+        metadata: dict[str, object] = {"name": self._settings.name}
+        if version:
+            metadata["resourceVersion"] = version
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": spec,
+        }
+
+    async def _release(self) -> None:
+        """Nobody holds it: the next replica need not wait for the duration."""
+        self._until = float("-inf")
+        path = f"{self._folder}/{self._settings.name}"
+        try:
+            found = msgspec.json.decode(await self._api.get(path), type=_Lease)
+            if found.spec.holder_identity == self.identity:
+                version = {"resourceVersion": found.metadata.resource_version}
+                spec = {"holderIdentity": "", "leaseDurationSeconds": 1}
+                await self._api.merge_patch(path, {"metadata": version, "spec": spec})
+        except (ApiError, msgspec.DecodeError) as error:
+            log.info("lease_not_released", problem=str(error))

@@ -1,0 +1,198 @@
+"""Nodes and pods as the API server tells them, cut down to what the ledger keeps."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import structlog
+
+from agent.cluster.conversion import convert
+from agent.cluster.pods import Pod as ApiPod
+from agent.cluster.pods import PodSpec, PodStatus
+from agent.cluster.reflector import Metadata
+from agent.model.demand import Container, Impossible, Pod, Stage, units
+from agent.model.fleet import BoundPod, PodClaim
+from agent.model.fleet_rooms import Held
+from agent.model.ids import BadDeviceId, Unit, parse
+from agent.model.modes import Mode
+from agent.model.node_inventory import INVENTORY, KINDS, BadInventory, NodeInventory, decode
+from agent.model.placement import ASSIGNED
+from agent.model.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
+
+log = structlog.get_logger()
+
+
+class _NodeStatus(msgspec.Struct, frozen=True):
+    allocatable: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class _Node(msgspec.Struct, frozen=True):
+    metadata: Metadata
+    status: _NodeStatus = _NodeStatus()
+
+
+class _Device(msgspec.Struct, frozen=True):
+    id: str = msgspec.field(default="", name="resourceID")
+
+
+class _Devices(msgspec.Struct, frozen=True):
+    name: str = ""
+    resources: list[_Device] = msgspec.field(default_factory=list)
+
+
+class _ContainerStatus(msgspec.Struct, rename="camel", frozen=True):
+    name: str
+    # KEP-4680: what the kubelet's device manager gave the container, by its own records.
+    allocated_resources_status: list[_Devices] = msgspec.field(default_factory=list)
+
+
+class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    phase: str = "Pending"
+    container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
+    init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
+
+
+class WatchedPod(msgspec.Struct, frozen=True):
+    """A pod, status included as far as it tells devices."""
+
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: _PodStatus = _PodStatus()
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """What is kept of a node; `problem` tells why an inventory that is there cannot be used."""
+
+    name: str
+    inventory: NodeInventory | None
+    totals: dict[str, int]
+    problem: str = ""
+
+
+_nodes, _pods = msgspec.json.Decoder(_Node), msgspec.json.Decoder(WatchedPod)
+
+
+def read_node(raw: bytes) -> tuple[Metadata, NodeFacts]:
+    """A Node object's JSON. Raises msgspec.DecodeError."""
+    node = _nodes.decode(raw)
+    text, problem, inventory = node.metadata.annotations.get(INVENTORY), "", None
+    if text:
+        try:
+            inventory = decode(text)
+        except BadInventory as error:
+            problem = str(error)
+            log.warning("inventory_unusable", node=node.metadata.name, problem=problem)
+    return node.metadata, NodeFacts(node.metadata.name, inventory, _totals(node.status.allocatable), problem)
+
+
+def _totals(allocatable: Mapping[str, str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for resource in RESOURCES:
+        try:
+            found[resource] = units(allocatable.get(resource, "0"))
+        except ValueError:
+            continue
+    return {resource: count for resource, count in found.items() if count}
+
+
+def read_pod(raw: bytes) -> tuple[Metadata, BoundPod | None]:
+    """A bound pod's JSON; None for one that holds no GPU. Raises msgspec.DecodeError."""
+    pod = _pods.decode(raw)
+    return pod.metadata, bound_pod(pod)
+
+
+def bound_pod(pod: WatchedPod) -> BoundPod | None:
+    """A pod as the ledger keeps it; None for one that holds no GPU."""
+    model = as_model(pod)
+    try:
+        demand = demand_for(model)
+    except Impossible:
+        return None  # the node's agent refuses it
+    if demand.nothing or not pod.spec.node_name or model.finished:
+        return None
+    chosen = chosen_in(demand, model.annotations)
+    claim = PodClaim(demand, _held(pod, demand), chosen, f"{model.namespace}/{model.name}")
+    confirmed = chosen is not None and model.annotations.get(ASSIGNED) == "true"
+    return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed)
+
+
+def as_model(pod: WatchedPod) -> Pod:
+    """The pod as the model knows it."""
+    return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
+
+
+def demand_for(pod: Pod) -> PodDemand:
+    """The pod's demand; pods of one shape share the object. Raises Impossible."""
+    wanted = [(each.stage, _ours(each.limits)) for each in pod.containers]
+    if not any(limits for _, limits in wanted):
+        return _NOTHING
+    try:
+        return _demand(tuple(wanted))
+    except Impossible:
+        return pod_demand(pod)  # once more, for a sentence that names the container
+
+
+_NOTHING = PodDemand()
+
+
+def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((resource, limits[resource]) for resource in RESOURCES if limits.get(resource))
+
+
+@lru_cache(maxsize=4096)
+def _demand(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> PodDemand:
+    containers = [Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)]
+    return pod_demand(Pod("", "", tuple(containers)))
+
+
+_MODES = {
+    Unit.VGPU_CORE: (Mode.VGPU, 0),
+    Unit.VGPU_MEMORY: (Mode.VGPU, 1),
+    Unit.MPS_CORE: (Mode.MPS, 0),
+    Unit.MPS_MEMORY: (Mode.MPS, 1),
+}
+_FRACTIONS = frozenset(name for kind in KINDS.values() for name in (kind.core, kind.memory))
+
+
+def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:
+    """What the pod holds by the kubelet's records; None while they do not show all of it."""
+    statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
+    if not demand.slots or not any(each.allocated_resources_status for each in statuses):
+        return None
+    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]] = {}
+    for status in statuses:
+        for devices in status.allocated_resources_status:
+            if devices.name in _FRACTIONS:
+                _add(held, status.name, devices.resources)
+    cores = sum(len(one[0]) for one in held.values())
+    blocks = sum(len(one[1]) for one in held.values())
+    if cores < sum(slot.demand.cores for slot in demand.slots) or blocks < sum(
+        slot.demand.blocks for slot in demand.slots
+    ):
+        return None
+    return tuple(
+        Held(uuid, mode, len(one[0]), len(one[1]), len(one[2])) for (uuid, mode), one in held.items()
+    )
+
+
+def _add(
+    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]],
+    container: str,
+    devices: Sequence[_Device],
+) -> None:
+    for device in devices:
+        try:
+            parsed = parse(device.id)
+        except BadDeviceId:
+            continue
+        if parsed.unit in _MODES:
+            mode, half = _MODES[parsed.unit]
+            one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
+            one[half].add(device.id)
+            one[2].add(container)
+
+
+def decode_pod(raw: Any) -> WatchedPod:  # noqa: ANN401  bytes or Raw
+    """A pod out of a request. Raises msgspec.DecodeError."""
+    return _pods.decode(raw)

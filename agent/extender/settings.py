@@ -1,0 +1,106 @@
+"""The extender's own configuration: a file of its own, since it runs in a Deployment, not on a GPU node."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from agent.kit import configuration
+from agent.kit.configuration import ConfigurationError, Section
+from agent.model.fragmentation import USUAL
+
+ENVIRONMENT_PREFIX = "GPU_NODE_EXTENDER_"
+RESERVED = frozenset({"CONFIG"})
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+AbsolutePath = Annotated[str, Meta(pattern="^/")]
+Size = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
+Weight = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Logging(Section, frozen=True):
+    """How the extender writes its log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+
+
+class Http(Section, frozen=True):
+    """Plain HTTP: probes, metrics and, for the API server's service proxy, the scheduler's verbs."""
+
+    address: str = "0.0.0.0"  # noqa: S104  the kubelet probes the pod's address
+    port: Port = 3456
+    verbs: bool = True  # False: kube-scheduler comes over TLS alone
+    # A request with full Node objects may be large; more is refused with 400.
+    most_mebibytes: Annotated[int, Meta(ge=1, le=512)] = 64
+
+
+class Tls(Section, frozen=True):
+    """HTTPS with a client certificate, for a kube-scheduler that calls the extender directly."""
+
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # null: not served
+    certificate: AbsolutePath = "/etc/gpu-node-agent/tls/tls.crt"
+    key: AbsolutePath = "/etc/gpu-node-agent/tls/tls.key"
+    # Whoever calls must show a certificate of this authority.
+    client_authority: AbsolutePath = "/etc/gpu-node-agent/tls/ca.crt"
+
+
+class Cluster(Section, frozen=True):
+    """Access to the Kubernetes API server."""
+
+    kubeconfig: AbsolutePath | None = None  # null: the pod's service account
+
+
+class Lease(Section, frozen=True):
+    """Which of several replicas serves. Times in seconds, as in other Kubernetes components."""
+
+    name: str = "gpu-node-agent-extender"
+    namespace: str | None = None  # null: the pod's own
+    identity: str | None = None  # null: the host's name, which is the pod's, and a random part
+    duration_seconds: Annotated[int, Meta(ge=3, le=300)] = 15
+    renew_seconds: Annotated[float, Meta(ge=1, le=300)] = 10.0  # without a renewal for so long: not leader
+    retry_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
+
+
+class Settings(Section, frozen=True):
+    """The whole configuration of the extender."""
+
+    version: Literal[1] = 1
+    placement: Literal["binpack", "spread", "fragmentation"] = "fragmentation"
+    # Weights of what pods usually ask for, keyed by hundredths of a GPU; what `fragmentation` goes by.
+    mix: dict[Size, Weight] = field(default_factory=lambda: {str(size): part for size, part in USUAL.items()})
+    # How long a choice is kept for a pod that the watch does not show as bound.
+    assume_seconds: Annotated[float, Meta(ge=5, le=600)] = 30.0
+    logging: Logging = Logging()
+    http: Http = Http()
+    tls: Tls = Tls()
+    cluster: Cluster = Cluster()
+    lease: Lease = Lease()
+
+
+def load(
+    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+) -> Settings:
+    """Settings from a YAML file, `GPU_NODE_EXTENDER_*` variables and `key.path=value` flags.
+
+    Blocks on the file. Raises ConfigurationError.
+    """
+    given = os.environ if environment is None else environment
+    variables = {
+        name: value for name, value in given.items() if name.removeprefix(ENVIRONMENT_PREFIX) not in RESERVED
+    }
+    found = configuration.load(Settings, file, variables, flags, ENVIRONMENT_PREFIX)
+    if found.lease.renew_seconds >= found.lease.duration_seconds:
+        fault = (
+            f"lease.renewSeconds is {found.lease.renew_seconds:g}, not below lease.durationSeconds "
+            f"({found.lease.duration_seconds}): two replicas could serve at once; lower it"
+        )
+        raise ConfigurationError([fault])
+    return found
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the file."""
+    return configuration.schema(Settings)

@@ -1,0 +1,113 @@
+"""The HTTP face: filter, prioritize and bind, each answered from the ledger of the leader."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio.to_thread
+import structlog
+
+from agent.extender import wire
+from agent.extender.binder import Binder, NotBound
+from agent.extender.metrics import Metrics
+from agent.extender.objects import as_model
+from agent.extender.verdicts import Verdicts
+from agent.model.demand import Impossible
+from agent.web.server import Handler, HttpServer, Reply, Request
+
+log = structlog.get_logger()
+
+JSON = {"Content-Type": "application/json"}
+FOLDER = "/scheduler"
+LARGE = 1 << 20  # bytes above which a request is decoded off the loop
+
+
+class Serving:
+    """What a leader answers from; made anew with each lease."""
+
+    def __init__(self, verdicts: Verdicts, binder: Binder) -> None:
+        self.verdicts = verdicts
+        self.binder = binder
+
+
+Act = Callable[[Request, Serving], Awaitable[tuple[Reply, str]]]
+
+
+class Verbs:
+    """Routes that answer 503 unless `serving` gives something to answer from."""
+
+    def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
+        self._serving = serving
+        self._metrics = metrics
+
+    def add_to(self, server: HttpServer, most_bytes: int) -> None:
+        """Take the paths that gpu-admission's users know, and two more."""
+        for path, act in (("predicates", self.filter), ("priorities", self.prioritize), ("bind", self.bind)):
+            server.add_post(f"{FOLDER}/{path}", self._told(path, act), most_bytes)
+
+    async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+        """Nodes that the pod fits on, and why not the others."""
+        asked = await _asked(request)
+        try:
+            wish = serving.binder.wish(as_model(asked.pod))
+        except Impossible as error:
+            refused = dict.fromkeys(asked.names, str(error))
+            return _json(wire.filtered(asked, [], refused, unresolvable=True)), "impossible"
+        if wish.demand.nothing:
+            return _json(wire.filtered(asked, list(asked.names), {})), "ok"
+        fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+        return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
+
+    async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+        """A score for each node."""
+        asked = await _asked(request)
+        try:
+            wish = serving.binder.wish(as_model(asked.pod))
+        except Impossible:
+            return _json(wire.prioritized(asked.names, [0] * len(asked.names))), "impossible"
+        scores = serving.verdicts.rank(wish.demand, wish.policy, asked.names)
+        return _json(wire.prioritized(asked.names, scores)), "ok"
+
+    async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+        """Choose GPUs and bind."""
+        binding = wire.binding(request.body)
+        try:
+            await serving.binder.bind(binding)
+        except NotBound as error:
+            log.warning(
+                "pod_not_bound",
+                pod=f"{binding.pod_namespace}/{binding.pod_name}",
+                node=binding.node,
+                problem=str(error),
+            )
+            return _json(wire.bound(str(error))), "refused"
+        return _json(wire.bound()), "ok"
+
+    def _told(self, verb: str, act: Act) -> Handler:
+        async def handle(request: Request) -> Reply:
+            started = time.perf_counter()
+            reply, result = await self._answer(request, act)
+            self._metrics.requests.labels(verb, result).inc()
+            self._metrics.seconds.labels(verb).observe(time.perf_counter() - started)
+            return reply
+
+        return handle
+
+    async def _answer(self, request: Request, act: Act) -> tuple[Reply, str]:
+        serving = self._serving()
+        if serving is None:
+            text = "this extender is not the leader, or its ledger is not complete yet; try again"
+            return Reply.text(text, 503), "unready"
+        try:
+            return await act(request, serving)
+        except wire.BadRequest as error:
+            return Reply.text(str(error), 400), "malformed"
+
+
+async def _asked(request: Request) -> wire.Asked:
+    if len(request.body) < LARGE:
+        return wire.asked(request.body)
+    return await anyio.to_thread.run_sync(wire.asked, request.body)
+
+
+def _json(body: bytes) -> Reply:
+    return Reply(body, headers=JSON)

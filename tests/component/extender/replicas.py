@@ -1,0 +1,100 @@
+"""A running extender beside the in-memory API server, and kube-scheduler's side of the protocol."""
+
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+
+from agent.extender.role import Extender, running
+from agent.extender.settings import Settings, load
+from tests.component.extender.api import ClusterApi, Object
+
+READY_SECONDS = 10.0
+
+
+def settings_for(**flags: Any) -> Settings:
+    """Quick leases on loopback."""
+    given = {
+        "http.address": "127.0.0.1",
+        "http.port": 0,
+        "lease.namespace": "ns",
+        "lease.durationSeconds": 3,
+        "lease.renewSeconds": 2,
+        "lease.retrySeconds": 0.1,
+        **flags,
+    }
+    return load(None, {}, [f"{key}={value}" for key, value in given.items()])
+
+
+class Scheduler:
+    """Calls one replica as kube-scheduler does."""
+
+    def __init__(self, http: aiohttp.ClientSession, extender: Extender) -> None:
+        self._http = http
+        self.extender = extender
+        self.url = f"http://127.0.0.1:{extender.http.port}"
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status, and the JSON or text of the answer; `body` may be bytes."""
+        data = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        async with self._http.post(f"{self.url}/scheduler/{path}", **data) as reply:
+            json = reply.content_type == "application/json"
+            return reply.status, await (reply.json() if json else reply.text())
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and text."""
+        async with self._http.get(f"{self.url}{path}") as reply:
+            return reply.status, await reply.text()
+
+    async def filter(self, pod: Object, names: Sequence[str]) -> Any:
+        """Names only, as with nodeCacheCapable."""
+        status, answer = await self.post("predicates", {"Pod": pod, "Nodes": None, "NodeNames": names})
+        assert status == 200, answer
+        return answer
+
+    async def bind(self, pod: Object, node: str) -> str:
+        """The error; empty: bound."""
+        metadata = pod["metadata"]
+        body = {
+            "PodName": metadata["name"],
+            "PodNamespace": metadata["namespace"],
+            "PodUID": metadata["uid"],
+            "Node": node,
+        }
+        status, answer = await self.post("bind", body)
+        assert status == 200, answer
+        return str(answer["Error"])
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        with anyio.fail_after(READY_SECONDS):
+            while (await self.get("/readyz"))[0] != 200:
+                await anyio.sleep(0.02)
+
+    async def settled(self) -> None:
+        """Wait until the watch has shown every choice."""
+        with anyio.fail_after(READY_SECONDS):
+            while self.extender.fleet is None or self.extender.fleet.waiting:
+                await anyio.sleep(0.02)
+
+
+@asynccontextmanager
+async def replica(api: ClusterApi, **flags: Any) -> AsyncIterator[Scheduler]:
+    """A replica and a scheduler that calls it; it need not be leader."""
+    async with (
+        api.client() as connected,
+        running(settings_for(**flags), connected) as extender,
+        aiohttp.ClientSession() as http,
+    ):
+        yield Scheduler(http, extender)
+
+
+@asynccontextmanager
+async def leader(api: ClusterApi, **flags: Any) -> AsyncIterator[Scheduler]:
+    """The same, serving."""
+    async with replica(api, **flags) as made:
+        await made.ready()
+        yield made

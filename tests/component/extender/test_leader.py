@@ -1,0 +1,82 @@
+"""Two replicas: one serves, the other takes over with a ledger from the watch alone."""
+
+import anyio
+
+from tests.component.extender.api import ClusterApi, gpus
+from tests.component.extender.replicas import leader, replica
+
+HINT = "tencent.com/predicate-gpu-idx-0"
+
+
+async def test_a_follower_is_not_ready_and_answers_nothing() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api), replica(api) as second:
+        await anyio.sleep(0.5)
+        status, text = await second.get("/readyz")
+        assert status == 503
+        assert "another replica leads" in text
+        assert (await second.get("/healthz"))[0] == 200
+        status, text = await second.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})
+        assert (status, "not the leader" in text) == (503, True)
+
+
+async def test_an_orderly_end_hands_over_at_once_and_nothing_is_sold_twice() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(2))
+    async with api.serving():
+        slow = {"lease.durationSeconds": 60, "lease.renewSeconds": 30}
+        async with replica(api, **slow) as second:
+            # A follower by chance first: whoever leads is stopped.
+            await second.ready()
+            async with replica(api, **slow) as third:
+                assert await second.bind(api.pod("p", 60, 10), "a") == ""
+                second.extender.election.leading.publish(False)
+                await second.extender.election._release()
+                with anyio.fail_after(5):
+                    while third.extender.serving is None and second.extender.serving is None:
+                        await anyio.sleep(0.02)
+                now = third if third.extender.serving else second
+                assert await now.bind(api.pod("q", 60, 10), "a") == ""
+                assert "largest free share" in await now.bind(api.pod("r", 60, 10), "a")
+    assert [binding["metadata"]["annotations"][HINT] for binding in api.bindings] == ["0", "1"]
+
+
+async def test_a_leader_that_cannot_renew_stops_serving() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        api.leases_work = False
+        with anyio.fail_after(6):
+            while scheduler.extender.serving is not None:
+                await anyio.sleep(0.05)
+        status, _ = await scheduler.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})
+        assert status == 503
+        api.leases_work = True
+        await scheduler.ready()
+
+
+async def test_a_dead_leaders_lease_is_taken_over_after_its_duration() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    version = {"name": "gpu-node-agent-extender", "resourceVersion": "1"}
+    spec = {"holderIdentity": "dead", "leaseDurationSeconds": 1, "leaseTransitions": 4}
+    api.leases["gpu-node-agent-extender"] = {"metadata": version, "spec": spec}
+    async with api.serving(), leader(api) as scheduler:
+        lease = api.leases["gpu-node-agent-extender"]["spec"]
+        assert lease["holderIdentity"] == scheduler.extender.election.identity
+        assert lease["leaseTransitions"] == 5
+
+
+async def test_it_is_not_ready_before_both_lists_are_complete() -> None:
+    api = ClusterApi()
+    api.pods_listed.publish(False)
+    async with api.serving(), replica(api) as scheduler:
+        with anyio.fail_after(5):
+            while not (scheduler.extender.feed and scheduler.extender.feed.nodes.synced):
+                await anyio.sleep(0.02)
+        assert await scheduler.get("/readyz") == (503, "the list of bound pods is not complete yet\n")
+        status, _ = await scheduler.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})
+        assert status == 503
+        api.pods_listed.publish(True)
+        await scheduler.ready()

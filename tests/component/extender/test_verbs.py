@@ -1,0 +1,221 @@
+"""The extender over real HTTP: both node forms, the binding, and what may be wrong with a request."""
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.extender.explain import explain
+from agent.model.modes import Mode
+from agent.model.node_inventory import GpuEntry
+from tests.component.extender.api import ClusterApi, gpus
+from tests.component.extender.replicas import leader
+
+HINT = "tencent.com/predicate-gpu-idx-0"
+
+
+async def test_names_only() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(2))
+    api.node("b", GpuEntry("GPU-9", 3, Mode.VGPU, 81920, trouble="Xid 79"))
+    api.pod("held", 60, 10, "a", annotations={HINT: "0"})
+    api.pod("held2", 70, 10, "a", annotations={HINT: "1"})
+    async with api.serving(), leader(api) as scheduler:
+        answer = await scheduler.filter(api.pod("p", 60, 10), ["a", "b", "c"])
+        assert answer["NodeNames"] == []
+        assert answer["FailedNodes"] == {
+            "a": "largest free share 40 of 60 cores",
+            "b": "GPU 3 unhealthy",
+            "c": "node not known to the extender",
+        }
+        assert (await scheduler.filter(api.pod("q", 40, 10), ["a", "b"]))["NodeNames"] == ["a"]
+
+
+async def test_whole_nodes_come_back_as_they_came() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    api.node("b", *gpus(1))
+    api.pod("held", 60, 10, "b", annotations={HINT: "0"})
+    nodes = [{"metadata": {"name": n, "labels": {"x": "é"}}, "spec": {"podCIDR": "10.0.0.0/8"}} for n in "ab"]
+    async with api.serving(), leader(api) as scheduler:
+        pod = api.pod("p", 60, 10)
+        _, answer = await scheduler.post("predicates", {"Pod": pod, "Nodes": {"items": nodes}})
+        assert answer["Nodes"] == {"items": nodes[:1]}
+        assert answer["NodeNames"] is None
+        assert list(answer["FailedNodes"]) == ["b"]
+
+
+async def test_the_best_node_scores_ten() -> None:
+    api = ClusterApi()
+    for name, held in (("a", 0), ("b", 40), ("c", 20)):
+        api.node(name, *gpus(1))
+        if held:
+            api.pod(f"on-{name}", held, 10, name, annotations={HINT: "0"})
+    async with api.serving(), leader(api, placement="binpack") as scheduler:
+        body = {"Pod": api.pod("p", 30, 10), "Nodes": None, "NodeNames": ["a", "b", "c"]}
+        _, answer = await scheduler.post("priorities", body)
+        assert answer == [{"Host": "a", "Score": 8}, {"Host": "b", "Score": 10}, {"Host": "c", "Score": 9}]
+        spread = api.pod("s", 30, 10, annotations={"gpu-node-agent.io/placement": "spread"})
+        _, answer = await scheduler.post("priorities", body | {"Pod": spread})
+        assert {one["Host"]: one["Score"] for one in answer} == {"a": 10, "c": 9, "b": 8}
+
+
+async def test_bound_and_chosen_in_one_write() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(2))
+    async with api.serving(), leader(api) as scheduler:
+        for number in range(4):
+            pod = api.pod(f"p{number}", 60, 10, annotations={HINT: "7", "tencent.com/gpu-assigned": "true"})
+            fits = (await scheduler.filter(pod, ["a"]))["NodeNames"] == ["a"]
+            assert fits == (number < 2)
+            # Without a filter first, as after a change of leader, the pod is read.
+            if number % 2:
+                assert scheduler.extender.serving is not None
+                scheduler.extender.serving.binder._wishes.clear()
+            error = await scheduler.bind(pod, "a")
+            assert (error == "") == fits, error
+        assert error == "a has no room any more: largest free share 40 of 60 cores"
+        written = [binding["metadata"]["annotations"] for binding in api.bindings]
+        assert [one[HINT] for one in written] == ["0", "1"]
+        assert {one["tencent.com/predicate-node"] for one in written} == {"a"}
+        assert {one["tencent.com/gpu-assigned"] for one in written} == {"false"}
+        assert api.pods["p0"]["metadata"]["annotations"][HINT] == "0"
+        await scheduler.settled()
+        api.end("p0")
+        with anyio.fail_after(5):
+            while (await scheduler.filter(api.pod("again", 60, 10), ["a"]))["NodeNames"] != ["a"]:
+                await anyio.sleep(0.02)
+
+
+async def test_many_at_once_never_share_a_unit() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(2))
+    errors: list[str] = []
+    async with api.serving(), leader(api) as scheduler:
+
+        async def one(number: int) -> None:
+            pod = api.pod(f"p{number}", 40, 10)
+            await scheduler.filter(pod, ["a"])
+            errors.append(await scheduler.bind(pod, "a"))
+
+        async with anyio.create_task_group() as group:
+            for number in range(10):
+                group.start_soon(one, number)
+    assert errors.count("") == 4
+    chosen = [binding["metadata"]["annotations"][HINT] for binding in api.bindings]
+    assert sorted(chosen) == ["0", "0", "1", "1"]
+
+
+async def test_a_refused_binding_frees_its_units_at_once() -> None:
+    api = ClusterApi(refuse=409)
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        assert "409" in await scheduler.bind(api.pod("p", 60, 10), "a")
+        assert (await scheduler.filter(api.pod("q", 60, 10), ["a"]))["NodeNames"] == ["a"]
+
+
+async def test_a_binding_whose_answer_is_lost_still_counts() -> None:
+    api = ClusterApi(lose_answers=True)
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        assert "500" in await scheduler.bind(api.pod("p", 60, 10), "a")
+        assert (await scheduler.filter(api.pod("q", 60, 10), ["a"]))["NodeNames"] == []
+        await scheduler.settled()
+        assert (await scheduler.filter(api.pod("q", 60, 10), ["a"]))["NodeNames"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("predicates", b""),
+        ("predicates", b"{" * 100_000),
+        ("predicates", b'{"Pod":' + b"[" * 100_000),
+        ("predicates", b"\xff\xfe"),
+        ("predicates", b"[]"),
+        ("predicates", b'{"Pod":{"metadata":{"uid":"u"}}}'),
+        ("predicates", b'{"Pod":{"metadata":{}},"NodeNames":[]}'),
+        ("predicates", b'{"Pod":{"metadata":{"uid":"u"}},"NodeNames":[1]}'),
+        ("predicates", b'{"Pod":{"metadata":{"uid":"u"}},"Nodes":{"items":[{}]}}'),
+        ("priorities", b'{"NodeNames":["a"]}'),
+        ("bind", b"null"),
+        ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"","Node":"a"}'),
+        ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"u","Node":7}'),
+        ("bind", b"x" * (1 << 20) + b"x"),
+    ],
+)
+async def test_what_cannot_be_understood_changes_nothing(path: str, body: bytes) -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api, **{"http.mostMebibytes": 1}) as scheduler:
+        status, text = await scheduler.post(path, body)
+        assert status == 400
+        assert text.count("\n") == 1
+        assert "nothing was done" in text
+        assert api.bindings == []
+        assert scheduler.extender.fleet is not None
+        assert scheduler.extender.fleet.pods == 0
+
+
+async def test_a_request_that_nothing_can_grant_is_told_as_such() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        answer = await scheduler.filter(api.pod("p", 150, 10), ["a"])
+        assert "multiple of 100" in answer["FailedAndUnresolvableNodes"]["a"]
+        assert (answer["NodeNames"], answer["FailedNodes"]) == ([], {})
+
+
+async def test_inventories_that_cannot_be_read_are_judged_by_totals_and_told() -> None:
+    api = ClusterApi()
+    totals: dict[str, Any] = {"tencent.com/vcuda-core": 100, "tencent.com/vcuda-memory": 320}
+    api.node("old", **totals)
+    api.node("new", text='{"v":9,"gpus":[]}', **totals)
+    async with api.serving(), leader(api) as scheduler:
+        pod = api.pod("p", 60, 10)
+        assert (await scheduler.filter(pod, ["old", "new"]))["NodeNames"] == ["old", "new"]
+        assert await scheduler.bind(pod, "old") == ""
+        assert api.bindings[0]["metadata"]["annotations"] == {}
+        answer = await scheduler.filter(api.pod("q", 60, 10), ["old"])
+        assert answer["FailedNodes"] == {
+            "old": "40 of 60 tencent.com/vcuda-core free by totals (no inventory)"
+        }
+        _, page = await scheduler.get("/metrics")
+        assert "gpu_agent_extender_nodes_without_inventory 2.0" in page
+        assert "gpu_agent_extender_nodes_bad_inventory 1.0" in page
+
+
+async def test_the_kubelets_records_win_over_what_a_tenant_wrote() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(2))
+    async with api.serving(), leader(api) as scheduler:
+        pod = api.pod("p", 90, 10, "a", annotations={HINT: "1", "tencent.com/gpu-assigned": "true"})
+        held = [{"resourceID": f"GPU-0::c{n}"} for n in range(90)]
+        memory = [{"resourceID": f"GPU-0::m{n}"} for n in range(10)]
+        devices = [
+            {"name": "tencent.com/vcuda-core", "resources": held},
+            {"name": "tencent.com/vcuda-memory", "resources": memory},
+        ]
+        pod["status"]["containerStatuses"] = [{"name": "main", "allocatedResourcesStatus": devices}]
+        api.update(pod)
+        await anyio.sleep(0.2)
+        assert await scheduler.bind(api.pod("q", 90, 10), "a") == ""
+        assert api.bindings[0]["metadata"]["annotations"][HINT] == "1"
+
+
+async def test_explain_says_what_would_have_to_go() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    api.node("b", GpuEntry("GPU-1", 0, Mode.VGPU, 81920, trouble="Xid 79"))
+    api.pod("small", 20, 10, "a", annotations={HINT: "0"})
+    api.pod("large", 70, 10, "a", annotations={HINT: "0"})
+    api.pod("p", 60, 10)
+    api.pod("q", 25, 10)
+    async with api.serving(), api.client() as client:
+        lines = await explain(client, "ns", "p")
+        assert lines[0] == "pod ns/p asks for 60 tencent.com/vcuda-core, 10 tencent.com/vcuda-memory"
+        assert "  1 x largest free share 10 of 60 cores (a)" in lines
+        assert "  1 x GPU 0 unhealthy (b)" in lines
+        assert lines[-1] == "  on a: ns/large"
+        assert (await explain(client, "ns", "q"))[-1] == "  on a: ns/small"
+        assert json.dumps(await explain(client, "ns", "small")).count("bound to node a") == 1
