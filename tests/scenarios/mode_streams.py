@@ -34,13 +34,14 @@ class Stream:
     created: dict[str, PodSpec] = field(default_factory=dict)
     _running_since: dict[str, float] = field(default_factory=dict)
     _stopped: bool = False
+    _over: bool = False
 
     async def run(self) -> None:
-        """Create and delete until stopped."""
+        """Create until stopped, delete until it is over."""
         began = anyio.current_time()
         number = 0
-        while not self._stopped:
-            if len(self.created) >= MOST_PODS:
+        while not self._over:
+            if self._stopped or len(self.created) >= MOST_PODS:
                 await self.look()
                 await anyio.sleep(1 / PODS_PER_SECOND)
                 began = anyio.current_time() - number / PODS_PER_SECOND
@@ -57,6 +58,18 @@ class Stream:
         """No more pods are created."""
         self._stopped = True
 
+    async def empty(self, of: str = "", deadline: float = 90.0) -> None:
+        """Wait until every pod, or every one of a mode, has run and is gone."""
+        with anyio.move_on_after(deadline):
+            while any(name.startswith(of) for name in await self.rig.all_pods()):
+                await anyio.sleep(0.2)
+            return
+        raise TimeoutError(f"pods are left after {deadline:g} s: {await self.rig.all_pods()}")
+
+    def end(self) -> None:
+        """All is seen."""
+        self._over = True
+
     async def look(self) -> None:
         """See what became of the pods; delete those that have run long enough."""
         now = anyio.current_time()
@@ -70,15 +83,6 @@ class Stream:
             elif phase.finished:
                 self.failed[name] = (phase, reason, message)
                 await self.rig.ask_to_delete(self.created.pop(name))
-
-    async def empty(self, deadline: float) -> None:
-        """Wait until every pod has run and is gone."""
-        with anyio.move_on_after(deadline):
-            while await self.rig.all_pods():
-                await self.look()
-                await anyio.sleep(0.1)
-            return
-        raise TimeoutError(f"pods are left after {deadline:g} s: {await self.rig.all_pods()}")
 
 
 async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
@@ -102,15 +106,12 @@ async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
                 took.append(anyio.current_time() - began)
                 leaving = entering
             stream.stop()
-        # Those that still wait for a mode run once it comes back.
-        for mode in CYCLE:
-            await node.want(mode)
-            await node.reach("applied", mode, 120.0)
-            with anyio.fail_after(60):
-                while any(name.startswith(mode) for name in await rig.all_pods()):
-                    await stream.look()
-                    await anyio.sleep(0.1)
-        await stream.empty(60.0)
+            # Those that still wait for a mode run once it comes back.
+            for mode in CYCLE:
+                await node.want(mode)
+                await node.reach("applied", mode, 120.0)
+                await stream.empty(mode)
+            stream.end()
         assert not stream.failed, stream.failed
         assert len(stream.ran) > count
         middle = sorted(took)[len(took) // 2]
@@ -131,7 +132,8 @@ async def test_agent_update_under_a_stream_of_pods(rig: Rig) -> None:
                 await node.start()
                 await node.sells("pgpu")
             stream.stop()
-        await stream.empty(60.0)
+            await stream.empty()
+            stream.end()
         assert not stream.failed, stream.failed
         print(f"5 updates: {len(stream.ran)} pods ran, 0 failed")
 
