@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from agent.cleanup.cluster import AWAY
+from agent.settings import load as settings_of
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -62,6 +63,18 @@ def test_privilege_comes_with_what_needs_it(
     (container,) = pod["containers"]
     assert container["securityContext"]["privileged"] is privileged
     assert pod.get("hostPID", False) is host_pid
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [("port=9446", False), ('driver.source="host"', True), ("mps.enabled=true", True)],
+)
+def test_kernel_log_is_read_where_it_can_be_opened(setting: str, read: bool, tmp_path: Path) -> None:
+    made = helm.template(settings=[setting])
+    (config,) = [each for each in made if "config.yaml" in each.get("data", {})]
+    (tmp_path / "config.yaml").write_text(config["data"]["config.yaml"])
+    found = settings_of(tmp_path / "config.yaml", {}).health.kernel_log
+    assert found == ("/dev/kmsg" if read else None)
 
 
 def test_host_folders_are_read_only_where_nothing_is_written() -> None:

@@ -93,7 +93,9 @@ driver:
 {{- if .Values.mps.enabled }}
 host:
   cgroups: /host-cgroups
-{{- else }}
+{{- end }}
+{{- if not (include "gna.hostDriver" .) }}
+# /dev/kmsg can be opened in privileged containers only.
 health:
   kernelLog: null
 {{- end }}
