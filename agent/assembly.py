@@ -24,6 +24,7 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
+from agent.modes import inventory_note
 from agent.modes.desired import Vocabulary
 from agent.modes.figures import NodeFigures
 from agent.modes.memory import ModeMemory
@@ -230,8 +231,11 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         labels: Cell[Mapping[str, str]] = Cell({})
         group.start_soon(spawn, "node figures", agent.figures.run)
         group.start_soon(spawn, "figures follow", resources.follow_lists, agent.figures.wake)
-        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels)
+        notes: Cell[Mapping[str, str]] = Cell({})
+        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
         group.start_soon(spawn, "node report", agent.reporter.run)
+        most = settings.mps.most_clients
+        group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
         if settings.node_labels:
             group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
 

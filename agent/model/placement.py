@@ -45,21 +45,23 @@ class Choice:
     hint_ignored: str = ""
 
 
-def hint_of(pod: Pod, container: str, node: str = "") -> Hint | None:
+def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()) -> Hint | None:
     """The scheduler's choice for a container; None without one, with a used one, or one for another node.
 
-    The annotation's number counts app containers alone, as gpu-admission does.
+    The annotation's number counts app containers alone, as gpu-admission does. `tied`: containers that must
+    share its GPUs; an init container goes where the first of them is to go that has a choice.
     """
     if pod.annotations.get(ASSIGNED) == "true":
         return None
     if node and pod.annotations.get(HINT_NODE, node) != node:
         return None
     names = [each.name for each in pod.containers if each.stage is Stage.APP]
-    if container not in names:
-        return None
-    text = pod.annotations.get(f"{HINT}{names.index(container)}", "")
-    parts = [part.strip() for part in text.split(",")]
-    return Hint(tuple(int(part) for part in parts)) if parts and all(p.isdigit() for p in parts) else None
+    heirs = (container,) if container in names else tuple(each for each in names if each in tied)
+    texts = (pod.annotations.get(f"{HINT}{names.index(each)}", "") for each in heirs)
+    parts = [part.strip() for part in next((text for text in texts if text), "").split(",")]
+    # Longer digits than any index has would be refused by int() itself.
+    known = all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts)
+    return Hint(tuple(int(part) for part in parts)) if known else None
 
 
 def policy_of(pod: Pod | None, default: Policy) -> Policy:

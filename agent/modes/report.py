@@ -61,11 +61,17 @@ class Reporter:
     """Level-triggered: writes what differs from what the Node object says, at most once a second."""
 
     def __init__(
-        self, node: NodePort, state: Cell[SwitchState], extra_labels: Cell[Mapping[str, str]]
+        self,
+        node: NodePort,
+        state: Cell[SwitchState],
+        extra_labels: Cell[Mapping[str, str]],
+        extra_notes: Cell[Mapping[str, str]] | None = None,
     ) -> None:
+        """`extra_labels`, `extra_notes`: further labels and annotations of the node, of other rooms."""
         self._node = node
         self._state = state
         self._extra = extra_labels
+        self._notes = extra_notes or Cell[Mapping[str, str]]({})
         self._condition: tuple[str, str, str] | None = None
         self._changed_at = ""
         self._told: tuple[Phase, str, str] | None = None
@@ -85,6 +91,7 @@ class Reporter:
             group.start_soon(follow, self._state)
             group.start_soon(follow, self._node.changes)
             group.start_soon(follow, self._extra)
+            group.start_soon(follow, self._notes)
             while True:
                 wake[0] = anyio.Event()
                 pause = await self._report()
@@ -100,8 +107,8 @@ class Reporter:
             return 0.0
         labels = {MODE_LABEL: mode_in_force(state), **self._extra.value}
         wrong = {key: value for key, value in labels.items() if known.get(key) != value}
-        annotation = encode(state)
-        stale = self._node.annotations().get(STATE_ANNOTATION) != annotation
+        notes, there = {STATE_ANNOTATION: encode(state), **self._notes.value}, self._node.annotations()
+        stale = {key: text for key, text in notes.items() if there.get(key) != text}
         condition = (
             "True" if state.phase is Phase.APPLIED else "False",
             CONDITION_REASONS[state.phase],
@@ -111,7 +118,7 @@ class Reporter:
             return 0.0
         try:
             if wrong or stale:
-                await self._node.write_metadata(wrong, {STATE_ANNOTATION: annotation})
+                await self._node.write_metadata(wrong, stale)
                 self.patches += 1
             if condition != self._condition:
                 if self._condition is None or self._condition[0] != condition[0]:

@@ -246,7 +246,7 @@ class Pairing:
             rooms,
             peak,
             policy_of(asker.pod, self._policy),
-            hint_of(asker.pod, holder.container, self._node),
+            hint_of(asker.pod, holder.container, self._node, anchor.members if anchor else ()),
             self._whole,
             tied,
         )

@@ -164,3 +164,19 @@ def test_a_pod_names_its_own_policy() -> None:
     odd = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "random"})
     assert policy_of(odd, Policy.FRAGMENTATION) is Policy.FRAGMENTATION
     assert policy_of(None, Policy.SPREAD) is Policy.SPREAD
+
+
+def test_an_init_container_goes_where_its_heir_is_to_go() -> None:
+    init = Container("i", {VGPU.core: 10, VGPU.memory: 4}, Stage.INIT)
+    heir = Container("a", {VGPU.core: 10, VGPU.memory: 4})
+    pod = Pod(
+        "ns", "p", (init, Container("none"), heir), annotations={"tencent.com/predicate-gpu-idx-1": "3"}
+    )
+    assert hint_of(pod, "i", tied={"i", "a"}) == Hint((3,))
+    assert hint_of(pod, "i") is None
+    assert hint_of(pod, "none", tied={"i", "a"}) is None
+
+
+def test_an_index_of_thousands_of_digits_is_no_choice() -> None:
+    pod = Pod("ns", "p", (Container("a"),), annotations={"tencent.com/predicate-gpu-idx-0": "9" * 5000})
+    assert hint_of(pod, "a") is None

@@ -174,3 +174,18 @@ async def test_an_api_server_that_refuses_is_tried_again_without_a_storm() -> No
 
 async def _nobody() -> bool:
     return False
+
+
+async def test_annotations_of_other_rooms_are_written_once_each() -> None:
+    node, state = OwnNode(), Cell(SwitchState(Phase.APPLIED, "pgpu", ""))
+    notes: Cell[Mapping[str, str]] = Cell({"x/inventory": "1"})
+    async with anyio.create_task_group() as group:
+        group.start_soon(Reporter(node, state, Cell[Mapping[str, str]]({}), notes).run)
+        with anyio.fail_after(5):
+            while node.notes.get("x/inventory") != "1":
+                await anyio.sleep(0.01)
+            notes.publish({"x/inventory": "2"})
+            while node.notes["x/inventory"] != "2":
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert STATE_ANNOTATION in node.notes

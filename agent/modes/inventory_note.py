@@ -1,0 +1,66 @@
+"""The node's inventory for schedulers, as an annotation of the Node object: on change only."""
+
+from collections.abc import Mapping
+
+import anyio
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.model.modes import Assignment, Mode
+from agent.model.mps import client_ceiling
+from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
+
+_MIB = 1 << 20
+
+
+def inventory_of(
+    snapshot: Snapshot, assignment: Assignment, most_clients: int | None = None
+) -> NodeInventory:
+    """What schedulers are told. `most_clients`: a ceiling of MPS clients below what MPS can serve."""
+    entries: dict[int, GpuEntry] = {}
+    # A lost GPU keeps the index that another may have by now: those that can be sold come first.
+    for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
+        gpu, mode = state.gpu, assignment.of(state.uuid)
+        ceiling = client_ceiling(gpu, snapshot.driver) if mode.mode is Mode.MPS else 0
+        entry = GpuEntry(
+            gpu.uuid,
+            gpu.index,
+            mode.mode,
+            gpu.memory_bytes // _MIB,
+            mode.selling,
+            state.cause,
+            mode.replicas,
+            min(ceiling, most_clients or ceiling),
+        )
+        entries.setdefault(gpu.index, entry)
+    gpus = tuple(entry for _, entry in sorted(entries.items()))
+    links = [
+        snapshot.topology.pair(one.uuid, other.uuid)
+        for at, one in enumerate(gpus)
+        for other in gpus[at + 1 :]
+    ]
+    return NodeInventory(gpus, tuple(links))
+
+
+async def follow(
+    inventory: Cell[Snapshot],
+    modes: Cell[Assignment],
+    most_clients: int | None,
+    notes: Cell[Mapping[str, str]],
+) -> None:
+    """Keep the annotation's text true in `notes`, for ever; nothing before the GPUs were seen."""
+
+    def look() -> None:
+        snapshot = inventory.value
+        if snapshot.gpus:
+            note = {INVENTORY: encode(inventory_of(snapshot, modes.value, most_clients))}
+            if note != notes.value:
+                notes.publish(note)
+
+    async def on(cell: Cell[Snapshot] | Cell[Assignment]) -> None:
+        async for _ in cell.values():
+            look()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(on, inventory)
+        group.start_soon(on, modes)
