@@ -134,6 +134,8 @@ class SharePlugin:
         self._half = half
         self._injector = injector
         self._chunks: dict[str, _Chunk] = {}
+        # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
+        self._whole: dict[tuple[str, bool], _Chunk] = {}
         shares.restock()
         self.lists: Cell[bytes] = Cell(self._encoded())
 
@@ -214,13 +216,16 @@ class SharePlugin:
     def _chunk(self, stock: Stock, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
         """The encoded part of a GPU; `keep` None: all of its units."""
         key = (keep, healthy, len(stock.ids(self._half)))
-        known = self._chunks.get(stock.gpu)
+        known = self._whole.get((stock.gpu, healthy)) if keep is None else self._chunks.get(stock.gpu)
         if known is None or known.key != key:
             ids = stock.ids(self._half)
             listed = ids if keep is None else [each for each in ids if each in keep]
             count = len(listed)
             known = _Chunk(key, encode.devices(listed, healthy), count, count if healthy else 0)
-            self._chunks[stock.gpu] = known
+            if keep is None:
+                self._whole[stock.gpu, healthy] = known
+            else:
+                self._chunks[stock.gpu] = known
         return known
 
 

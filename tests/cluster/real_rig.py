@@ -25,7 +25,7 @@ from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
 from tests.cluster.node_watch import watching
 from tests.cluster.rig import Cluster
-from tests.cluster.scenario_pods import Report, manifest, read_report
+from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.scenarios.rig import GPU, NodeView
 
 T = TypeVar("T")
@@ -201,7 +201,7 @@ class RealRig:
             each["metadata"]["name"]: (
                 Phase(each["status"]["phase"]),
                 each["status"].get("reason", ""),
-                each["status"].get("message", "") or _waiting(each),
+                each["status"].get("message", "") or waiting_of(each),
             )
             for each in found["items"]
         }
@@ -381,14 +381,6 @@ def _process_in(container_id: str) -> int:
                 continue  # it has ended
     assert found, f"no process is in container {container_id}"
     return min(found)
-
-
-def _waiting(pod: dict[str, Any]) -> str:
-    """Why containers wait; that the pod is being deleted."""
-    states = [each.get("state", {}).get("waiting", {}) for each in pod["status"].get("containerStatuses", ())]
-    told = [f"{each.get('reason', '')} {each.get('message', '')}".strip() for each in states if each]
-    ending = pod["metadata"].get("deletionTimestamp")
-    return "; ".join([*told, f"to be gone at {ending}"] if ending else told)
 
 
 @asynccontextmanager

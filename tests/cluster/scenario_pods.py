@@ -61,3 +61,11 @@ def read_report(log: str) -> Report | None:
         raise ValueError(f"a container's report cannot be read: {error}\n{log[:500]}") from error
     pairs = (item.partition("=") for item in environ.split("\0") if item)
     return Report({name: value for name, _, value in pairs}, frozenset(nodes.split()))
+
+
+def waiting_of(pod: dict[str, Any]) -> str:
+    """Why containers wait; that the pod is being deleted."""
+    states = [each.get("state", {}).get("waiting", {}) for each in pod["status"].get("containerStatuses", ())]
+    told = [f"{each.get('reason', '')} {each.get('message', '')}".strip() for each in states if each]
+    ending = pod["metadata"].get("deletionTimestamp")
+    return "; ".join([*told, f"to be gone at {ending}"] if ending else told)
