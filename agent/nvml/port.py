@@ -91,6 +91,8 @@ class SampleWish:
 
     since_us: int
     pcie: bool = False  # throughput; each reading blocks for 40 ms
+    # Also what moves slowly: power limit, energy, ECC and NVLink counters, which are half of the calls' time.
+    counters: bool = True
 
 
 class PcieLevel(IntEnum):

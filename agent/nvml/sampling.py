@@ -39,14 +39,17 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
     rates = offered("nvmlDeviceGetUtilizationRates", handle)
     power = offered("nvmlDeviceGetPowerUsage", handle)
     heat = _temperature(handle)
-    limit = offered("nvmlDeviceGetEnforcedPowerLimit", handle)
     clocks = {name: offered("nvmlDeviceGetClockInfo", handle, kind) for name, kind in CLOCKS.items()}
     throttle = _throttle(handle)
-    corrected, uncorrected = (
-        offered("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC)
-        for kind in (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
-    )
-    fields = _fields(handle)
+    limit = corrected = uncorrected = None
+    fields: Mapping[int, int] = {}
+    if wish.counters:
+        limit = offered("nvmlDeviceGetEnforcedPowerLimit", handle)
+        corrected, uncorrected = (
+            offered("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC)
+            for kind in (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+        )
+        fields = _fields(handle)
     energy = fields.get(_ENERGY)
     processes = _processes(handle)
     busy, newest = _busy(handle, wish.since_us)

@@ -25,7 +25,6 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offe
     rates = offered("nvmlDeviceGetUtilizationRates", slot, has=not gpu.mig_mode)
     power = offered("nvmlDeviceGetPowerUsage", slot)
     heat = offered("nvmlDeviceGetTemperature", slot) or offered("nvmlDeviceGetTemperature", slot)
-    limit = offered("nvmlDeviceGetEnforcedPowerLimit", slot)
     clocks = {
         name: gpu.clocks_mhz[number]
         for number, name in enumerate(CLOCKS)
@@ -33,10 +32,13 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offe
     }
     reasons = "nvmlDeviceGetCurrentClocksEventReasons"
     throttle = offered(reasons, slot) or offered(reasons, slot)
-    corrected, uncorrected = (
-        offered("nvmlDeviceGetTotalEccErrors", slot, has=bool(gpu.ecc_supported)) for _ in range(2)
-    )
-    fields = offered("nvmlDeviceGetFieldValues", slot)
+    limit = corrected = uncorrected = fields = False
+    if wish.counters:
+        limit = offered("nvmlDeviceGetEnforcedPowerLimit", slot)
+        corrected, uncorrected = (
+            offered("nvmlDeviceGetTotalEccErrors", slot, has=bool(gpu.ecc_supported)) for _ in range(2)
+        )
+        fields = offered("nvmlDeviceGetFieldValues", slot)
     processes = _processes(mapping, slot, offered)
     busy, newest = _busy(mapping, slot, wish.since_us, offered)
     return Sample(

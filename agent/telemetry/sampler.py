@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import anyio
@@ -21,6 +21,8 @@ NO_SPANS: Mapping[str, Span] = MappingProxyType({})
 NO_WORK: Mapping[int, float] = MappingProxyType({})
 # The driver samples processes about once a second, so that a round may find nothing new of a busy one.
 HELD_SECONDS = 2.0
+# Limits and counters are read less often than once a second: nobody scrapes faster.
+COUNTERS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Sampler:
         self._failures: dict[str, int] = {}
         self._problems: dict[str, str] = {}
         self._since: dict[str, int] = {}  # UUID -> microseconds since 1970
+        self._counted: dict[str, tuple[float, Sample]] = {}  # UUID -> when to count again, the last counts
         self._windows: dict[tuple[str, str], Window] = {}
         self._work: dict[str, dict[int, tuple[float, float]]] = {}  # UUID -> PID -> use, when it was read
         self.samples: Cell[Samples] = Cell(Samples())
@@ -96,12 +99,26 @@ class Sampler:
         The lane knows a call that hangs by function and arguments, so the time stamp is none of these.
         """
         since = self._since.get(uuid) or time.time_ns() // 1000 - int(self._interval * 1_000_000)
-        return self._nvml.sample(uuid, SampleWish(since, self._pcie))
+        now = time.monotonic()
+        due, last = self._counted.get(uuid, (now, None))
+        if last is None or now >= due:
+            sample = self._nvml.sample(uuid, SampleWish(since, self._pcie))
+            self._counted[uuid] = (now + COUNTERS_SECONDS, sample)
+            return sample
+        return replace(
+            self._nvml.sample(uuid, SampleWish(since, self._pcie, counters=False)),
+            power_limit_watts=last.power_limit_watts,
+            energy_joules=last.energy_joules,
+            ecc_corrected=last.ecc_corrected,
+            ecc_uncorrected=last.ecc_uncorrected,
+            nvlink=last.nvlink,
+        )
 
     async def _sample(self, uuid: str) -> TakenSample | None:
         try:
             sample = await self._lane.run(self.sample, uuid)
         except NvmlError as error:
+            self._counted.pop(uuid, None)
             self._failures[uuid] = self._failures.get(uuid, 0) + 1
             self._told(uuid, str(error))
             return None

@@ -110,6 +110,13 @@ def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
         fault.release()
 
 
+def test_counters_are_left_out_when_not_wished(faces: Faces) -> None:
+    sample = faces.agree("sample", faces.uuids[0], SampleWish(0, counters=False))
+    assert isinstance(sample, Sample)
+    assert (sample.energy_joules, sample.ecc_corrected, sample.nvlink) == (None, None, None)
+    assert sample.power_watts is not None
+
+
 def test_mean_use_of_processes() -> None:
     samples = [(7, 100, 50), (7, 200, 100), (8, 300, 4000), (9, 10, 77)]
     assert mean_use(samples, 50) == (((7, 0.75), (8, 1.0)), 300)

@@ -158,6 +158,25 @@ async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a
         assert samples.taken[uuids[0]].work == {}
 
 
+async def test_counters_are_read_less_often_and_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts("dgx-h200")
+    uuids = parts.scan()
+    gpu = parts.machine.gpu(0)
+    gpu.energy_mj = 5000
+    async with running(parts.sampler):
+        await rounds(parts.sampler)
+        gpu.energy_mj = 7000
+        samples = await rounds(parts.sampler)
+        assert samples.taken[uuids[0]].sample.energy_joules == 5
+        assert samples.taken[uuids[0]].sample.nvlink is not None
+        monkeypatch.setattr("agent.telemetry.sampler.COUNTERS_SECONDS", 0.0)
+        fault = parts.machine.fail("nvmlDeviceGetUtilizationRates", NvmlCode.UNKNOWN, gpu=0)
+        await rounds(parts.sampler)
+        fault.release()
+        samples = await rounds(parts.sampler)  # after a failure nothing old is told
+        assert samples.taken[uuids[0]].sample.energy_joules == 7
+
+
 async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
     parts = Parts()
     uuids = parts.scan()
