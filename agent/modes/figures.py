@@ -24,8 +24,10 @@ PATCH_SPACING_SECONDS = 1.0
 PATCH_BURST = 3
 GATHER_SECONDS = 0.005  # several lists change in one breath
 SECOND_LOOK_SECONDS = 0.15  # a tick of the kubelet that began before the lists had changed has ended then
-SHRINK_SECONDS = 2.0  # how long a shrink is held up for pods that are caught between
-BINDING_SECONDS = 0.1  # what the scheduler may still bind after it could have seen the patch
+SHRINK_SECONDS = 10.0  # how long a shrink is held up for pods that are caught between, at most
+# What the scheduler may still bind after it could have seen the patch; on a busy machine twice as long as it
+# took until we saw it ourselves.
+BINDING_SECONDS = 0.1
 
 
 class FiguresFailed(Exception):
@@ -94,11 +96,8 @@ class NodeFigures:
         """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
         self._ahead = assignment
         with anyio.move_on_after(SHRINK_SECONDS):
-            if not await self._patch_differences():
+            if not await self._seen_patch():
                 return
-            while not self._agrees():
-                await self._changed()
-            await anyio.sleep(BINDING_SECONDS)
             while await self._caught():
                 await anyio.sleep(BINDING_SECONDS / 2)
                 await self._patch_differences()
@@ -114,16 +113,23 @@ class NodeFigures:
         `ending` makes the lists say so, once no pod is caught between. Bound it with a cancel scope.
         """
         self._closing = True
-        if await self._patch_differences():
-            while not self._agrees():
-                await self._changed()
-            await anyio.sleep(BINDING_SECONDS)
+        if await self._seen_patch():
             while await self._caught():
                 await anyio.sleep(BINDING_SECONDS / 2)
         if ending:
             await ending()
             await anyio.sleep(SECOND_LOOK_SECONDS)
             await self._patch_differences()
+
+    async def _seen_patch(self) -> bool:
+        """Patch, and return once the scheduler has seen it, too; False: there was nothing to patch."""
+        began = anyio.current_time()
+        if not await self._patch_differences():
+            return False
+        while not self._agrees():
+            await self._changed()
+        await anyio.sleep(max(BINDING_SECONDS, 2 * (anyio.current_time() - began)))
+        return True
 
     async def _changed(self) -> None:
         with anyio.move_on_after(0.2):

@@ -112,7 +112,9 @@ async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
                 await node.reach("applied", mode, 120.0)
                 await stream.empty(mode)
             stream.end()
-        assert not stream.failed, stream.failed
+        assert not stream.failed, (
+            f"{len(stream.failed)} of {len(stream.ran)}: {list(stream.failed.items())[:4]}"
+        )
         assert len(stream.ran) > count
         middle = sorted(took)[len(took) // 2]
         print(f"{count} switches, {middle:.2f} s each (median): {len(stream.ran)} pods ran, 0 failed")
