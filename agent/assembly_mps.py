@@ -13,7 +13,6 @@ from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount, ResourcePlugin
 from agent.kubelet.holdings import holders_by_gpu
-from agent.kubelet.podresources import PodResources
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
@@ -125,7 +124,7 @@ async def build_mps(
         snapshot,
         assignment,
         injector,
-        PodResources(Path(settings.kubelet.root)),
+        agent.holdings.client,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
