@@ -1,0 +1,97 @@
+"""The extender's part of the chart: what it may do, who may come, and a configuration that it accepts."""
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from agent.extender import settings
+from tests.chart import helm
+from tests.chart.helm import Manifest
+
+ON = ("extender.enabled=true", "networkPolicy.enabled=true", "extender.productServices=true")
+CONFIG = Path(__file__).parents[2] / "config" / "scheduler"
+
+
+def made(*more: str) -> list[Manifest]:
+    return helm.template(settings=(*ON, *more))
+
+
+def pod(objects: list[Manifest]) -> dict[str, Any]:
+    spec: dict[str, Any] = helm.one(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def test_it_is_off_by_default() -> None:
+    assert not [each for each in helm.template() if "extender" in each["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("minor", ["1.30", "1.36"])
+def test_kubernetes_knows_every_field(minor: str) -> None:
+    for each in made('extender.tls.secret="certificates"'):
+        kubernetes_validate.validate(each, minor, strict=True)
+
+
+@pytest.mark.parametrize("secret", ["", "certificates"])
+def test_it_accepts_its_configuration_and_serves_the_ports_named(secret: str, tmp_path: Path) -> None:
+    objects = made(f'extender.tls.secret="{secret}"', 'extender.config={"placement": "spread"}')
+    config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
+    (tmp_path / "c.yaml").write_text(config["data"]["extender.yaml"])
+    found = settings.load(tmp_path / "c.yaml", {})
+    assert found.placement == "spread"
+    (container,) = pod(objects)["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"http": found.http.port} | ({"https": found.tls.port} if secret else {})
+    mounts = {one["mountPath"] for one in container["volumeMounts"]}
+    assert not secret or str(Path(found.tls.certificate).parent) in mounts
+    service = helm.one(objects, "Service", "-extender")
+    assert {one["port"] for one in service["spec"]["ports"]} == set(ports.values())
+
+
+def test_it_may_do_what_it_does_and_no_more() -> None:
+    objects = made()
+    rules = (
+        helm.one(objects, "ClusterRole", "-extender")["rules"]
+        + helm.one(objects, "Role", "-extender")["rules"]
+    )
+    allowed = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+    assert allowed == {
+        *(("nodes", verb) for verb in ("list", "watch")),
+        *(("pods", verb) for verb in ("get", "list", "watch")),
+        ("pods/binding", "create"),
+        *(("leases", verb) for verb in ("create", "get", "patch")),
+    }
+    (container,) = pod(objects)["containers"]
+    security = container["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_it_may_write_choices_although_the_policy_keeps_others_out() -> None:
+    policy = helm.one(made(), "ValidatingAdmissionPolicy", "-choices")
+    (condition,) = policy["spec"]["matchConditions"]
+    assert f"system:serviceaccount:{helm.NAMESPACE}:test-gpu-node-agent-extender" in condition["expression"]
+
+
+def test_the_product_s_services_lead_to_it() -> None:
+    objects = made()
+    selector = helm.one(objects, "Service", "-extender")["spec"]["selector"]
+    for name in ("gpu-quota-admission", "nvidia-mps-scheduler-plugin"):
+        assert helm.one(objects, "Service", name)["spec"]["selector"] == selector
+
+
+@pytest.mark.parametrize("file", sorted(CONFIG.glob("*.yaml")), ids=lambda path: path.stem)
+def test_scheduler_configurations_name_what_the_extender_serves(file: Path) -> None:
+    document = yaml.safe_load(file.read_text())
+    assert document["apiVersion"] == "kubescheduler.config.k8s.io/v1"
+    named: list[str] = []
+    for entry in document["extenders"]:
+        verbs = {entry.get(key) for key in ("filterVerb", "prioritizeVerb", "bindVerb")} - {None}
+        assert verbs <= {"predicates", "priorities", "bind"}
+        assert entry["urlPrefix"].endswith("/scheduler")
+        named += [one["name"] for one in entry["managedResources"]]
+    assert len(named) == len(set(named))
+    assert sum("bindVerb" in entry for entry in document["extenders"]) <= 1
