@@ -11,7 +11,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from agent import __version__
-from agent.assembly import Agent, start
+from agent.assembly import start
 from agent.inventory.actor import Inventory
 from agent.inventory.rules import rules_from
 from agent.kit.lock import Taken, exclusive
@@ -21,6 +21,7 @@ from agent.kubelet.podresources import PodResources
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
 from agent.remarks import remarks
+from agent.rooms import Agent
 from agent.settings import Settings
 from agent.web.probes import Probes
 from agent.web.server import HttpServer

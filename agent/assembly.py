@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +10,14 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.assembly_mps import MpsBackend, MpsParts, build_mps
+from agent.assembly_mps import MpsBackend, build_mps
 from agent.assembly_telemetry import build_telemetry
-from agent.inventory.actor import Inventory
 from agent.inventory.guard import Guard
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
-from agent.kit.supervise import FatalError, Supervisor
+from agent.kit.supervise import FatalError
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.holdings import HoldingsWatch
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
@@ -34,29 +31,24 @@ from agent.modes.node_labels import labels_of
 from agent.modes.report import Reporter
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
-from agent.modes.state import STARTING, Phase
 from agent.modes.switcher import ModeSwitcher
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
 from agent.plugins import vgpu
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pairing_ports import PodSource, Recorder
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.remarks import remarks
+from agent.rooms import Agent, ClusterAccess
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
 from agent.status.node_events import node_events
 from agent.status.report import StatusSources
 from agent.telemetry import health, pairs
-from agent.telemetry.reading import Part, Sources
 from agent.web.control import NAME as CONTROL_SOCKET
 from agent.web.control import ControlServer
-from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
-    from agent.cluster.api import KubeApi
-    from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
 
@@ -69,61 +61,6 @@ CaughtCheck = Callable[[], Awaitable[bool]]
 FIRST_LOOK_SECONDS = 2.0
 # How long an API server that does not answer is waited for before the last known wish is taken up.
 FIRST_WISH_SECONDS = 3.0
-
-
-@dataclass
-class ClusterAccess:
-    """What the agent has of the Kubernetes API."""
-
-    api: "KubeApi"
-    node: "NodeObject"
-    pods: "PodCache"
-    events: "EventRecorder"
-
-
-@dataclass
-class Agent:
-    """A running agent, as probes, metrics and tests see it."""
-
-    settings: Settings
-    inventory: Inventory
-    holdings: HoldingsWatch
-    supervisor: Supervisor
-    calls: Lane
-    http: HttpServer
-    endpoints: list[Endpoint] = field(default_factory=list)
-    cluster: ClusterAccess | None = None
-    desired: DesiredSource | None = None
-    switcher: ModeSwitcher | None = None
-    figures: NodeFigures | None = None
-    reporter: Reporter | None = None
-    guard: Guard | None = None
-    mps: MpsParts | None = None
-    sources: Sources | None = None
-    # What rooms beyond the common ones show at /metrics.
-    metric_parts: list[Part] = field(default_factory=list)
-    configuration_problem: str | None = None  # of the newest file, while an older one is in force
-    stopping: bool = False
-
-    @property
-    def http_port(self) -> int:
-        """The port of /metrics, /healthz and /readyz."""
-        return self.http.port
-
-    def blockers(self) -> list[str]:
-        """Why the node cannot serve, each in a sentence; empty: it can."""
-        found = ["the agent is stopping"] if self.stopping else []
-        problem = self.inventory.snapshot.value.problem
-        if problem:
-            found.append(problem)
-        if self.holdings.problem:
-            found.append(self.holdings.problem)
-        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
-        switch = self.switcher.state.value if self.switcher else STARTING
-        if not self.endpoints and switch.phase in (Phase.SWITCHING, Phase.FAILED):
-            # Before the first plan is in force there is no endpoint that could stand in the way.
-            found.append(f"no resource is registered yet: {switch.message}")
-        return found
 
 
 async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:

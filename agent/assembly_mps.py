@@ -2,22 +2,19 @@
 
 import datetime as dt
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
-from agent.kubelet.api import Mount, ResourcePlugin
+from agent.kubelet.api import Mount
 from agent.kubelet.holdings import holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
-from agent.mps.clients import ClientWatch, Overview, PodFacts
+from agent.mps.clients import ClientWatch, PodFacts
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Options
 from agent.mps.errors import MpsError
@@ -28,59 +25,12 @@ from agent.plugins import mps
 from agent.plugins.inject import Injector
 from agent.plugins.pairing_ports import PodSource, Recorder
 from agent.plugins.shares_cdi import SpecificationKeeper
+from agent.rooms import Agent, MpsParts
 from agent.settings import Settings
 from agent.telemetry import mps as mps_metrics
 from agent.telemetry import pairs
 
-if TYPE_CHECKING:
-    from agent.assembly import Agent
-
 log = structlog.get_logger()
-
-
-@dataclass
-class MpsParts:
-    """What the rest of the agent has of MPS."""
-
-    fleet: Fleet
-    clients: ClientWatch
-    plugins: list[ResourcePlugin]
-    ceiling: Callable[[str], int]
-
-    def report(self, uuid: str) -> dict[str, Any] | None:
-        """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
-        status = self.fleet.statuses.value.get(uuid)
-        if status is None:
-            return None
-        overview = self.clients.overviews.value.get(uuid, Overview())
-        return {
-            "state": status.state.value,
-            "reason": status.reason,
-            "pid": status.pid,
-            "server": status.server,
-            "serverState": status.server_state.value if status.server_state else None,
-            "adopted": status.adopted,
-            "restarts": status.restarts,
-            "faults": status.faults,
-            "multiUser": status.multi_user,
-            "privateSharedMemory": status.private_shm,
-            "limitsHoldPer": "client process",
-            "clientCeiling": self.ceiling(uuid),
-            "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
-            "podsWithoutClient": sorted(overview.silent),
-            "podsWithManyClients": sorted(overview.crowded),
-            "rootPods": sorted(overview.rooted),
-        }
-
-    def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
-        """Why a GPU cannot be sold in mode MPS."""
-
-        def gate(state: GpuState, mode: Mode) -> str | None:
-            if mode is not Mode.MPS:
-                return None
-            return self.fleet.refusal(state.gpu, agent.inventory.snapshot.value.driver)
-
-        return gate
 
 
 class MpsBackend:
@@ -102,7 +52,7 @@ class MpsBackend:
 
 
 async def build_mps(
-    agent: "Agent",
+    agent: Agent,
     nvml: NvmlPort,
     assignment: Cell[Assignment],
     injector: Injector,
@@ -173,7 +123,7 @@ def _options(settings: Settings) -> Options:
 class _Told:
     """Reports as events of the node, with the pods that they concern."""
 
-    def __init__(self, agent: "Agent") -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
@@ -196,7 +146,7 @@ class _Told:
         return {holder.pod for holder in holders if holder.mode is Mode.MPS}
 
 
-def _pod_facts(agent: "Agent") -> Callable[[], Sequence[PodFacts]]:
+def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
     def facts() -> Sequence[PodFacts]:
         if agent.cluster is None:
             return ()
@@ -213,7 +163,7 @@ def _moment(text: str | None) -> dt.datetime | None:
     return dt.datetime.fromisoformat(text) if text else None
 
 
-def _root_check(agent: "Agent") -> mps.RootCheck:
+def _root_check(agent: Agent) -> mps.RootCheck:
     async def check(namespace: str, name: str, container: str) -> str | None:
         if agent.cluster is None:
             return "its user is not known without the Kubernetes API"
@@ -225,4 +175,4 @@ def _root_check(agent: "Agent") -> mps.RootCheck:
     return check
 
 
-__all__ = ["MpsBackend", "MpsParts", "build_mps"]
+__all__ = ["MpsBackend", "build_mps"]

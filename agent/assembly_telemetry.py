@@ -4,25 +4,23 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anyio.abc import TaskGroup
 
 from agent.kubelet.owners import Owners
 from agent.nvml.port import NvmlPort
+from agent.rooms import Agent
 from agent.telemetry.attribution import KnownPod
 from agent.telemetry.containers import ContainerWatch
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler
 
-if TYPE_CHECKING:
-    from agent.assembly import Agent
-
 SWITCH_SECONDS = 0.001
 
 
-def build_telemetry(agent: "Agent", nvml: NvmlPort, group: TaskGroup) -> Sources:
+def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
     """Start sampler and attribution, serve /metrics. The guard must be there already."""
     assert agent.guard is not None
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
@@ -63,12 +61,12 @@ def build_telemetry(agent: "Agent", nvml: NvmlPort, group: TaskGroup) -> Sources
     return sources
 
 
-def node_name(agent: "Agent") -> str:
+def node_name(agent: Agent) -> str:
     """The node's name, as far as it is known without asking."""
     return agent.settings.cluster.node_name or os.uname().nodename.strip().lower()
 
 
-def _known_pods(agent: "Agent") -> Callable[[], Mapping[str, KnownPod]]:
+def _known_pods(agent: Agent) -> Callable[[], Mapping[str, KnownPod]]:
     """The pods of this node by the UID in their cgroups; none without the API server."""
     last: tuple[Any, Mapping[str, KnownPod]] = ({}, {})
 

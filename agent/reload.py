@@ -8,10 +8,11 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from agent.assembly import Agent, vocabulary_of
+from agent.assembly import vocabulary_of
 from agent.kit import logs
 from agent.kit.configuration import ConfigurationError
 from agent.kit.inotify import FolderGone, watching
+from agent.rooms import Agent
 from agent.settings import Settings
 
 log = structlog.get_logger()

@@ -1,14 +1,10 @@
 """What works less well than it should, though pods are served: told by /readyz and status."""
 
-from typing import TYPE_CHECKING
-
 from agent.modes.state import Phase
-
-if TYPE_CHECKING:
-    from agent.assembly import Agent
+from agent.rooms import Agent
 
 
-def remarks(agent: "Agent") -> list[str]:
+def remarks(agent: Agent) -> list[str]:
     """Each in a sentence; empty: all is well."""
     found = []
     if agent.cluster:

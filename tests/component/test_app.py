@@ -11,9 +11,9 @@ import anyio.to_thread
 import pytest
 
 from agent import app
-from agent.assembly import Agent
 from agent.kit.supervise import FatalError
 from agent.plugins.pgpu import PgpuPlugin
+from agent.rooms import Agent
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine

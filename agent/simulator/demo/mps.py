@@ -8,10 +8,10 @@ import anyio
 import anyio.to_thread
 
 from agent import app
-from agent.assembly import Agent
 from agent.model.demand import CORES, MPS
 from agent.model.mps import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.nvml.port import ComputeMode
+from agent.rooms import Agent
 from agent.simulator import mps_control
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import NotAsTold, Stage

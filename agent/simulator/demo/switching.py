@@ -9,10 +9,10 @@ import anyio
 import anyio.to_thread
 
 from agent import app
-from agent.assembly import Agent
 from agent.model.demand import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
+from agent.rooms import Agent
 from agent.simulator import mps_control
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, Stage, gpu_pod
