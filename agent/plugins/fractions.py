@@ -86,8 +86,17 @@ class Shares:
         self._stocks: dict[str, Stock] = {}
 
     def restock(self) -> None:
-        """Tell pairing what there is to sell now."""
-        stocks = {state.uuid: self._stock(state) for state in self.inventory.value.gpus}
+        """Tell pairing what there is to sell now.
+
+        Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
+        never sells fractions holds none.
+        """
+        promised = {gpu for each in self.pairing.view.ledger.reservations for gpu in each.gpus}
+        stocks = {
+            state.uuid: self._stock(state)
+            for state in self.inventory.value.gpus
+            if self.modes.value.of(state.uuid).mode is self.sharing.mode or state.uuid in promised
+        }
         if stocks != self._stocks:
             self._stocks = stocks
             self.pairing.stock(stocks.values())
