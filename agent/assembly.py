@@ -136,7 +136,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
 
         own = OwnNode(agent.cluster.node, agent.cluster.events)
-        agent.figures = NodeFigures(own, resources.figures, assignment, _caught(agent, agent.cluster.pods))
+        pods = agent.cluster.pods
+        agent.figures = NodeFigures(own, resources.figures, assignment, _caught(agent, pods), _demand(pods))
         writers["status"] = agent.figures
     agent.switcher = ModeSwitcher(
         snapshot,
@@ -302,6 +303,20 @@ async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
         found = labels_of(snapshot, node.metadata.labels if node else {})
         if found and found != labels.value:
             labels.publish(found)
+
+
+def _demand(pods: "PodCache") -> Callable[[frozenset[str]], Awaitable[bool]]:
+    """Whether pods that wait for a node ask for one of some resources."""
+    from agent.cluster.api import ApiError  # noqa: PLC0415  as above
+
+    async def demand(resources: frozenset[str]) -> bool:
+        try:
+            return any(pod.asks_for(resources) for pod in await pods.unbound())
+        except ApiError as error:
+            log.warning("waiting_pods_unknown", problem=str(error))
+            return False
+
+    return demand
 
 
 def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:

@@ -24,10 +24,14 @@ PATCH_SPACING_SECONDS = 1.0
 PATCH_BURST = 3
 GATHER_SECONDS = 0.005  # several lists change in one breath
 SECOND_LOOK_SECONDS = 0.15  # a tick of the kubelet that began before the lists had changed has ended then
-SHRINK_SECONDS = 10.0  # how long a shrink is held up for pods that are caught between, at most
+SHRINK_SECONDS = 20.0  # how long a shrink is held up for pods that are caught between, at most
 # What the scheduler may still bind after it could have seen the patch; on a busy machine twice as long as it
 # took until we saw it ourselves.
 BINDING_SECONDS = 0.1
+
+
+# The longest that kubelets with their default of 10 s wait between two ticks: they add up to 4 %.
+TICK_SECONDS = 10.5
 
 
 class FiguresFailed(Exception):
@@ -48,6 +52,10 @@ class NodeStatusPort(Protocol):
         """Write them. Raises FiguresFailed."""
 
 
+async def _no_demand(_: frozenset[str]) -> bool:
+    return False
+
+
 class NodeFigures:
     """Keeps node.status true to our lists; an `Announcer` for the switcher."""
 
@@ -57,13 +65,20 @@ class NodeFigures:
         lists: Callable[[Assignment], Figures],
         assignment: Cell[Assignment],
         caught: Callable[[], Awaitable[bool]],
+        demand: Callable[[frozenset[str]], Awaitable[bool]] = _no_demand,
     ) -> None:
+        """`caught`: whether a pod is bound here and has not got its devices yet. `demand`: whether pods that
+        are not bound anywhere yet ask for one of these resources.
+        """
         self._node = node
         self._lists = lists
         self._assignment = assignment
         self._caught = caught
+        self._demand = demand
+        self._ticks = 0  # how often the kubelet was seen to write an older figure back
         self._ahead: Assignment | None = None
         self._closing = False
+        self._told: Figures | None = None  # what the node was last seen to say as wanted
         self._wake = anyio.Event()
         self.problem: str | None = None  # why the node's status could not be patched last
         self.patches = 0
@@ -94,10 +109,15 @@ class NodeFigures:
 
     async def shrink(self, assignment: Assignment) -> None:
         """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
+        before = self._lists(self._assignment.value)
         self._ahead = assignment
+        after = self._lists(assignment)
+        fewer = frozenset(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
         with anyio.move_on_after(SHRINK_SECONDS):
             if not await self._seen_patch():
                 return
+            if await self._demand(fewer):
+                await self._tick()
             while await self._caught():
                 await anyio.sleep(BINDING_SECONDS / 2)
                 await self._patch_differences()
@@ -120,6 +140,22 @@ class NodeFigures:
             await ending()
             await anyio.sleep(SECOND_LOOK_SECONDS)
             await self._patch_differences()
+
+    async def _tick(self) -> None:
+        """Wait until the kubelet has written the old figure back, and mend that: its next tick is far then.
+
+        One that had read the old lists and wrote after they had changed would have pods that wait bound to
+        units that are gone.
+        """
+        seen = self._ticks
+        with anyio.move_on_after(TICK_SECONDS):
+            while self._ticks == seen:
+                await self._changed()
+                await self._patch_differences()
+        while not self._agrees():
+            await self._patch_differences()
+            await self._changed()
+        await anyio.sleep(BINDING_SECONDS)
 
     async def _seen_patch(self) -> bool:
         """Patch, and return once the scheduler has seen it, too; False: there was nothing to patch."""
@@ -157,7 +193,11 @@ class NodeFigures:
             return False
         differing = {name: figures for name, figures in wanted.items() if found.get(name) != figures}
         if not differing:
+            self._told = wanted
             return False
+        if self._told == wanted:
+            self._ticks += 1
+            self._told = None
         try:
             await self._node.patch_resources(differing)
         except FiguresFailed as error:

@@ -175,6 +175,9 @@ class HttpApi:
         return await self._collection(request, lambda: iter((self._node_object(),)))
 
     async def _pods(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("fieldSelector", "").startswith("spec.nodeName=,"):
+            waiting = [pod for pod in self._api.pods.values() if pod.node_name is None]
+            return await self._collection(request, lambda: map(self._pod_object, waiting))
         return await self._collection(request, lambda: map(self._pod_object, self._api.bound_pods()))
 
     async def _collection(

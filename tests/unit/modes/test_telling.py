@@ -99,6 +99,35 @@ async def test_a_shrink_is_patched_first_and_waits_for_pods_that_are_caught_betw
     assert node.status == {"nvidia.com/gpu": (0, 0)}
 
 
+async def test_while_pods_wait_for_what_is_going_a_shrink_waits_for_the_kubelets_tick() -> None:
+    node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
+    asked: list[frozenset[str]] = []
+
+    async def demand(resources: frozenset[str]) -> bool:
+        asked.append(resources)
+        return True
+
+    figures = NodeFigures(node, lists, assignment, _nobody, demand)
+    done = anyio.Event()
+
+    async def shrink() -> None:
+        await figures.shrink(DRAINING)
+        done.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(shrink)
+        await anyio.sleep(0.6)
+        assert not done.is_set()
+        # The tick: the figure of the lists as they still are. After it there is time enough.
+        node.status["nvidia.com/gpu"] = (8, 8)
+        node.changes.publish(object())
+        with anyio.fail_after(5):
+            await done.wait()
+    assert asked == [{"nvidia.com/gpu"}]
+    assert node.status == {"nvidia.com/gpu": (0, 0)}
+    assert len(node.patches) == 2
+
+
 async def test_a_shrink_without_the_right_to_patch_does_not_hold_anything_up() -> None:
     node = OwnNode(status={"nvidia.com/gpu": (8, 8)}, refuse="nodes/status is forbidden")
     figures = NodeFigures(node, lists, Cell(SELLING), _nobody)
