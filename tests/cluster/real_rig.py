@@ -15,6 +15,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
+from agent.model.node_inventory import INVENTORY
 from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.kubelet.pods import Phase, PodSpec
@@ -284,7 +285,7 @@ class RealRig:
         cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
         labels = dict.fromkeys((*self._labels, MODE_LABEL))
         cluster.api.merge_patch(
-            node, {"metadata": {"labels": labels, "annotations": {STATE_ANNOTATION: None}}}
+            node, {"metadata": {"labels": labels, "annotations": {STATE_ANNOTATION: None, INVENTORY: None}}}
         )
         cluster.start("kubelet")
 

@@ -4,102 +4,44 @@ No kubelet runs their pods: what is shown is where pods are bound, not that they
 there is counted here anew from the annotations.
 """
 
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from agent.model.demand import CORES, VGPU
 from agent.model.fragmentation import USUAL
 from agent.model.node_inventory import INVENTORY, encode
 from agent.model.placement import HINT
 from tests.bench import arrivals
+from tests.cluster import extender_process
 from tests.cluster.build import Parts
-from tests.cluster.options import Options
-from tests.cluster.rig import REPOSITORY, Cluster
-from tests.cluster.waiting import NotYet, eventually
+from tests.cluster.extender_process import Replica, free_port
+from tests.cluster.rig import Cluster
 
 NODES, GPUS = 3, 4
-CONFIG = REPOSITORY / "config" / "scheduler"
 QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
 SMALL = {size: weight for size, weight in USUAL.items() if size <= CORES}
-
-
-class Replica:
-    """The extender's process; `start` may be called again after its end."""
-
-    def __init__(self, cluster: Cluster, port: int, log: Path) -> None:
-        self._cluster = cluster
-        self.port = port
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it; returns when it leads and its ledger is complete."""
-        flags = {
-            "http.address": "127.0.0.1",
-            "http.port": self.port,
-            "cluster.kubeconfig": self._cluster.kubeconfig,
-            "lease.namespace": "default",
-            "lease.durationSeconds": 3,
-            "lease.renewSeconds": 2,
-            "lease.retrySeconds": 0.3,
-        }
-        argv = [sys.executable, "-m", "agent", "extender"]
-        argv += [part for key, value in flags.items() for part in ("--set", f"{key}={value}")]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log, env=os.environ)
-        self._cluster.adopt(self._process.pid)
-        eventually(self._ready, timeout=60, what="the extender serves")
-
-    def _ready(self) -> None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=2).close()
-        except (urllib.error.URLError, OSError) as error:
-            raise NotYet(f"{error}; {self._log.read_text()[-500:]}") from error
-
-    def end(self, how: signal.Signals) -> None:
-        """Send a signal and wait."""
-        if self._process is not None:
-            self._process.send_signal(how)
-            self._process.wait(10)
-            self._process = None
 
 
 @pytest.fixture(scope="module")
 def port() -> int:
     """Where kube-scheduler is told that the extender is."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        found: int = listener.getsockname()[1]
-    return found
+    return free_port()
 
 
 @pytest.fixture(scope="module")
 def directed(parts: Parts, port: int) -> Iterator[Cluster]:
-    """A cluster whose kube-scheduler was started with the shipped configuration, but for the address."""
-    (entry,) = yaml.safe_load((CONFIG / "extender.yaml").read_text())["extenders"]
-    plain = {key: value for key, value in entry.items() if key not in ("tlsConfig", "enableHTTPS")}
-    plain["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
-    running = Cluster(parts, Options(scheduler_config={"extenders": [plain], "podMaxBackoffSeconds": 2}))
-    running.up()
-    try:
+    """A cluster with made-up nodes beside its own."""
+    with extender_process.directed(parts, port) as running:
         for number in range(NODES):
             _node(running, f"made-up-{number}")
         yield running
-    finally:
-        running.down()
 
 
 def _node(cluster: Cluster, name: str) -> None:
