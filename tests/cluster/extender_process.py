@@ -15,6 +15,7 @@ import yaml
 
 from tests.cluster.build import Parts
 from tests.cluster.options import Options
+from tests.cluster.pki import Authority
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import NotYet, eventually
 
@@ -26,15 +27,22 @@ class Replica:
 
     def __init__(self, cluster: Cluster, port: int, log: Path) -> None:
         self._cluster = cluster
-        self.port = port
+        self.port = port  # of HTTPS, where kube-scheduler comes
+        self._plain = free_port()
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it; returns when it leads and its ledger is complete."""
+        pki = self._cluster.layout.certificates
         flags = {
             "http.address": "127.0.0.1",
-            "http.port": self.port,
+            "http.port": self._plain,
+            "http.verbs": "false",
+            "tls.port": self.port,
+            "tls.certificate": pki / "extender.crt",
+            "tls.key": pki / "extender.key",
+            "tls.clientAuthority": pki / "ca.crt",
             "cluster.kubeconfig": self._cluster.kubeconfig,
             "lease.namespace": "default",
             "lease.durationSeconds": 3,
@@ -50,7 +58,7 @@ class Replica:
 
     def _ready(self) -> None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=2).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{self._plain}/readyz", timeout=2).close()
         except (urllib.error.URLError, OSError) as error:
             raise NotYet(f"{error}; {self._log.read_text()[-500:]}") from error
 
@@ -71,13 +79,18 @@ def free_port() -> int:
 
 @contextmanager
 def directed(parts: Parts, port: int) -> Iterator[Cluster]:
-    """A cluster whose kube-scheduler was started with the shipped configuration, but for the address."""
+    """A cluster whose kube-scheduler has the shipped configuration, but for address and certificates."""
     (entry,) = yaml.safe_load((CONFIG / "extender.yaml").read_text())["extenders"]
-    plain = {key: value for key, value in entry.items() if key not in ("tlsConfig", "enableHTTPS")}
-    plain["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
-    running = Cluster(parts, Options(scheduler_config={"extenders": [plain], "podMaxBackoffSeconds": 2}))
+    running = Cluster(parts)
+    pki = running.layout.certificates
+    files = {"certFile": "scheduler.crt", "keyFile": "scheduler.key", "caFile": "ca.crt"}
+    assert entry["tlsConfig"].keys() == files.keys()
+    entry["tlsConfig"] = {key: str(pki / name) for key, name in files.items()}
+    entry["urlPrefix"] = f"https://127.0.0.1:{port}/scheduler"
+    running.options = Options(scheduler_config={"extenders": [entry], "podMaxBackoffSeconds": 2})
     running.up()
     try:
+        Authority(pki).sign("extender", "/CN=extender", usage="serverAuth", alternatives="IP:127.0.0.1")
         yield running
     finally:
         running.down()

@@ -6,7 +6,10 @@ there is counted here anew from the annotations.
 
 import random
 import signal
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,3 +175,17 @@ def test_a_choice_that_a_tenant_annotated_is_overwritten_with_the_binding(
     assert len(bound) == NODES * GPUS
     assert set(_sold(bound).values()) == {81}
     assert {pod["metadata"]["annotations"]["tencent.com/gpu-assigned"] for pod in bound} == {"false"}
+
+
+def test_nobody_without_a_certificate_is_heard(directed: Cluster, replica: Replica) -> None:
+    trusting = ssl.create_default_context(cafile=str(directed.layout.certificates / "ca.crt"))
+    url = f"https://127.0.0.1:{replica.port}/scheduler/predicates"
+    with pytest.raises((urllib.error.URLError, OSError)) as refused:
+        urllib.request.urlopen(url, data=b"{}", timeout=5, context=trusting)
+    assert not isinstance(refused.value, urllib.error.HTTPError)
+    pki = directed.layout.certificates
+    trusting.load_cert_chain(pki / "scheduler.crt", pki / "scheduler.key")
+    with pytest.raises(urllib.error.HTTPError) as answered:
+        urllib.request.urlopen(url, data=b"{}", timeout=5, context=trusting)
+    with answered.value as reply:
+        assert reply.code == 400
