@@ -326,10 +326,12 @@ def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
         listed = await agent.holdings.refresh()
         if listed is None or pods.reflector.problem:
             return False
-        served = {(holding.namespace, holding.pod) for holding in listed.holdings}
+        held: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        for one in listed.holdings:
+            held.setdefault((one.namespace, one.pod), set()).add((one.container, one.resource))
         ours = {endpoint.plugin.resource for endpoint in agent.endpoints}
         return any(
-            pod.asks_for(ours) and (pod.metadata.namespace, pod.metadata.name) not in served
+            pod.lacks(ours, held.get((pod.metadata.namespace, pod.metadata.name), set()))
             for pod in pods.pods().values()
             if pod.pending
         )

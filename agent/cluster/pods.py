@@ -107,6 +107,20 @@ class Pod(msgspec.Struct, frozen=True):
         refused = next((s.run_as_non_root for s in (own, pod) if s and s.run_as_non_root is not None), None)
         return None if refused else "its user is the image's choice"
 
+    def lacks(self, resources: AbstractSet[str], held: AbstractSet[tuple[str, str]]) -> bool:
+        """Whether it asks for some of `resources` that it does not hold yet: (container, resource).
+
+        One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once they
+        have ended, so that their wishes count only where the pod holds nothing at all.
+        """
+        if not held:
+            return self.asks_for(resources)
+        return any(
+            (each.name, resource) not in held
+            for each in self.spec.containers
+            for resource in resources & each.resources.limits.keys()
+        )
+
     def asks_for(self, resources: AbstractSet[str]) -> bool:
         """Whether any of its containers asks for one of `resources`."""
         spec = self.spec

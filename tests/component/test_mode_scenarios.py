@@ -23,6 +23,12 @@ BOTH_FACES = (
     modes.test_agent_kill_in_mid_switch,
 )
 SHORT = 6  # switches
+# Under a stream of pods the kubelet's tick must be what it is: one that comes twice a second writes the figures
+# of old lists back at every moment of a switch.
+PRODUCTION_TICK = (
+    modes.test_no_admission_error_across_thirty_switches,
+    modes.test_agent_update_under_a_stream_of_pods,
+)
 
 
 class Watch:
@@ -56,7 +62,8 @@ def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face, pytest.Monkey
     @pytest.mark.parametrize("face", FACES if scenario in BOTH_FACES else FACES[:1])
     async def test(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SWITCHES", os.environ.get("SWITCHES", str(SHORT)))
-        async with embedded_rig(face) as rig:
+        tick = 10.0 if scenario in PRODUCTION_TICK else 0.5
+        async with embedded_rig(face, tick) as rig:
             watch = Watch()
 
             def read(resource: str, devices: list[Device]) -> None:
