@@ -110,8 +110,8 @@ class Pod(msgspec.Struct, frozen=True):
     def lacks(self, resources: AbstractSet[str], held: AbstractSet[tuple[str, str]]) -> bool:
         """Whether it asks for some of `resources` that it does not hold yet: (container, resource).
 
-        One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once they
-        have ended, so that their wishes count only where the pod holds nothing at all.
+        One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once
+        they have ended, so that their wishes count only where the pod holds nothing at all.
         """
         if not held:
             return self.asks_for(resources)

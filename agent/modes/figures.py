@@ -28,6 +28,7 @@ SHRINK_SECONDS = 20.0  # how long a shrink is held up for pods that are caught b
 # What the scheduler may still bind after it could have seen the patch; on a busy machine twice as long as it
 # took until we saw it ourselves.
 BINDING_SECONDS = 0.1
+SEEN_SECONDS = 2.0  # a watch that is mute shall not hold up a switch
 
 
 # The longest that kubelets with their default of 10 s wait between two ticks: they add up to 4 %.
@@ -113,14 +114,23 @@ class NodeFigures:
         self._ahead = assignment
         after = self._lists(assignment)
         fewer = frozenset(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
-        with anyio.move_on_after(SHRINK_SECONDS):
+        began = anyio.current_time()
+        waited = False
+        with anyio.move_on_after(SHRINK_SECONDS) as deadline:
             if not await self._seen_patch():
                 return
-            if await self._demand(fewer):
+            if waited := await self._demand(fewer):
                 await self._tick()
             while await self._caught():
                 await anyio.sleep(BINDING_SECONDS / 2)
                 await self._patch_differences()
+        log.info(
+            "shrink_announced",
+            resources=sorted(fewer),
+            waited_for_tick=waited,
+            seconds=round(anyio.current_time() - began, 3),
+            late=deadline.cancelled_caught or None,
+        )
 
     def settled(self) -> None:
         """The lists carry what was announced: they are the measure again."""
@@ -152,18 +162,17 @@ class NodeFigures:
             while self._ticks == seen:
                 await self._changed()
                 await self._patch_differences()
-        while not self._agrees():
-            await self._patch_differences()
-            await self._changed()
-        await anyio.sleep(BINDING_SECONDS)
+        await self._seen_patch()
 
     async def _seen_patch(self) -> bool:
-        """Patch, and return once the scheduler has seen it, too; False: there was nothing to patch."""
+        """Patch, and return once the scheduler has seen it, too; False: the node cannot be patched."""
         began = anyio.current_time()
-        if not await self._patch_differences():
+        await self._patch_differences(blindly=True)
+        if self.problem:
             return False
-        while not self._agrees():
-            await self._changed()
+        with anyio.move_on_after(SEEN_SECONDS):
+            while not self._agrees():
+                await self._changed()
         await anyio.sleep(max(BINDING_SECONDS, 2 * (anyio.current_time() - began)))
         return True
 
@@ -185,12 +194,14 @@ class NodeFigures:
         wanted = self._wanted()
         return self._node.figures(frozenset(wanted)) == wanted
 
-    async def _patch_differences(self) -> bool:
-        """Patch what differs; answers whether a patch was made."""
+    async def _patch_differences(self, *, blindly: bool = False) -> bool:
+        """Patch what differs; answers whether a patch was made. `blindly`: a node that is not seen, too."""
         wanted = self._wanted()
         found = self._node.figures(frozenset(wanted))
         if found is None:
-            return False
+            if not blindly:
+                return False
+            found = {}
         differing = {name: figures for name, figures in wanted.items() if found.get(name) != figures}
         if not differing:
             self._told = wanted

@@ -202,7 +202,7 @@ class RealRig:
             each["metadata"]["name"]: (
                 Phase(each["status"]["phase"]),
                 each["status"].get("reason", ""),
-                each["status"].get("message", "") or waiting_of(each),
+                " ".join((each["status"].get("message", ""), waiting_of(each))).strip(),
             )
             for each in found["items"]
         }

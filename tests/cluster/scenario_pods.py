@@ -68,4 +68,7 @@ def waiting_of(pod: dict[str, Any]) -> str:
     states = [each.get("state", {}).get("waiting", {}) for each in pod["status"].get("containerStatuses", ())]
     told = [f"{each.get('reason', '')} {each.get('message', '')}".strip() for each in states if each]
     ending = pod["metadata"].get("deletionTimestamp")
+    if pod["status"]["phase"] == "Failed":
+        bound = [c["lastTransitionTime"] for c in pod["status"]["conditions"] if c["type"] == "PodScheduled"]
+        told += [f"bound at {bound}, refused at {pod['status'].get('startTime')}"]
     return "; ".join([*told, f"to be gone at {ending}"] if ending else told)

@@ -112,6 +112,9 @@ async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
                 await node.reach("applied", mode, 120.0)
                 await stream.empty(mode)
             stream.end()
+        if stream.failed:
+            for event in ("mode_wanted", "shrink_announced", "mode_state"):
+                print(*await node.logged(event), sep="\n")
         assert not stream.failed, (
             f"{len(stream.failed)} of {len(stream.ran)}: {list(stream.failed.items())[:4]}"
         )
