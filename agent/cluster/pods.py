@@ -108,7 +108,7 @@ class Pod(msgspec.Struct, frozen=True):
         return None if refused else "its user is the image's choice"
 
     def lacks(self, resources: AbstractSet[str], held: AbstractSet[tuple[str, str]]) -> bool:
-        """Whether it asks for some of `resources` that it does not hold yet: (container, resource).
+        """Whether it asks for any of `resources` that it does not hold: (container, resource).
 
         One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once
         they have ended, so that their wishes count only where the pod holds nothing at all.
