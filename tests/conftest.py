@@ -31,3 +31,10 @@ def logs() -> Iterator[list[MutableMapping[str, Any]]]:
     """Every event logged while the test runs, as dictionaries with `event` and `log_level`."""
     with structlog.testing.capture_logs() as events:
         yield events
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Tests of the command line set the log up for a stream that is closed when they end."""
+    yield
+    structlog.reset_defaults()
