@@ -76,10 +76,9 @@ class NodeFigures:
         self._assignment = assignment
         self._caught = caught
         self._demand = demand
-        self._ticks = 0  # how often the kubelet was seen to write an older figure back
+        self._probed: str | None = None  # a resource whose figures are wrong on purpose
         self._ahead: Assignment | None = None
         self._closing = False
-        self._told: Figures | None = None  # what the node was last seen to say as wanted
         self._wake = anyio.Event()
         self.problem: str | None = None  # why the node's status could not be patched last
         self.patches = 0
@@ -111,16 +110,16 @@ class NodeFigures:
     async def shrink(self, assignment: Assignment) -> None:
         """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
         before = self._lists(self._assignment.value)
-        self._ahead = assignment
         after = self._lists(assignment)
         fewer = frozenset(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
         began = anyio.current_time()
         waited = False
         with anyio.move_on_after(SHRINK_SECONDS) as deadline:
+            if fewer and (waited := await self._demand(fewer)):
+                await self._tick(min(fewer))
+            self._ahead = assignment
             if not await self._seen_patch():
                 return
-            if waited := await self._demand(fewer):
-                await self._tick()
             while await self._caught():
                 await anyio.sleep(BINDING_SECONDS / 2)
                 await self._patch_differences()
@@ -151,18 +150,33 @@ class NodeFigures:
             await anyio.sleep(SECOND_LOOK_SECONDS)
             await self._patch_differences()
 
-    async def _tick(self) -> None:
-        """Wait until the kubelet has written the old figure back, and mend that: its next tick is far then.
+    async def _tick(self, resource: str) -> None:
+        """Wait until the kubelet has written its figures: its next tick is far away then.
 
         One that had read the old lists and wrote after they had changed would have pods that wait bound to
-        units that are gone.
+        units that are gone. A tick is only seen where it finds something to mend, so that the capacity of a
+        resource is patched one too high, which nobody counts with: scheduler and kubelet go by allocatable.
         """
-        seen = self._ticks
-        with anyio.move_on_after(TICK_SECONDS):
-            while self._ticks == seen:
-                await self._changed()
-                await self._patch_differences()
-        await self._seen_patch()
+        found = (self._node.figures(frozenset({resource})) or {}).get(resource)
+        if found is None:
+            return
+        self._probed = resource
+        try:
+            await self._node.patch_resources({resource: (found[0] + 1, found[1])})
+            self.patches += 1
+            seen = False
+            with anyio.move_on_after(TICK_SECONDS):
+                while True:
+                    now = (self._node.figures(frozenset({resource})) or {}).get(resource)
+                    probing = now is not None and now[0] == found[0] + 1
+                    if seen and not probing:
+                        break
+                    seen = seen or probing
+                    await self._changed()
+        except FiguresFailed as error:
+            self.problem = str(error)
+        finally:
+            self._probed = None
 
     async def _seen_patch(self) -> bool:
         """Patch, and return once the scheduler has seen it, too; False: the node cannot be patched."""
@@ -203,12 +217,9 @@ class NodeFigures:
                 return False
             found = {}
         differing = {name: figures for name, figures in wanted.items() if found.get(name) != figures}
+        differing.pop(self._probed or "", None)
         if not differing:
-            self._told = wanted
             return False
-        if self._told == wanted:
-            self._ticks += 1
-            self._told = None
         try:
             await self._node.patch_resources(differing)
         except FiguresFailed as error:
