@@ -22,7 +22,7 @@ from agent.mps import answers
 from agent.mps.answers import Client, ServerState
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
-from agent.mps.errors import CommandRefused, NotSupported, Unanswered
+from agent.mps.errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
 
 ANSWER_SECONDS = 2.0
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
@@ -236,8 +236,8 @@ class Control:
                     [str(self._program.path)], stdin=stdin, check=False, env=self._environment, cwd="/"
                 )
             except OSError as error:
-                # Taken away with a driver that is being replaced: a daemon that nobody can ask now.
-                raise Unanswered(f"{self._program.path} cannot be run: {error.strerror}") from error
+                # Taken away with a driver that is being replaced: that says nothing against the daemon.
+                raise ProgramMissing(f"{self._program.path} cannot be run: {error.strerror}") from error
             return (
                 done.stdout.decode(errors="replace").strip(),
                 done.stderr.decode(errors="replace").strip(),

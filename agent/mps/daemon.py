@@ -21,7 +21,7 @@ from agent.mps.binary import Program
 from agent.mps.compute import ComputeModes
 from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, StartFailed, Unanswered
+from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
 from agent.mps.processes import Process
@@ -221,10 +221,16 @@ class Daemon:
 
     async def _probing(self, process: Process) -> None:
         answered = anyio.current_time()
+        mute = False  # there is nothing to ask the daemon with
         while True:
             try:
                 await self._probe()
-                answered = anyio.current_time()
+                answered, mute = anyio.current_time(), False
+            except ProgramMissing as error:
+                # The daemon lives, and its clients with it: what it was last seen to be stays true.
+                if not mute:
+                    log.warning("mps_daemon_not_asked", gpu=self.uuid, problem=str(error))
+                answered, mute = anyio.current_time(), True
             except MpsError as error:
                 self._publish(replace(self.status.value, state=DaemonState.STARTING, reason=str(error)))
                 if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
