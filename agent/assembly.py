@@ -1,7 +1,6 @@
 """Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
 
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +61,6 @@ CaughtCheck = Callable[[], Awaitable[bool]]
 FIRST_LOOK_SECONDS = 2.0
 # How long an API server that does not answer is waited for before the last known wish is taken up.
 FIRST_WISH_SECONDS = 3.0
-# Pods that came within this time may have followers on their way.
-LATELY_SECONDS = 10.0
 
 
 async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
@@ -141,7 +138,12 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         own = OwnNode(agent.cluster.node, agent.cluster.events)
         pods = agent.cluster.pods
         agent.figures = NodeFigures(
-            own, resources.figures, assignment, _caught(agent, pods), _demand(agent, pods)
+            own,
+            resources.figures,
+            assignment,
+            _caught(agent, pods),
+            _demand(pods),
+            resources.delivered,
         )
         writers["status"] = agent.figures
     agent.switcher = ModeSwitcher(
@@ -310,15 +312,11 @@ async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
             labels.publish(found)
 
 
-def _demand(agent: Agent, pods: "PodCache") -> Callable[[frozenset[str]], Awaitable[bool]]:
-    """Whether pods come for some resources: some wait for a node, or some have come here lately."""
+def _demand(pods: "PodCache") -> Callable[[frozenset[str]], Awaitable[bool]]:
+    """Whether pods that wait for a node ask for one of some resources."""
     from agent.cluster.api import ApiError  # noqa: PLC0415  as above
 
     async def demand(resources: frozenset[str]) -> bool:
-        services = [each.service for each in agent.endpoints if each.plugin.resource in resources]
-        lately = time.monotonic() - LATELY_SECONDS
-        if any(each.last_grant and each.last_grant > lately for each in services):
-            return True
         try:
             return any(pod.asks_for(resources) for pod in await pods.unbound())
         except ApiError as error:

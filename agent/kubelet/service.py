@@ -67,7 +67,6 @@ class DevicePluginService:
         # Device IDs granted lately, with the time: the kubelet records them a moment after we answer.
         self._granted: deque[tuple[float, str]] = deque()
         self._draining = False
-        self.last_grant: float | None = None  # time.monotonic() of the last preference or grant
 
     def handlers(self) -> Handlers:
         """All RPCs of this resource's socket."""
@@ -115,7 +114,7 @@ class DevicePluginService:
         await self._delivered.wait_for(lambda sent: all(each >= version for each in sent))
 
     def _touch(self, containers: Iterable[Iterable[str]]) -> None:
-        self.last_grant = now = time.monotonic()
+        now = time.monotonic()
         self._granted.extend((now, device) for ids in containers for device in ids)
 
     def granted_lately(self) -> frozenset[str]:

@@ -28,6 +28,7 @@ SHRINK_SECONDS = 20.0  # how long a shrink is held up for pods that are caught b
 # What the scheduler may still bind after it could have seen the patch; on a busy machine twice as long as it
 # took until we saw it ourselves.
 BINDING_SECONDS = 0.1
+TAKEN_IN_SECONDS = 0.1  # what the kubelet needs to read a list of thousands and to write its checkpoint
 SEEN_SECONDS = 2.0  # a watch that is mute shall not hold up a switch
 
 
@@ -57,6 +58,10 @@ async def _no_demand(_: frozenset[str]) -> bool:
     return False
 
 
+async def _nothing() -> None:
+    return
+
+
 class NodeFigures:
     """Keeps node.status true to our lists; an `Announcer` for the switcher."""
 
@@ -67,15 +72,18 @@ class NodeFigures:
         assignment: Cell[Assignment],
         caught: Callable[[], Awaitable[bool]],
         demand: Callable[[frozenset[str]], Awaitable[bool]] = _no_demand,
+        delivered: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """`caught`: whether a pod is bound here and has not got its devices yet. `demand`: whether pods that
-        are not bound anywhere yet ask for one of these resources.
+        are not bound anywhere yet ask for one of these resources. `delivered`: returns when all lists have
+        left for the kubelet.
         """
         self._node = node
         self._lists = lists
         self._assignment = assignment
         self._caught = caught
         self._demand = demand
+        self._delivered = delivered
         self._probed: str | None = None  # a resource whose figures are wrong on purpose
         self._ahead: Assignment | None = None
         self._closing = False
@@ -100,12 +108,31 @@ class NodeFigures:
                 refilled = now
                 if allowed < 1:
                     await anyio.sleep((1 - allowed) * PATCH_SPACING_SECONDS)
+                elif self._grows() and not await self._arrived():
+                    continue
                 elif await self._patch_differences():
                     allowed -= 1
                 else:
                     with anyio.move_on_after(5 * PATCH_SPACING_SECONDS):
                         await self._wake.wait()
                     await anyio.sleep(GATHER_SECONDS)
+
+    def _grows(self) -> bool:
+        """Whether more of something is to be offered than the node's status tells."""
+        wanted = self._wanted()
+        found = self._node.figures(frozenset(wanted)) or {}
+        return any(left > found.get(name, (0, 0))[1] for name, (_, left) in wanted.items())
+
+    async def _arrived(self) -> bool:
+        """Wait until the kubelet has taken in the lists: all of a pair's, or a pod would find but one half.
+
+        False: they have changed meanwhile.
+        """
+        wanted = self._wanted()
+        with anyio.move_on_after(SEEN_SECONDS):
+            await self._delivered()
+        await anyio.sleep(TAKEN_IN_SECONDS)
+        return self._wanted() == wanted
 
     async def shrink(self, assignment: Assignment) -> None:
         """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
