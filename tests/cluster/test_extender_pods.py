@@ -17,7 +17,7 @@ from tests.cluster import extender_process
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Replica, free_port
 from tests.cluster.real_rig import RealRig, real_rig
-from tests.cluster.rig import Cluster
+from tests.cluster.rig import NODE, Cluster
 from tests.scenarios.vgpu import BLOCKS, CORE, CORES, GPUS, serving, share
 
 POLICY = "gpu-node-agent.io/placement"
@@ -123,12 +123,23 @@ async def test_extender_away_agent_still_serves_and_forged_annotation_changes_no
     assert await ignored(directed) == []
 
 
-async def filled(rig: RealRig) -> tuple[list[str], int]:
-    """Random shares until nothing more starts: pods that died, and cores that run."""
+async def cordon(cluster: Cluster, closed: bool) -> None:
+    """Keep new pods off the node, or let them come."""
+    path = cluster.api.path("v1", "Node", None, NODE)
+    await anyio.to_thread.run_sync(
+        partial(cluster.api.merge_patch, path, {"spec": {"unschedulable": closed or None}})
+    )
+
+
+async def filled(rig: RealRig, cluster: Cluster) -> tuple[list[str], int]:
+    """Random shares, all at once, until nothing more starts: pods that died, and cores that run."""
     draw = random.Random(3)
     pods = {f"mix-{number}": draw.choice(SIZES) for number in range(2 * GPUS + 2)}
+    # Together: one after another, the node's figures would follow between two bindings.
+    await cordon(cluster, closed=True)
     for name, size in pods.items():
         await rig.create_pod(pod(name, size))
+    await cordon(cluster, closed=False)
     seen: object = None
     with anyio.move_on_after(100):
         while True:
@@ -142,9 +153,9 @@ async def filled(rig: RealRig) -> tuple[list[str], int]:
     return died, sum(pods[name] for name in pods if ended[name][0] is Phase.RUNNING)
 
 
-async def test_no_admission_failure_at_full_load(rig: RealRig, replica: Replica) -> None:
+async def test_no_admission_failure_at_full_load(rig: RealRig, directed: Cluster, replica: Replica) -> None:
     await serving(rig)
-    died, cores = await filled(rig)
+    died, cores = await filled(rig, directed)
     assert died == []
     assert cores >= 0.7 * GPUS * CORES
 
@@ -152,7 +163,7 @@ async def test_no_admission_failure_at_full_load(rig: RealRig, replica: Replica)
 async def test_the_same_load_without_it_dies_at_admission(cluster: Cluster) -> None:
     async with real_rig(cluster) as rig:
         await serving(rig)
-        died, _ = await filled(rig)
+        died, _ = await filled(rig, cluster)
         assert any("UnexpectedAdmissionError" in one for one in died), died
 
 

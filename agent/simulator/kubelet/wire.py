@@ -43,10 +43,24 @@ class UnixChannel(Channel):
 
     def __init__(self, path: Path, authority: str | None = "localhost") -> None:
         self._chosen_authority = authority if authority is not None else quote(str(path), safe="")
+        self._closing = False
         super().__init__(path=str(path), codec=_LimitedCodec())
 
     def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002
         return self._chosen_authority
+
+    async def __connect__(self) -> H2Protocol:
+        # grpclib would connect anew for a call that comes, or waits for its connection, after close().
+        protocol = None if self._closing else await super().__connect__()
+        if protocol is None or self._closing:
+            super().close()
+            raise GRPCError(Status.CANCELLED, "grpc: the client connection is closing")
+        return protocol
+
+    def close(self) -> None:
+        """Close for good."""
+        self._closing = True
+        super().close()
 
     async def dial(self, within: float) -> None:
         """Connect, however often it takes. Raises OSError of the last try when the time is over.

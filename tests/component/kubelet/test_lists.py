@@ -60,13 +60,14 @@ async def test_empty_list_makes_a_key_with_zero(kubelet: EmbeddedKubelet, root: 
 async def test_lists_reach_the_node_only_at_its_tick(root: Path) -> None:
     kubelet = EmbeddedKubelet(root, status_tick=3600, timings=FAST)
     lists: list[int] = []
-    async with kubelet.running():
-        with (
-            kubelet.observing_lists(lambda _, devices: lists.append(len(devices))),
-            Plugin(root / "plugins_registry/p.sock", devices={"a": True}).serving(),
-        ):
-            await eventually(lambda: lists == [1])
-            assert kubelet.allocatable == {}
+    (root / "plugins_registry").mkdir()
+    with Plugin(root / "plugins_registry/p.sock", devices={"a": True}).serving() as plugin:
+        async with kubelet.running():
+            with kubelet.observing_lists(lambda _, devices: lists.append(len(devices))):
+                await eventually(lambda: kubelet.allocatable.get(GPU) == 1)
+                plugin.publish({"a": True, "b": True})
+                await eventually(lambda: lists[-1:] == [2])
+                assert kubelet.allocatable[GPU] == 1
 
 
 async def test_stream_end_makes_all_unhealthy_and_five_minutes_later_none(root: Path) -> None:

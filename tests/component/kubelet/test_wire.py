@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from grpclib.exceptions import StreamTerminatedError
+from grpclib.exceptions import GRPCError, StreamTerminatedError
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import RequestReceived
@@ -13,6 +13,7 @@ from agent._proto import pluginregistration, v1beta1
 from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.registration import is_extended_resource
 from agent.simulator.kubelet.wire import UnixChannel
+from tests.component.kubelet.peer import Plugin
 
 
 async def authority_seen(socket: Path, *, watcher: bool) -> str:
@@ -52,6 +53,16 @@ async def test_authority_on_device_plugin_connections(root: Path) -> None:
 
 async def test_authority_of_the_plugin_watcher(root: Path) -> None:
     assert await authority_seen(root / "p.sock", watcher=True) == str(root / "p.sock").replace("/", "%2F")
+
+
+async def test_call_after_close_does_not_connect_anew(root: Path) -> None:
+    with Plugin(root / "p.sock").serving():
+        channel = UnixChannel(root / "p.sock")
+        stub = v1beta1.DevicePluginStub(channel)
+        await stub.get_device_plugin_options(timeout=5)
+        channel.close()
+        with pytest.raises(GRPCError, match="the client connection is closing"):
+            await stub.get_device_plugin_options(timeout=5)
 
 
 def test_long_root_is_refused_with_the_remedy() -> None:
