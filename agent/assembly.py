@@ -130,7 +130,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder),
         Mode.MPS: agent.mps.plugins,
     }
-    resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(settings), agent.supervisor, group)
+    resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(agent), agent.supervisor, group)
     writers: dict[str, Patching] = {}
     if agent.cluster:
         from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
@@ -256,7 +256,9 @@ def _vgpu_plugins(
     return list(plugins)
 
 
-def _endpoint_of(settings: Settings) -> EndpointFactory:
+def _endpoint_of(agent: Agent) -> EndpointFactory:
+    settings = agent.settings
+
     def endpoint(plugin: ResourcePlugin) -> Endpoint:
         return Endpoint(
             plugin,
@@ -264,6 +266,7 @@ def _endpoint_of(settings: Settings) -> EndpointFactory:
             settings.device_plugins_folder,
             settings.kubelet.registration,
             settings.kubelet.registry_wait_seconds,
+            agent.holdings.allocated,
         )
 
     return endpoint

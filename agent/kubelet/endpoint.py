@@ -40,9 +40,10 @@ class Endpoint:
         device_plugins: Path,
         registration: Literal["auto", "registry", "socket"] = "auto",
         registry_wait_seconds: float = 10.0,
+        allocated: Callable[[], None] = lambda: None,
     ) -> None:
         self.plugin = plugin
-        self.service = DevicePluginService(plugin)
+        self.service = DevicePluginService(plugin, allocated)
         self.way = Way.SOCKET if registration == "socket" else Way.REGISTRY
         self._may_fall_back = registration == "auto"
         self._registry_wait = registry_wait_seconds

@@ -14,6 +14,9 @@ from agent.model.modes import Mode
 log = structlog.get_logger()
 
 REFRESH_SECONDS = 5.0
+# After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
+# the shortest time between two reads, for the socket's rate limit is everybody's on the node.
+SOON_SECONDS = 0.3
 
 MODE_OF_UNIT: Mapping[Unit, Mode] = {
     Unit.WHOLE: Mode.PGPU,
@@ -60,19 +63,32 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
 
 
 class HoldingsWatch:
-    """A cell with who holds what, refreshed on a timer: the kubelet tells nobody when a pod frees devices."""
+    """A cell with who holds what, refreshed soon after each Allocate, and on a timer.
+
+    The kubelet tells nobody when a pod frees devices.
+    """
 
     def __init__(self, client: PodResources) -> None:
         self.client = client
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
+        self._allocations: Cell[int] = Cell(0)
+
+    def allocated(self) -> None:
+        """The kubelet was handed devices: read soon who has got them."""
+        self._allocations.publish(self._allocations.value + 1)
 
     async def run(self) -> None:
         """Refresh for ever."""
+        seen = self._allocations.version
         with self.client.keeping_connection():
             while True:
                 await self.refresh()
-                await anyio.sleep(REFRESH_SECONDS)
+                with anyio.move_on_after(REFRESH_SECONDS) as waited:
+                    seen = await self._allocations.wait_change(seen)
+                if not waited.cancelled_caught:
+                    # Those that come meanwhile may be recorded after the read, and lead to another one.
+                    await anyio.sleep(SOON_SECONDS)
 
     async def refresh(self) -> PodList | None:
         """Read anew now; None: not readable, `problem` says why."""

@@ -55,8 +55,9 @@ class ServiceStats:
 class DevicePluginService:
     """Serves one resource. Holds no state of devices: that is the plugin's."""
 
-    def __init__(self, plugin: ResourcePlugin) -> None:
+    def __init__(self, plugin: ResourcePlugin, allocated: Callable[[], None] = lambda: None) -> None:
         self.plugin = plugin
+        self._allocated = allocated  # called after each Allocate that was granted
         self.stats = ServiceStats()
         # Changes of what the kubelet did: the endpoint's task waits on these.
         self.infos_given: Cell[int] = Cell(0)
@@ -199,6 +200,7 @@ class DevicePluginService:
             )
 
         await _send(stream, await self._bounded("Allocate", CALL_SECONDS, answer))
+        self._allocated()
         for ids in requests.containers:
             gpus = sorted({device.partition(SEPARATOR)[0] for device in ids})
             log.info("allocated", resource=self.plugin.resource, devices=len(ids), gpus=gpus)

@@ -16,6 +16,7 @@ from agent.plugins.pgpu import PgpuPlugin
 from agent.rooms import Agent
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
+from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.component.kubelet_room.parts import GPU, Peer, eventually, running_tasks
@@ -75,6 +76,19 @@ async def test_from_start_to_stop_nothing_blocks_the_loop_and_nothing_stays(fold
         await eventually(lambda: kubelet.allocatable.get(GPU) == 0)
         await eventually(lambda: running_tasks() <= tasks)
         assert not (folder / "k/plugins_registry/gna-nvidia-gpu.sock").exists()
+
+
+async def test_new_holders_are_seen_without_the_timer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent answered the Allocate itself: nobody waits for its next look at the records."""
+    monkeypatch.setattr("agent.kubelet.holdings.REFRESH_SECONDS", 1e6)
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), app.running(_settings(folder), _nvml()) as agent:
+        await eventually(lambda: kubelet.allocatable.get(GPU) == 8)
+        for name in ("one", "two"):
+            kubelet.create_pod(PodSpec(name, (ContainerSpec("main", {GPU: 1}),)))
+            with anyio.fail_after(10):
+                while f'pod="{name}"' not in await _get(agent, "/metrics"):
+                    await anyio.sleep(0.1)
 
 
 async def test_probes_answer_until_the_last_call_is_answered(

@@ -76,10 +76,10 @@ class ScriptedPlugin:
 class Served:
     """A plugin behind its socket."""
 
-    def __init__(self, plugin: ScriptedPlugin, path: Path) -> None:
+    def __init__(self, plugin: ScriptedPlugin, path: Path, allocated: Callable[[], None]) -> None:
         self.plugin = plugin
         self.path = path
-        self.service = DevicePluginService(plugin)
+        self.service = DevicePluginService(plugin, allocated)
         self.server = DrainableServer(self.service.handlers(), path)
 
     async def stop(self) -> None:
@@ -89,9 +89,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(plugin: ScriptedPlugin, folder: Path) -> AsyncIterator[Served]:
+async def served(
+    plugin: ScriptedPlugin, folder: Path, allocated: Callable[[], None] = lambda: None
+) -> AsyncIterator[Served]:
     """The plugin served on a socket in `folder`; stopped at the end if a test has not done so."""
-    one = Served(plugin, folder / "p.sock")
+    one = Served(plugin, folder / "p.sock", allocated)
     await one.server.start()
     try:
         yield one

@@ -46,6 +46,21 @@ async def test_options_and_info(folder: Path) -> None:
         assert one.service.infos_given.value == 1
 
 
+async def test_only_granted_allocations_are_told_of(folder: Path) -> None:
+    async def refuse(ids: Sequence[str]) -> Allocation:
+        raise Refused("not today")
+
+    told: list[None] = []
+    plugin = ScriptedPlugin("a")
+    async with served(plugin, folder, lambda: told.append(None)) as one, Peer(one.path) as peer:
+        await peer.allocate("a")
+        await eventually(lambda: len(told) == 1)
+        plugin.on_allocate = refuse
+        with pytest.raises(grpc.RpcError):
+            await peer.allocate("a")
+    assert len(told) == 1
+
+
 async def test_allocation_carries_every_field(folder: Path) -> None:
     async def grant(ids: Sequence[str]) -> Allocation:
         return Allocation(

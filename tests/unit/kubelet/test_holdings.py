@@ -69,11 +69,13 @@ class Lister:
 
     def __init__(self, *answers: PodList | str) -> None:
         self.answers = list(answers)
+        self.asked: list[float] = []  # when
 
     def keeping_connection(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     async def list(self) -> PodList:
+        self.asked.append(anyio.current_time())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
             raise PodResourcesUnavailable(answer)
@@ -102,3 +104,40 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
         "pod_resources_unavailable",
         "pod_resources_readable",
     ]
+
+
+async def test_an_allocation_is_seen_soon_and_one_during_the_wait_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holdings_module, "REFRESH_SECONDS", 1e6)
+    monkeypatch.setattr(holdings_module, "SOON_SECONDS", 0.05)
+    none, one, two = _listed(), _listed(_held(A)), _listed(_held(A), _held(B))
+    lister = Lister(none, one, two)
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(5):
+            await watch.cell.wait_for(lambda found: found == none)
+            watch.allocated()
+            await anyio.sleep(0.01)
+            watch.allocated()  # within the wait: what it is about may be recorded after the read
+            await watch.cell.wait_for(lambda found: found == two)
+        group.cancel_scope.cancel()
+    assert len(lister.asked) == 3
+
+
+async def test_a_crowd_of_allocations_does_not_wear_out_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings_module, "REFRESH_SECONDS", 1e6)
+    monkeypatch.setattr(holdings_module, "SOON_SECONDS", 0.05)
+    lister = Lister(_listed())
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        for _ in range(100):
+            watch.allocated()
+            await anyio.sleep(0.002)
+        await anyio.sleep(0.15)
+        group.cancel_scope.cancel()
+    pauses = [after - before for before, after in zip(lister.asked, lister.asked[1:], strict=False)]
+    assert len(pauses) >= 2
+    assert min(pauses) >= 0.05
