@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from agent.inventory.clock import boot_seconds
 from agent.inventory.messages import Probed, Scanned
 from agent.inventory.snapshot import Unreadable
-from agent.inventory.survey import Findings, Step, Survey
+from agent.inventory.survey import Findings, Step
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
-from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlHung
+from agent.nvml.errors import NvmlError, NvmlGpuLost
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Probe
+from agent.nvml.sweep import Sweep
 
 # Identities are read anew every so many rounds, or at once when the count changed or a probe failed:
 # that GPUs swap indices, or MIG is switched, costs nothing when it is told some seconds late.
@@ -29,7 +30,7 @@ class Rounds:
         self._count = -1
         self._present: tuple[Gpu, ...] = ()
         self._unreadable = False
-        self._hung: dict[Step, Survey] = {}
+        self._sweep = Sweep[Step, Gpu | Probe](lane, self._ask)
         self._ecc: dict[str, int] = {}
 
     async def look(self, known: Iterable[str]) -> Scanned:
@@ -54,25 +55,13 @@ class Rounds:
 
     async def _survey(self, steps: Sequence[Step], findings: Findings) -> set[Step]:
         """Take the steps; answers those that hang."""
-        self._hung = {step: survey for step, survey in self._hung.items() if survey.current == step}
-        hung = {step for step in steps if step in self._hung}
-        left: tuple[Step, ...] = tuple(step for step in steps if step not in hung)
-        while left:
-            survey = Survey(self._nvml, left, findings)
-            try:
-                await self._lane.run(survey.run, progress=survey.got_on)
-                left = ()
-            except NvmlHung:
-                survey.abandoned = True
-                culprit = survey.current
-                if culprit is None:  # the lane itself refuses: too many threads hang
-                    raise
-                left = survey.rest()
-                self._hung[culprit] = survey
-                hung.add(culprit)
-            if findings.fatal is not None:
-                raise findings.fatal
+        hung = await self._sweep.over(steps, findings.note)
+        if findings.fatal is not None:
+            raise findings.fatal
         return hung
+
+    def _ask(self, step: Step) -> Gpu | Probe:
+        return self._nvml.describe(step) if isinstance(step, int) else self._nvml.probe(step)
 
     def _judged(self, uuid: str, findings: Findings, mute: bool) -> Probed:
         if mute:

@@ -10,9 +10,10 @@ import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.nvml.errors import NvmlError
+from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Sample, SampleWish
+from agent.nvml.sweep import Sweep
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
@@ -23,6 +24,7 @@ NO_WORK: Mapping[int, float] = MappingProxyType({})
 HELD_SECONDS = 2.0
 # Limits and counters are read less often than once a second: nobody scrapes faster.
 COUNTERS_SECONDS = 5.0
+HANGS = "NVML calls about this GPU do not return"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Sampler:
         pcie: bool = False,
     ) -> None:
         self._nvml = nvml
-        self._lane = lane
+        self._sweep = Sweep[str, Sample](lane, self.sample)
         self._snapshot = snapshot
         self._interval = interval_seconds
         self._window = window_seconds
@@ -86,18 +88,24 @@ class Sampler:
 
     async def _round(self) -> None:
         snapshot = self._snapshot.value
-        taken: dict[str, TakenSample] = {}
-        if snapshot.problem is None:
-            for state in snapshot.gpus:
-                if _answers(state) and (sample := await self._sample(state.uuid)):
-                    taken[state.uuid] = sample
+        asked = [state.uuid for state in snapshot.gpus if _answers(state)] if snapshot.problem is None else []
+        found: dict[str, Sample | NvmlError] = {}
+
+        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
+            found[uuid] = outcome
+            return True
+
+        try:
+            hung = await self._sweep.over(asked, note)
+        except NvmlHung as error:  # the lane itself refuses
+            found = dict.fromkeys(asked, error)
+        else:
+            found |= {uuid: NvmlHung(NvmlCode.TIMEOUT, "sample", HANGS) for uuid in hung}
+        taken = {uuid: sample for uuid in asked if (sample := self._taken(uuid, found[uuid]))}
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
     def sample(self, uuid: str) -> Sample:
-        """One reading; blocks, for the lane.
-
-        The lane knows a call that hangs by function and arguments, so the time stamp is none of these.
-        """
+        """One reading; blocks, for the lane."""
         since = self._since.get(uuid) or time.time_ns() // 1000 - int(self._interval * 1_000_000)
         now = time.monotonic()
         due, last = self._counted.get(uuid, (now, None))
@@ -114,17 +122,15 @@ class Sampler:
             nvlink=last.nvlink,
         )
 
-    async def _sample(self, uuid: str) -> TakenSample | None:
-        try:
-            sample = await self._lane.run(self.sample, uuid)
-        except NvmlError as error:
+    def _taken(self, uuid: str, found: Sample | NvmlError) -> TakenSample | None:
+        if isinstance(found, NvmlError):
             self._counted.pop(uuid, None)
             self._failures[uuid] = self._failures.get(uuid, 0) + 1
-            self._told(uuid, str(error))
+            self._told(uuid, str(found))
             return None
         self._told(uuid, None)
         now = anyio.current_time()
-        return TakenSample(sample, now, self._spans(uuid, sample, now), self._held(uuid, sample, now))
+        return TakenSample(found, now, self._spans(uuid, found, now), self._held(uuid, found, now))
 
     def _spans(self, uuid: str, sample: Sample, now: float) -> Mapping[str, Span]:
         figures = {

@@ -1,0 +1,98 @@
+"""One blocking question put to many GPUs: on one trip to a lane's thread, not on one for each.
+
+A trip costs several turns of the event loop; a node asks its GPUs every second. Should a call hang, what
+was answered so far counts, the GPUs behind it are asked on the next trip, and the culprit is left out
+until its call has come back.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from agent.nvml.errors import NvmlError, NvmlHung
+from agent.nvml.lane import Lane
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+# A trip that took longer ends before its next step, so that others get their turn in the lane.
+TRIP_SECONDS = 0.05
+
+
+class Sweep(Generic[S, R]):
+    """Puts `call` to one step after the other, a step being whatever names a GPU."""
+
+    def __init__(self, lane: Lane, call: Callable[[S], R]) -> None:
+        self._lane = lane
+        self._call = call
+        self._hung: dict[S, _Trip[S, R]] = {}
+
+    async def over(self, steps: Sequence[S], note: Callable[[S, R | NvmlError], bool]) -> set[S]:
+        """Ask all; answers the steps whose call hangs, now or since an earlier sweep.
+
+        `note` is told each answer or error, in the thread; when it returns False the sweep ends. Raises
+        NvmlHung when the lane itself refuses, because too many calls hang in it.
+        """
+        self._hung = {step: trip for step, trip in self._hung.items() if trip.current == step}
+        hung = {step for step in steps if step in self._hung}
+        left = tuple(step for step in steps if step not in hung)
+        while left:
+            trip = _Trip(self._call, left, note)
+            try:
+                await self._lane.run(trip.run, progress=trip.got_on)
+            except NvmlHung:
+                trip.abandoned = True
+                if not trip.begun:
+                    raise
+                culprit = left[trip.begun - 1]
+                self._hung[culprit] = trip
+                hung.add(culprit)
+            left = left[trip.begun :]
+        return hung
+
+
+class _Trip(Generic[S, R]):
+    """Steps on their way through the thread. `current` is the one under way, `begun` counts them."""
+
+    def __init__(
+        self, call: Callable[[S], R], steps: Sequence[S], note: Callable[[S, R | NvmlError], bool]
+    ) -> None:
+        self._call = call
+        self._steps = steps
+        self._note = note
+        self.current: S | None = None
+        self.begun = 0
+        self.abandoned = False
+        self._at = time.monotonic()
+
+    def got_on(self) -> float:
+        """When the newest step began, on `time.monotonic()`'s clock."""
+        return self._at
+
+    def run(self) -> None:
+        """Take the steps; blocks."""
+        end = time.monotonic() + TRIP_SECONDS
+        try:
+            for step in self._steps:
+                self._at = time.monotonic()
+                if self.begun and self._at > end:
+                    return
+                self.current = step
+                self.begun += 1
+                if not self._take(step):
+                    return
+        finally:
+            self.current = None
+
+    def _take(self, step: S) -> bool:
+        outcome: R | NvmlError
+        try:
+            outcome = self._call(step)
+        except NvmlError as error:
+            outcome = error
+        if self.abandoned:
+            return False
+        if not self._note(step, outcome):
+            self.begun = len(self._steps)
+            return False
+        return True
