@@ -69,6 +69,10 @@ def waiting_of(pod: dict[str, Any]) -> str:
     told = [f"{each.get('reason', '')} {each.get('message', '')}".strip() for each in states if each]
     ending = pod["metadata"].get("deletionTimestamp")
     if pod["status"]["phase"] == "Failed":
-        bound = [c["lastTransitionTime"] for c in pod["status"].get("conditions", ()) if c["type"] == "PodScheduled"]
+        bound = [
+            c["lastTransitionTime"]
+            for c in pod["status"].get("conditions", ())
+            if c["type"] == "PodScheduled"
+        ]
         told += [f"bound at {bound}, refused at {pod['status'].get('startTime')}"]
     return "; ".join([*told, f"to be gone at {ending}"] if ending else told)

@@ -1,6 +1,6 @@
 """Every list message that the agent sent, and the rule they are held to: no GPU in two modes at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,17 @@ def check(path: Path) -> Checked:
         elif what == ENDED:
             sure.pop(resource, None)
             coming.pop(resource, None)
+    return found
+
+
+def flickers(path: Path, resource: str, gpus: Collection[str]) -> list[str]:
+    """List messages on which one of those GPUs is missing or not healthy. Blocks."""
+    found: list[str] = []
+    for number, (what, name, message) in enumerate(records(path)):
+        if what == SENDING and name == resource:
+            devices = load("deviceplugin").ListAndWatchResponse.FromString(message).devices
+            healthy = {parse(device.ID).gpu for device in devices if device.health == "Healthy"}
+            found += [f"message {number}: {gpu} is not offered" for gpu in gpus if gpu not in healthy]
     return found
 
 

@@ -3,12 +3,9 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +21,7 @@ from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
-from tests.scenarios import lists
+from tests.scenarios import agent_face, lists
 from tests.scenarios.rig import GPU, Rig
 
 GPUS = 8
@@ -134,34 +131,15 @@ class ModeNode:
 
     async def logged(self, event: str) -> list[Mapping[str, Any]]:
         """All log lines of one event."""
-
-        def read() -> list[Mapping[str, Any]]:
-            lines = self.rig.agent_log().read_text().splitlines()
-            found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-            return [line for line in found if line.get("event") == event]
-
-        return await anyio.to_thread.run_sync(read)
+        return await agent_face.logged(self.rig, event)
 
     async def get(self, path: str) -> tuple[int, str]:
         """One GET on the agent's HTTP port: status and text."""
-        port = (await self.logged("http_listening"))[-1]["port"]
-
-        def ask() -> tuple[int, str]:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
-                    return int(reply.status), reply.read().decode()
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, error.read().decode()
-
-        return await anyio.to_thread.run_sync(ask)
+        return await agent_face.page(self.rig, path)
 
     async def metric(self, pattern: str) -> float:
         """The sum of all samples whose name and labels match."""
-        _, text = await self.get("/metrics")
-        found = re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE)
-        assert found, f"no sample {pattern}"
-        return sum(float(each) for each in found)
+        return await agent_face.metric(self.rig, pattern)
 
     async def check_lists(self, told: str = "") -> lists.Checked:
         """No GPU was ever on lists of two modes at once."""
