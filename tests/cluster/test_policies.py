@@ -1,10 +1,12 @@
 """What the API server refuses: to the agent's account, to users who write choices, to impossible pods."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.api import ApiClient, ApiError
 from tests.cluster.install_fixtures import an_installation, audit, delete_pods, open_cluster
@@ -38,14 +40,21 @@ def serving(installed: Installation) -> Iterator[Installation]:
 
 def account(serving: Installation, *, bound: bool = True) -> ApiClient:
     """The API server as the agent's account sees it; bound: with a token as the agent's pod has one."""
-    cluster, pod = serving.cluster, serving.ready_agent()["metadata"]
+    pod = serving.ready_agent()["metadata"]
     reference = {"kind": "Pod", "apiVersion": "v1", "name": pod["name"], "uid": pod["uid"]}
+    return acting_as(serving.cluster, NAMESPACE, RELEASE, {"boundObjectRef": reference} if bound else {})
+
+
+def acting_as(
+    cluster: Cluster, namespace: str, name: str, more: Mapping[str, Any] = MappingProxyType({})
+) -> ApiClient:
+    """The API server as a service account sees it."""
     request = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
-        "spec": {"audiences": [], **({"boundObjectRef": reference} if bound else {})},
+        "spec": {"audiences": [], **more},
     }
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{RELEASE}/token"
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
     return cluster.client(cluster.api.request("POST", path, request)["status"]["token"])
 
 
@@ -66,7 +75,11 @@ FOREIGN: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (NODE, "/status", {"status": {"allocatable": {"cpu": "1k"}}}, "own resources in a node's allocatable"),
     (NODE, "/status", {"status": {"capacity": {"example.com/x": "1"}}}, "own resources in a node's capacity"),
     (NODE, "/status", {"status": {"conditions": []}}, "only the condition GPUModeReady"),
-    (NODE, "/status", {"status": {"addresses": []}}, "may not change addresses"),
+    (NODE, "/status", {"status": {"addresses": []}}, "not addresses"),
+    (NODE, "/status", {"status": {"nodeInfo": {"kubeletVersion": "v1.0.0"}}}, "not addresses, versions"),
+    (NODE, "/status", {"status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 1}}}}, "not addresses"),
+    (NODE, "/status", {"status": {"volumesInUse": ["a"]}}, "only capacity, allocatable and one condition"),
+    (NODE, "", {"metadata": {"finalizers": ["example.com/stay"]}}, "its finalizers"),
     (NODE, "/status", {"metadata": {"labels": {"pool": "mine"}}}, "only its own labels"),
 )
 
@@ -106,6 +119,68 @@ def test_account_annotates_pods_of_its_node_only(serving: Installation) -> None:
             agent.merge_patch(f"{pods}/here", patch)
 
 
+def event(about: Mapping[str, str], *, of: str = NODE, by: str = "gpu-node-agent") -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": "told-"},
+        "involvedObject": {"apiVersion": "v1", **about},
+        "reason": "Told",
+        "message": "...",
+        "source": {"component": by, "host": of},
+        "reportingComponent": by,
+        "reportingInstance": of,
+    }
+
+
+def test_account_writes_events_in_its_own_name_only(serving: Installation) -> None:
+    agent, admin = account(serving), serving.cluster.api
+    own, pod = {"kind": "Node", "name": NODE}, {"kind": "Pod", "name": "x", "namespace": "kube-system"}
+    events, system = "/api/v1/namespaces/default/events", "/api/v1/namespaces/kube-system/events"
+    mine = agent.request("POST", events, event(own))["metadata"]["name"]
+    agent.merge_patch(f"{events}/{mine}", {"count": 2})
+    agent.request("POST", system, event(pod))
+    for path, foreign, words in (
+        (events, event(own, of=OTHER), "in its own name only"),
+        (system, event(pod, by="kubelet"), "in its own name only"),
+        (events, event({"kind": "Node", "name": OTHER}), "about that node and about pods only"),
+        (system, event({**pod, "kind": "Secret"}), "about that node and about pods only"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            agent.request("POST", path, foreign)
+    others = admin.request("POST", system, event(pod, by="kubelet"))["metadata"]["name"]
+    with pytest.raises(ApiError, match="in its own name only"):
+        agent.merge_patch(f"{system}/{others}", {"message": "all is well"})
+    taken_over = event(pod)
+    del taken_over["metadata"]
+    with pytest.raises(ApiError, match="in its own name only"):
+        agent.merge_patch(f"{system}/{others}", taken_over)
+
+
+def test_account_can_do_nothing_else(serving: Installation) -> None:
+    agent = account(serving)
+    default = "/api/v1/namespaces/default"
+    for method, path, body in (
+        ("GET", f"{default}/secrets", None),
+        ("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps", None),
+        ("POST", f"{default}/pods", manifests.pod("mine")),
+        ("DELETE", f"{default}/pods/x", None),
+        ("PATCH", f"{default}/pods/x/status", {}),
+        ("PATCH", f"{default}/pods/x/ephemeralcontainers", {}),
+        ("POST", f"{default}/pods/x/binding", {}),
+        ("POST", f"{default}/pods/x/eviction", {}),
+        ("POST", f"{default}/pods/x/exec", None),
+        ("GET", f"/api/v1/nodes/{NODE}/proxy/pods", None),
+        ("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node3"}}),
+        ("DELETE", f"/api/v1/nodes/{OTHER}", None),
+        ("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{RELEASE}/token", {}),
+        ("GET", "/apis/rbac.authorization.k8s.io/v1/clusterroles", None),
+    ):
+        with pytest.raises(ApiError) as refusal:
+            agent.request(method, path, body, content_type="application/merge-patch+json")
+        assert refusal.value.status == 403, (method, path, str(refusal.value))
+
+
 def test_choices_are_written_by_our_accounts_alone(serving: Installation) -> None:
     cluster = serving.cluster
     chosen = manifests.pod("chosen")
@@ -118,7 +193,64 @@ def test_choices_are_written_by_our_accounts_alone(serving: Installation) -> Non
     path = cluster.api.path("v1", "Pod", "default", "plain")
     with pytest.raises(ApiError, match="leave them out of the pod"):
         cluster.api.merge_patch(path, {"metadata": {"annotations": {"tencent.com/gpu-assigned": "true"}}})
+    with pytest.raises(ApiError, match="leave them out of the pod"):
+        cluster.api.merge_patch(
+            f"{path}/status", {"metadata": {"annotations": {"tencent.com/gpu-assigned": "true"}}}
+        )
     cluster.api.merge_patch(path, {"metadata": {"annotations": {"example.com/mine": "1"}}})
+
+
+def test_choices_may_be_written_by_accounts_that_are_named(serving: Installation) -> None:
+    """Another scheduler by `policies.choicesAllowed`; the chart's own extender without being named."""
+    cluster = serving.cluster
+    for name in ("chooser", "nobody"):
+        cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
+    powers = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": "choosers"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+        "subjects": [
+            {"kind": "ServiceAccount", "name": name, "namespace": "default"} for name in ("chooser", "nobody")
+        ],
+    }
+    cluster.apply(powers)
+    allowed = "policies.choicesAllowed={system:serviceaccount:default:chooser}"
+    # Its pods would not reach the API server of this cluster; its account is what counts.
+    extender = ("--set=extender.enabled=true", "--set-string=extender.nodeSelector.none=true")
+    serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", f"--set={allowed}", *extender)
+    chooser, nobody = (acting_as(cluster, "default", name) for name in ("chooser", "nobody"))
+    choice = {"tencent.com/predicate-gpu-idx-0": "0", "tencent.com/gpu-assigned": "true"}
+    chosen = manifests.pod("chosen", nodeName=OTHER)
+    chosen["metadata"]["annotations"] = choice
+
+    def taken_up() -> None:
+        try:
+            chooser.apply(chosen)
+        except ApiError as error:
+            raise NotYet(str(error)) from error
+
+    eventually(taken_up, timeout=20, what="the changed policy is in force")
+    again = manifests.pod("again", nodeName=OTHER)
+    again["metadata"]["annotations"] = choice
+    with pytest.raises(ApiError, match="leave them out of the pod"):
+        nobody.apply(again)
+
+    cluster.apply(manifests.pod("waiting", schedulerName="none"))
+    binding = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": "waiting", "annotations": choice},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": OTHER},
+    }
+    pods = "/api/v1/namespaces/default/pods"
+    for path in (f"{pods}/waiting/binding", "/api/v1/namespaces/default/bindings"):
+        with pytest.raises(ApiError, match="leave them out of the pod"):
+            nobody.request("POST", path, binding)
+    acting_as(cluster, NAMESPACE, f"{RELEASE}-extender").request("POST", f"{pods}/waiting/binding", binding)
+    bound = cluster.get("Pod", "waiting")
+    assert bound["spec"]["nodeName"] == OTHER
+    assert choice.items() <= bound["metadata"]["annotations"].items()
 
 
 def limits(**more: str) -> dict[str, str]:
