@@ -31,9 +31,10 @@ test-cluster: venv ## the scenarios on a real kubelet and containerd (builds the
 	$(PYTHON_IN_VENV) -m tests.cluster.build
 	$(PYTHON_IN_VENV) -m pytest tests/cluster --junitxml=build/cluster.xml
 
-test-gpu: venv ## the NVML binding on a real GPU; fails where there is none
+test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=file measures MPS, too)
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
+	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
 	@mkdir -p build

@@ -16,6 +16,7 @@ from pathlib import Path
 SUITES = {"535": "bookworm", "550": "trixie"}  # major version of the driver -> Debian suite that has it
 PACKAGE = "nvidia-cuda-mps"
 PROGRAM = "nvidia-cuda-mps-control"
+SERVER = "nvidia-cuda-mps-server"
 SOURCES = (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list"))
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 FETCH_SECONDS = 300
@@ -31,19 +32,13 @@ def control_program(major: str) -> Path:
     The folder of the program holds it alone, so that it can serve as a PATH entry or a driver root's
     `usr/bin`. Raises MpsBinaryMissing.
     """
-    root = _cache_root()
-    with (root / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test runs may want it at once
-        final = root / major
-        if not _program(final).exists():
-            scratch = Path(tempfile.mkdtemp(prefix=f".{major}-", dir=root))
-            try:
-                _lay_out(unpack(PACKAGE, SUITES[major], "non-free", scratch), scratch / "root")
-                shutil.rmtree(final, ignore_errors=True)
-                (scratch / "root").rename(final)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    return _program(final)
+    return _program(_cached(major, major, (PROGRAM,)))
+
+
+def both_programs(major: str) -> tuple[Path, Path]:
+    """Control and server program in one folder, for machines with a GPU. Raises MpsBinaryMissing."""
+    root = _cached(f"{major}-both", major, (PROGRAM, SERVER))
+    return _program(root), _program(root, SERVER)
 
 
 def driver_root(major: str) -> Path:
@@ -51,8 +46,27 @@ def driver_root(major: str) -> Path:
     return control_program(major).parents[2]
 
 
-def _program(root: Path) -> Path:
-    return root / "usr" / "bin" / PROGRAM
+def _program(root: Path, name: str = PROGRAM) -> Path:
+    return root / "usr" / "bin" / name
+
+
+def _cached(name: str, major: str, programs: tuple[str, ...]) -> Path:
+    """The driver root of that name in the cache, made on the first call."""
+    root = _cache_root()
+    with (root / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test runs may want it at once
+        final = root / name
+        if not all(_program(final, each).exists() for each in programs):
+            scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+            try:
+                unpacked = unpack(PACKAGE, SUITES[major], "non-free", scratch)
+                for each in programs:
+                    _lay_out(unpacked, scratch / "root", each)
+                shutil.rmtree(final, ignore_errors=True)
+                (scratch / "root").rename(final)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return final
 
 
 def _cache_root() -> Path:
@@ -93,12 +107,12 @@ def unpack(package: str, suite: str, component: str, scratch: Path) -> Path:
     return scratch / "unpacked"
 
 
-def _lay_out(unpacked: Path, root: Path) -> None:
-    found = sorted(path for path in unpacked.rglob(PROGRAM) if path.is_file() and not path.is_symlink())
+def _lay_out(unpacked: Path, root: Path, name: str) -> None:
+    found = sorted(path for path in unpacked.rglob(name) if path.is_file() and not path.is_symlink())
     if not found:
-        raise MpsBinaryMissing(f"{PACKAGE} holds no {PROGRAM}")
-    program = _program(root)
-    program.parent.mkdir(parents=True)
+        raise MpsBinaryMissing(f"{PACKAGE} holds no {name}")
+    program = _program(root, name)
+    program.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(found[0], program)
     program.chmod(0o755)
 

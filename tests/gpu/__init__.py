@@ -1,1 +1,1 @@
-"""The NVML binding on whatever GPUs this machine has: `make test-gpu`. Fails where there is no driver."""
+"""What needs a real GPU: `make test-gpu`, or `tests/gpu/offline` without network. README.md tells more."""

@@ -1,0 +1,53 @@
+"""`python -m tests.gpu.kit FOLDER --python 3.12`: what the GPU tier needs on a machine without network.
+
+FOLDER gets `wheels/` (pure Python, of the versions in the lock) and `mps/` (Debian's MPS programs, for a
+driver that brings none). `tests/gpu/offline FOLDER` uses it there.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mps_binaries import SUITES, both_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    *("anyio", "idna", "nvidia-ml-py", "structlog", "typing-extensions"),
+    *("iniconfig", "packaging", "pluggy", "pygments", "pytest", "pytest-asyncio", "pytest-timeout"),
+)
+
+
+def pinned(lock: str, names: Sequence[str]) -> list[str]:
+    """`name==version` of each, from the text of a lock. Raises KeyError."""
+    versions = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE))
+    return [f"{name}=={versions[name]}" for name in names]
+
+
+def make(folder: Path, python: str) -> None:
+    """Fill the folder. Blocks. Raises CalledProcessError, MpsBinaryMissing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "mps").mkdir(parents=True)
+    wishes = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *wishes]
+    subprocess.run(command, check=True)
+    for program in both_programs(max(SUITES)):
+        shutil.copy2(program, folder / "mps")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the kit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.kit")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="version of Python there (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    make(options.folder, options.python)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The MPS programs for the GPU at hand.
+
+In turn: the driver's own (they fit it for certain), those in the folder that `GPU_TEST_MPS` names (for a
+machine without network: `python -m tests.gpu.kit` fills one), those of Debian's package.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from agent.mps.binary import CONTROL, SERVER
+from tests.mps_binaries import SUITES, MpsBinaryMissing, both_programs
+
+VARIABLE = "GPU_TEST_MPS"
+DRIVER_FOLDERS = "/usr/local/nvidia/bin:/run/nvidia/driver/usr/bin:/opt/nvidia/bin"
+LIBRARY = "libcuda.so.1"
+
+
+def lay_out(folder: Path, library: Path) -> Path:
+    """Put both programs into `folder`; the control program. Raises MpsBinaryMissing.
+
+    The daemon gets a clean environment from the agent, so its server finds a driver library that only
+    LD_LIBRARY_PATH leads to by way of a wrapper.
+    """
+    control, server = _found()
+    (folder / CONTROL).symlink_to(control)
+    wrapper = folder / SERVER
+    wrapper.write_text(
+        f'#!/bin/sh\nexport LD_LIBRARY_PATH="{library.parent}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n'
+        f'exec "{server}" "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    return folder / CONTROL
+
+
+def _found() -> tuple[Path, Path]:
+    search = f"{os.environ.get('PATH', os.defpath)}:{DRIVER_FOLDERS}"
+    for path in (search, os.environ.get(VARIABLE, "")):
+        control, server = (shutil.which(name, path=path) if path else None for name in (CONTROL, SERVER))
+        if control and server:
+            return Path(control), Path(server)
+    try:
+        return both_programs(max(SUITES))
+    except MpsBinaryMissing as error:
+        raise MpsBinaryMissing(
+            f"neither the driver nor {VARIABLE} brings {CONTROL} and {SERVER}, "
+            f"and Debian's cannot be had: {error}"
+        ) from error
+
+
+def library_in_use() -> Path:
+    """Where the process has the driver's CUDA library from; load it first. Blocks."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.rpartition(" ")[2])
+        if path.name.startswith("libcuda.so"):
+            return path
+    raise FileNotFoundError(f"{LIBRARY} is not loaded")
