@@ -37,6 +37,7 @@ class Unavailable:
 
     problem: str
     released_until: float | None = None
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,17 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class Removed:
+    """A person says that a GPU which the driver no longer lists was taken out of the machine."""
+
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """The links between the GPUs were read anew."""
 
     topology: Topology
 
 
-Message = Scanned | Unavailable | Accused | KernelXidSeen | Restored | Cleared | Connected
+Message = Scanned | Unavailable | Accused | KernelXidSeen | Restored | Cleared | Removed | Connected

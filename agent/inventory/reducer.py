@@ -11,6 +11,7 @@ from agent.inventory.messages import (
     KernelXidSeen,
     Message,
     Probed,
+    Removed,
     Restored,
     Scanned,
     Unavailable,
@@ -30,9 +31,8 @@ def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snaps
     match message:
         case Scanned():
             after = _after_scan(before, message, rules)
-        case Unavailable(problem, released_until):
-            gpus = tuple(replace(state, blocked=problem) for state in before.gpus)
-            after = replace(before, problem=problem, gpus=gpus, released_until=released_until)
+        case Unavailable():
+            after = _unavailable(before, message, rules)
         case Accused(uuid, fault, at):
             after = _with_health(before, uuid, lambda one: verdicts.event(one, fault, rules, at))
         case KernelXidSeen(xid, at):
@@ -47,12 +47,32 @@ def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snaps
             after = replace(before, remembered=remembered, awaiting=kernel_xids)
         case Cleared(uuid):
             after = _with_health(before, uuid, lambda _: HEALTHY)
+        case Removed(uuid):
+            kept = tuple(state for state in before.gpus if state.uuid != uuid or not state.health.away)
+            after = before if kept == before.gpus else replace(before, gpus=kept)
         case Connected(topology):
             after = replace(before, topology=topology)
     if after == before:
         return before
     return replace(
         after, generation=before.generation + 1, by_uuid={state.uuid: state for state in after.gpus}
+    )
+
+
+def _unavailable(before: Snapshot, message: Unavailable, rules: Rules) -> Snapshot:
+    known, remembered = before.gpus, before.remembered
+    if message.released_until is not None and not known:
+        # An agent that starts while NVML is released: the IDs of its GPUs stay listed, for their holders and
+        # so that nobody takes the node for one without GPUs.
+        listed = [record.gpu for record in remembered.values() if record.listed]
+        known = tuple(_first_seen(before, GpuState(gpu), rules, message.at) for gpu in listed)
+        remembered = {uuid: record for uuid, record in remembered.items() if not record.listed}
+    return replace(
+        before,
+        problem=message.problem,
+        gpus=tuple(replace(state, blocked=message.problem) for state in known),
+        remembered=remembered,
+        released_until=message.released_until,
     )
 
 
@@ -147,5 +167,11 @@ def _same_device(state: GpuState, xid: KernelXid) -> bool:
 
 def records(snapshot: Snapshot) -> tuple[Record, ...]:
     """What the verdict file must hold for this snapshot."""
-    sick = tuple(Record(state.gpu, state.health) for state in snapshot.gpus if state.health is not HEALTHY)
-    return (*sick, *snapshot.remembered.values())
+    # While NVML is released an agent that starts could not ask it which GPUs there are.
+    all_of_them = snapshot.released_until is not None
+    kept = tuple(
+        Record(state.gpu, state.health)
+        for state in snapshot.gpus
+        if all_of_them or state.health is not HEALTHY
+    )
+    return (*kept, *snapshot.remembered.values())

@@ -140,7 +140,7 @@ class Scanner:
         self._asked = anyio.Event()
 
     async def _unavailable(self, problem: str, released_until: float | None = None) -> None:
-        await self._inventory.mailbox.post(Unavailable(problem, released_until))
+        await self._inventory.mailbox.post(Unavailable(problem, released_until, boot_seconds()))
 
     async def _close(self) -> None:
         if self._open:

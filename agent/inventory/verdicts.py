@@ -24,7 +24,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StoredGpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One GPU that was not healthy."""
+    """One GPU that was not healthy, or any while NVML was released."""
 
     gpu: Gpu
     health: Health

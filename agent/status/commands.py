@@ -6,7 +6,7 @@ import anyio
 import structlog
 
 from agent.inventory.clock import boot_seconds
-from agent.inventory.messages import Cleared
+from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.model.health import HealthState
 from agent.status.report import Document, StatusSources, report
@@ -38,18 +38,29 @@ class Commands:
         state = self._named(str(request.get("gpu", "")))
         health = state.health
         told = f"GPU {state.uuid} (index {state.gpu.index})"
+        if request.get("removed"):
+            return await self._forget(state, told)
         if health.state is HealthState.HEALTHY:
             raise CommandRefused(f"{told} is healthy already")
         if health.away or health.misses:
             raise CommandRefused(
                 f"{told} cannot be cleared while it does not answer: {health.obstacle or health.cause}; "
                 "bring it back first (reset or reboot)"
+                + (", or say --removed if it was taken out of the machine" if health.away else "")
             )
         log.warning("health_cleared_by_hand", gpu=state.uuid, index=state.gpu.index, cause=health.cause)
         inventory = self._sources.inventory
         await inventory.mailbox.post(Cleared(state.uuid, boot_seconds()))
         await self._wait(lambda now: now.by_uuid[state.uuid].health is not health)
         return {"uuid": state.uuid, "index": state.gpu.index, "was": health.cause}
+
+    async def _forget(self, state: GpuState, told: str) -> Document:
+        if not state.health.away:
+            raise CommandRefused(f"{told} is still there: the driver lists it; nothing is forgotten")
+        log.warning("gpu_forgotten_by_hand", gpu=state.uuid, index=state.gpu.index, cause=state.health.cause)
+        await self._sources.inventory.mailbox.post(Removed(state.uuid))
+        await self._wait(lambda now: state.uuid not in now.by_uuid)
+        return {"uuid": state.uuid, "index": state.gpu.index, "was": state.health.cause}
 
     async def _release(self, request: Mapping[str, object]) -> Document:
         if request.get("end"):

@@ -27,6 +27,9 @@ def add_commands(
     status.add_argument("--json", action="store_true", help="the whole report as JSON")
     clear = commands.add_parser("clear-health", help="declare an unhealthy GPU healthy, after it was reset")
     clear.add_argument("gpu", metavar="GPU", help="index or UUID")
+    clear.add_argument(
+        "--removed", action="store_true", help="forget a lost GPU: it was taken out of the machine"
+    )
     release = commands.add_parser(
         "release", help="let go of the driver for maintenance: NVML closed, all units Unhealthy"
     )
@@ -88,7 +91,9 @@ def _top(path: Path, options: argparse.Namespace) -> str:
 
 
 def _clear(path: Path, options: argparse.Namespace) -> str:
-    cleared = client.ask(path, "clear-health", gpu=options.gpu)
+    cleared = client.ask(path, "clear-health", gpu=options.gpu, removed=options.removed)
+    if options.removed:
+        return f"GPU {cleared['index']} ({cleared['uuid']}) is forgotten; it was: {cleared['was']}"
     return f"GPU {cleared['index']} ({cleared['uuid']}) is declared healthy; it was: {cleared['was']}"
 
 

@@ -56,6 +56,15 @@ async def test_status_tells_of_holders_and_sick_gpus_and_clear_brings_them_back(
         code, text = await command(rig, "clear-health", rig.machine.uuid(6))
         assert code == 1
         assert "cannot be cleared while it does not answer" in text
+        code, text = await command(rig, "clear-health", "0", "--removed")
+        assert code == 1
+        assert "is still there: the driver lists it" in text
+        code, text = await command(rig, "clear-health", rig.machine.uuid(6), "--removed")
+        assert code == 0, text
+        assert "is forgotten; it was: " in text
+        with anyio.fail_after(10):
+            while await rig.capacity() != 7:
+                await anyio.sleep(0.05)
         code, text = await command(rig, "clear-health", "7")
         assert code == 0, text
         assert "it was: Xid 119" in text

@@ -65,6 +65,9 @@ async def test_a_release_can_be_ended_and_lasts_over_a_restart(tmp_path: Path) -
     nvml = Counted(machine)
     async with watching(machine, nvml=nvml, state=tmp_path, ready=False) as watched:
         await watched.settled(lambda now: (now.released_until or 0) > boot_seconds() + 500)
+        await watched.listed(0, healthy=False)
+        await watched.listed(1, healthy=False)
+        assert {entry[machine.uuid(1)] for entry in watched.lists if entry} == {False}
         await anyio.sleep(0.3)
         assert not nvml.is_open()
         watched.guard.end_release()
