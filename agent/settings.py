@@ -285,6 +285,15 @@ def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
     if default in modes and not getattr(settings.modes, default):
         faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
     for name, entries in settings.layouts.items():
+        if not entries and name not in words:
+            faults.append(
+                (f"layouts.{name}", "has no entry; a node that is to sell nothing is labelled disable")
+            )
+        faults.extend(
+            (f"layouts.{name}[{number}]", f"has mode {each.mode}, which modes.{each.mode}: false turns off")
+            for number, each in enumerate(entries)
+            if each.mode in modes and not getattr(settings.modes, each.mode)
+        )
         made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
         faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
     return faults

@@ -97,8 +97,12 @@ def lines_of(file: Path) -> Mapping[str, int]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
     found: dict[str, int] = {}
+    above: list[yaml.Node] = []  # an alias may name a block that it stands in
 
     def walk(node: yaml.Node | None, path: str) -> None:
+        if node is None or node in above:
+            return
+        above.append(node)
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 here = f"{path}.{key.value}" if path else str(key.value)
@@ -108,6 +112,7 @@ def lines_of(file: Path) -> Mapping[str, int]:
             for number, item in enumerate(node.value):
                 found[f"{path}[{number}]"] = item.start_mark.line + 1
                 walk(item, f"{path}[{number}]")
+        above.pop()
 
     walk(root, "")
     return found
@@ -199,7 +204,10 @@ def _fault(value: object, kind: object) -> str | None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        return f"must be {describe_type(kind)}, not {_shown(value)}"
+        hint = ""
+        if isinstance(value, bool) and {"on", "off", "yes", "no"} & {*typing.get_args(kind)}:
+            hint = ' (YAML takes a bare on or off for true or false: write "off")'
+        return f"must be {describe_type(kind)}, not {_shown(value)}{hint}"
     return None
 
 
@@ -309,4 +317,5 @@ def _bounds(meta: Meta) -> str:
 
 
 def _shown(value: object) -> str:
-    return "null" if value is None else repr(value)[:60]
+    words: Mapping[object, str] = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value)[:60]

@@ -59,6 +59,8 @@ def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
         for token in entry.gpus:
             span = _RANGE.fullmatch(token)
             if span is None:
+                if re.fullmatch(r"[-\d ,]+", token):
+                    faults.append((number, f"{token} is no GPU index; write 0, or a range such as 0-3"))
                 if token in texts:
                     faults.append((number, f"{token} stands in entry {texts[token] + 1} already"))
                 texts.setdefault(token, number)

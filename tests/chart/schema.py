@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agent import settings
+from agent.extender.settings import Settings as ExtenderSettings
 
 FILE = Path(__file__).parents[2] / "charts" / "gpu-node-agent" / "values.schema.json"
 
 
 def updated(document: dict[str, Any]) -> dict[str, Any]:
     """The document with the configuration's definitions as the agent has them now."""
-    return {**document, "$defs": settings.schema()["$defs"]}
+    # Both have a block `http`, so the extender's definitions get names of their own.
+    _, extender = msgspec.json.schema_components([ExtenderSettings], ref_template="#/$defs/extender{name}")
+    named = {f"extender{name}": definition for name, definition in extender.items()}
+    return {**document, "$defs": {**settings.schema()["$defs"], **named}}
 
 
 def main() -> None:

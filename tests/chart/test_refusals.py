@@ -37,6 +37,41 @@ BAD = {
         ["mps.enabled=true", 'runtimeClassName="nvidia"'],
         ["leave runtimeClassName empty"],
     ),
+    "runtime class with the host's driver": (
+        ['driver.source="host"', 'runtimeClassName="nvidia"'],
+        ["driver.source: host mounts", "leave runtimeClassName empty"],
+    ),
+    "default mode that is nothing": (
+        'config.defaultMode="mpss"',
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps"],
+    ),
+    "layout in a mode that is off": (
+        'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',
+        ["config.layouts.mixed", "mps.enabled is false", "take it out of the layout"],
+    ),
+    "layout named like a mode": (
+        'config.layouts={"vgpu": [{"gpus": [0], "mode": "pgpu"}]}',
+        ["config.layouts.vgpu", "call the layout otherwise"],
+    ),
+    "empty layout": ('config.layouts={"idle": []}', ["config.layouts.idle has no entry"]),
+    "image with a scheme": ('image.repository="https://reg.example/x"', ["image.repository", "https://"]),
+    "name with capitals": ('fullnameOverride="GPU_Agent"', ["fullnameOverride", 'use "gpu-agent"']),
+    "no quantity": ('resources.limits={"memory": "much"}', ["resources.limits.memory", "256Mi"]),
+    "timeout beyond the interval": (
+        ["metrics.podMonitor.enabled=true", 'metrics.podMonitor.scrapeTimeout="1m"'],
+        ["scrapeTimeout (1m)", "interval (30s)"],
+    ),
+    "everybody's account": ('serviceAccount.name="default"', ["give the agent one of its own"]),
+    "variable of the chart's": (
+        'extraEnv=[{"name": "GPU_NODE_AGENT_CONFIG", "value": "/x"}]',
+        ["GPU_NODE_AGENT_CONFIG", "take it out"],
+    ),
+    "unknown key of the extender": ('extender.config={"placment": "spread"}', ["placment", "not allowed"]),
+    "extender's port": (
+        'extender.config={"http": {"port": 9000}}',
+        ["extender.config.http.port", "take it out"],
+    ),
+    "services of nobody": ("extender.productServices=true", ["set extender.enabled to true"]),
     "driver root unsaid": (["mps.enabled=true", 'driver.hostRoot="/run/d"'], ["driver.source: host"]),
 }
 
@@ -48,6 +83,30 @@ def test_bad_values_are_refused_with_a_sentence(name: str) -> None:
         helm.template(settings=[settings] if isinstance(settings, str) else settings)
     told = " ".join(str(refusal.value).split())
     assert all(word in told for word in words), told
+
+
+GOOD = {
+    "layout": [
+        'config.layouts={"mixed": [{"gpus": ["0-3"], "mode": "vgpu"}, {"gpus": ["rest"], "mode": "off"}]}',
+        'config.defaultMode="mixed"',
+    ],
+    "timeout within the interval": [
+        "metrics.podMonitor.enabled=true",
+        'metrics.podMonitor.interval="1m500ms"',
+        'metrics.podMonitor.scrapeTimeout="60s"',
+    ],
+    "quantities": ['resources={"limits": {"cpu": 1, "memory": "0.5Gi"}, "requests": {"cpu": "50m"}}'],
+    "extender": [
+        "extender.enabled=true",
+        'extender.config={"http": {"verbs": false}, "placement": "spread"}',
+    ],
+    "image with a port": ['image.repository="reg.example:5000/team/gpu-node-agent"'],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_looks_like_it_is_not_refused(name: str) -> None:
+    assert helm.template(settings=GOOD[name])
 
 
 def test_default_namespace_is_guarded() -> None:

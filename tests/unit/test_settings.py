@@ -112,7 +112,7 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         ("http: {port: '9446'}", "http.port must be a whole number from 0 to 65535, not '9446'"),
         ("http: {port: 65536}", "http.port must be a whole number from 0 to 65535, not 65536"),
         ("http: {port: -1}", "http.port must be a whole number from 0 to 65535, not -1"),
-        ("http: {port: true}", "http.port must be a whole number from 0 to 65535, not True"),
+        ("http: {port: true}", "http.port must be a whole number from 0 to 65535, not true"),
         ("http: {port: 1.5}", "http.port must be a whole number from 0 to 65535, not 1.5"),
         ("http: {port: null}", "http.port must be a whole number from 0 to 65535, not null"),
         (
@@ -143,6 +143,11 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         ("a: 1\n---\nb: 2", "not valid YAML: but found another document"),
         ("http: !!python/name:os.system {}", "line 1: not valid YAML: could not determine a constructor"),
         ("[" * 5000, "not valid YAML: too deeply nested"),
+        ("&a [*a]", "the document must be a block of keys, not [[...]]"),
+        (
+            "layouts: {m: [{gpus: [0], mode: off}]}",
+            'pgpu, vgpu, mps, not false (YAML takes a bare on or off for true or false: write "off")',
+        ),
         (b"\xff\xfe\x00", "not valid YAML: invalid start byte"),
         (b"a: \x00", "not valid YAML: special characters are not allowed"),
         (
@@ -157,6 +162,24 @@ def test_one_sentence_for_a_fault_in_the_file(tmp_path: Path, text: str | bytes,
     assert sentence in fault
     if "cannot go with" not in sentence:  # a combination may come from several sources
         assert fault.startswith(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{a: []}", "layouts.a has no entry; a node that is to sell nothing is labelled disable"),
+        (
+            "{a: [{gpus: [-1], mode: vgpu}]}",
+            "layouts.a[0] -1 is no GPU index; write 0, or a range such as 0-3",
+        ),
+        ('{a: [{gpus: ["0,1"], mode: vgpu}]}', "layouts.a[0] 0,1 is no GPU index"),
+        ("{a: [{gpus: [0], mode: mps}]}", "layouts.a[0] has mode mps, which modes.mps: false turns off"),
+    ],
+)
+def test_layouts_that_no_node_can_have(tmp_path: Path, text: str, sentence: str) -> None:
+    file = written(tmp_path, f"modes: {{mps: false}}\nlayouts: {text}\n")
+    (fault,) = faults(file)
+    assert fault.startswith(f"{file} line 2: {sentence}")
 
 
 def test_every_fault_is_told_from_every_source(tmp_path: Path) -> None:

@@ -20,7 +20,25 @@
 {{- end -}}
 {{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
+{{- $layouts := dig "layouts" dict $v.config -}}
+{{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}
+{{- if not (has $mode $words) -}}
+{{- fail (printf "config.defaultMode is %s, which is neither a mode nor a layout of config.layouts: use one of %s" $mode (join ", " $words)) -}}
+{{- end -}}
+{{- range $name, $entries := $layouts -}}
+{{- if not $entries -}}
+{{- fail (printf "config.layouts.%s has no entry: take it out, and label nodes that are to sell nothing nvidia-device-enable=disable" $name) -}}
+{{- end -}}
+{{- range $entry := $entries -}}
+{{- if and (ne $entry.mode "off") (not (get $v $entry.mode).enabled) -}}
+{{- fail (printf "config.layouts.%s has GPUs in mode %s, but %s.enabled is false: switch the mode on, or take it out of the layout" $name $entry.mode $entry.mode) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := list "pgpu" "vgpu" "mps" -}}
+{{- if hasKey $layouts $name -}}
+{{- fail (printf "config.layouts.%s has the name of a mode: call the layout otherwise" $name) -}}
+{{- end -}}
 {{- if and (eq $mode $name) (not (get $v $name).enabled) -}}
 {{- fail (printf "config.defaultMode is %s, but %s.enabled is false: switch the mode on, or choose another default" $name $name) -}}
 {{- end -}}
@@ -28,16 +46,66 @@
 {{- if and $v.metrics.podMonitor.enabled $v.metrics.serviceMonitor.enabled -}}
 {{- fail "metrics.podMonitor and metrics.serviceMonitor are both on: every agent would be scraped twice; leave one of them off" -}}
 {{- end -}}
+{{- range $kind := list "podMonitor" "serviceMonitor" -}}
+{{- $monitor := get $v.metrics $kind -}}
+{{- if and $monitor.enabled (gt (include "gna.milliseconds" $monitor.scrapeTimeout | atoi) (include "gna.milliseconds" $monitor.interval | atoi)) -}}
+{{- fail (printf "metrics.%s.scrapeTimeout (%s) is longer than its interval (%s), which Prometheus refuses: make it %s or less" $kind $monitor.scrapeTimeout $monitor.interval $monitor.interval) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.networkPolicy.enabled $v.hostNetwork -}}
 {{- fail "networkPolicy does not apply to pods on the host's network: set hostNetwork: false, or networkPolicy.enabled: false" -}}
+{{- end -}}
+{{- if eq $v.serviceAccount.name "default" -}}
+{{- fail "serviceAccount.name is default, the account of every pod that names none: it must not get these rights; give the agent one of its own" -}}
 {{- end -}}
 {{- if and (not $v.serviceAccount.create) (not $v.serviceAccount.name) -}}
 {{- fail "serviceAccount.create is false and serviceAccount.name is empty: name the account to use; the namespace's default one must not get these rights" -}}
 {{- end -}}
-{{- if and $v.mps.enabled $v.runtimeClassName -}}
-{{- fail "mps.enabled mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" -}}
+{{- if and (include "gna.hostDriver" .) $v.runtimeClassName -}}
+{{- fail (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" "driver.source: host" $v.mps.enabled)) -}}
+{{- end -}}
+{{- range $key := list "nameOverride" "fullnameOverride" -}}
+{{- $name := get $v $key -}}
+{{- if not (regexMatch "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$" $name) -}}
+{{- fail (printf "%s is %q, but objects of Kubernetes are named with lower-case letters, digits and dashes: use %q" $key $name (regexReplaceAll "[^a-z0-9]+" (lower $name) "-" | trimAll "-")) -}}
+{{- end -}}
+{{- end -}}
+{{- if regexMatch "^[a-z]+://|\\s" $v.image.repository -}}
+{{- fail (printf "image.repository is %q: write it as container runtimes do, without https:// and blanks, for instance registry.example.com/team/gpu-node-agent" $v.image.repository) -}}
+{{- end -}}
+{{- range $v.extraEnv -}}
+{{- if or (eq .name "GPU_NODE_AGENT_CONFIG") (eq .name "GPU_NODE_AGENT_CLUSTER_NODE_NAME") -}}
+{{- fail (printf "extraEnv sets %s, which the chart itself sets: take it out" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $kind, $amounts := $v.resources -}}
+{{- range $name, $amount := $amounts -}}
+{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$" (toString $amount)) -}}
+{{- fail (printf "resources.%s.%s is %v, which is no quantity: write for instance 50m (cpu) or 256Mi (memory)" $kind $name $amount) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.extender.productServices (not $v.extender.enabled) -}}
+{{- fail "extender.productServices makes Services of an extender that is not there: set extender.enabled to true, or leave it off" -}}
+{{- end -}}
+{{- range $block, $keys := dict "http" (list "port" "address") "tls" (list "port" "certificate" "key" "clientAuthority") "lease" (list "name" "namespace" "identity") "cluster" (list "kubeconfig") -}}
+{{- range $key := $keys -}}
+{{- if hasKey (dig $block dict $v.extender.config) $key -}}
+{{- fail (printf "extender.config.%s.%s must fit the Deployment, its Services and rights, so the chart sets it: take it out" $block $key) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and $v.mps.enabled (ne $v.driver.source "host") (ne $v.driver.hostRoot "/") -}}
 {{- fail "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host" -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* A duration such as 1m30s in milliseconds. */ -}}
+{{- define "gna.milliseconds" -}}
+{{- $sum := 0 -}}
+{{- range $part := regexFindAll "[0-9]+(ms|s|m|h)" . -1 -}}
+{{- $unit := regexFind "[a-z]+" $part -}}
+{{- $sum = add $sum (mul (regexFind "[0-9]+" $part | atoi) (get (dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000) $unit)) -}}
+{{- end -}}
+{{- $sum -}}
 {{- end -}}
