@@ -33,7 +33,7 @@ Ts = TypeVarTuple("Ts")
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 6.0
 # Telling the scheduler that nothing is sold here any more, before the lists end.
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 4.0
 
 
 class StoppedEarly(Exception):

@@ -18,12 +18,14 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes import inventory_note
 from agent.modes.desired import Vocabulary
 from agent.modes.figures import NodeFigures
+from agent.modes.hold import SchedulingHold
 from agent.modes.memory import ModeMemory
 from agent.modes.metrics import Patching
 from agent.modes.metrics import part as mode_metrics
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 EndpointFactory = Callable[[ResourcePlugin], Endpoint]
-CaughtCheck = Callable[[], Awaitable[bool]]
+CaughtCheck = Callable[[], Awaitable[frozenset[str]]]
 
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_LOOK_SECONDS = 2.0
@@ -142,10 +144,11 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
             resources.figures,
             assignment,
             _caught(agent, pods),
-            _demand(pods),
+            SchedulingHold(own),
             resources.delivered,
+            _taken_in(agent),
         )
-        writers["status"] = agent.figures
+        writers |= {"status": agent.figures, "taint": agent.figures.hold}
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -315,35 +318,33 @@ async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
             labels.publish(found)
 
 
-def _demand(pods: "PodCache") -> Callable[[frozenset[str]], Awaitable[bool]]:
-    """Whether pods that wait for a node ask for one of some resources."""
-    from agent.cluster.api import ApiError  # noqa: PLC0415  as above
+def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
+    """How many healthy devices the kubelet knows of each resource."""
 
-    async def demand(resources: frozenset[str]) -> bool:
+    async def taken_in() -> Mapping[str, int] | None:
         try:
-            return any(pod.asks_for(resources) for pod in await pods.unbound())
-        except ApiError as error:
-            log.warning("waiting_pods_unknown", problem=str(error))
-            return False
+            return await agent.holdings.client.allocatable()
+        except PodResourcesUnavailable:
+            return None  # the holdings watch tells why
 
-    return demand
+    return taken_in
 
 
 def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
-    """Whether a pod is bound to this node, wants resources of ours and has not got them yet."""
+    """Pods that are bound to this node, want resources of ours and have not got them yet; their UIDs."""
 
-    async def caught() -> bool:
+    async def caught() -> frozenset[str]:
         listed = await agent.holdings.refresh()
         if listed is None or pods.reflector.problem:
-            return False
+            return frozenset()
         held: dict[tuple[str, str], set[tuple[str, str]]] = {}
         for one in listed.holdings:
             held.setdefault((one.namespace, one.pod), set()).add((one.container, one.resource))
         ours = {endpoint.plugin.resource for endpoint in agent.endpoints}
-        return any(
-            pod.lacks(ours, held.get((pod.metadata.namespace, pod.metadata.name), set()))
-            for pod in pods.pods().values()
-            if pod.pending
+        return frozenset(
+            uid
+            for uid, pod in pods.pods().items()
+            if pod.pending and pod.lacks(ours, held.get((pod.metadata.namespace, pod.metadata.name), set()))
         )
 
     return caught

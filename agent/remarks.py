@@ -15,7 +15,12 @@ def remarks(agent: Agent) -> list[str]:
                 "the scheduler hears of changes at the kubelet's next tick"
             )
         else:
-            writers = [("node.status", agent.figures), ("the Node object", agent.reporter)]
+            hold = agent.figures.hold if agent.figures else None
+            writers = [
+                ("node.status", agent.figures),
+                ("the node's taint", hold),
+                ("the Node object", agent.reporter),
+            ]
             found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)
     if agent.configuration_problem:
         found.append(

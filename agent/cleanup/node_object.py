@@ -1,4 +1,4 @@
-"""Takes the agent's labels, annotations and condition off a Node object."""
+"""Takes the agent's labels, annotations, taint and condition off a Node object."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,8 @@ import msgspec
 
 from agent.cleanup.errors import CleanupFailed
 from agent.cluster.api import ApiError, KubeApi
-from agent.cluster.node import Node
+from agent.cluster.node import Node, NodeObject
+from agent.modes.hold import EFFECT, TAINT
 from agent.modes.node_labels import GFD_MARK
 from agent.modes.report import CONDITION
 
@@ -36,6 +37,8 @@ async def forget(api: KubeApi, name: str) -> None:
         if labels or annotations:
             body = {"metadata": {"labels": labels, "annotations": annotations}}
             await api.merge_patch(f"/api/v1/nodes/{name}", body)
+        if any(each.get("key") == TAINT for each in found[0].spec.taints):
+            await NodeObject(api, name).set_taint(TAINT, EFFECT, present=False)
         condition = {"type": CONDITION, "$patch": "delete"}
         await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
     except (ApiError, msgspec.DecodeError) as error:

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agent.cluster.api import KubeApi
+from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import Metadata, Reflector
+
+TAINT_TRIES = 5  # others change the node, too
+CONFLICT = 409
 
 
 class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
@@ -23,11 +26,22 @@ class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
     allocatable: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class NodeSpec(msgspec.Struct, frozen=True):
+    """`spec`, as far as it is used; taints whole, as they are written back."""
+
+    taints: list[dict[str, str]] = msgspec.field(default_factory=list)
+
+
 class Node(msgspec.Struct, frozen=True):
     """A node; fields that are not named here are skipped while decoding."""
 
     metadata: Metadata
+    spec: NodeSpec = NodeSpec()
     status: NodeStatus = NodeStatus()
+
+
+class _NodeList(msgspec.Struct):
+    items: list[Node]
 
 
 class NodeObject:
@@ -58,6 +72,40 @@ class NodeObject:
         """Set labels and annotations; None removes one. Raises ApiError."""
         metadata = {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
         await self._api.merge_patch(self._path, {"metadata": {k: v for k, v in metadata.items() if v}})
+
+    async def set_taint(self, key: str, effect: str, *, present: bool) -> None:
+        """Add or remove one taint, keep the others. Raises ApiError."""
+        node = self.value or await self._read()
+        for _ in range(TAINT_TRIES):
+            taints = [each for each in node.spec.taints if each.get("key") != key]
+            if present:
+                taints.append({"key": key, "effect": effect})
+            # A patch replaces the whole list: the version keeps it from undoing what somebody else just did.
+            version = {"resourceVersion": node.metadata.resource_version}
+            try:
+                await self._api.merge_patch(
+                    self._path, {"metadata": version, "spec": {"taints": taints or None}}
+                )
+            except ApiRefused as error:
+                if error.status != CONFLICT:
+                    raise
+            else:
+                return
+            node = await self._read()
+        raise ApiError(
+            f"the taints of node {self.name} changed under each of {TAINT_TRIES} tries to set {key}"
+        )
+
+    async def _read(self) -> Node:
+        # A list of one: the agent's account may list nodes and needs no right to get them.
+        data = await self._api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={self.name}"})
+        try:
+            found = msgspec.json.decode(data, type=_NodeList).items
+        except msgspec.DecodeError as error:
+            raise ApiError(f"node {self.name} cannot be understood: {error}") from error
+        if not found:
+            raise ApiError(f"there is no node {self.name}")
+        return found[0]
 
     async def patch_resources(self, figures: Mapping[str, tuple[int, int]]) -> None:
         """Write capacity and allocatable of resources into the status, as the kubelet will at its next tick.

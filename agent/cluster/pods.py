@@ -10,7 +10,6 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import Metadata, Reflector
 
 FINISHED = ("Succeeded", "Failed")
-UNBOUND_LIMIT = "500"  # a sample will do
 # Of static pods: their cgroups carry this in place of the UID of the object that mirrors them.
 HASH_ANNOTATION = "kubernetes.io/config.hash"
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
@@ -129,10 +128,6 @@ class Pod(msgspec.Struct, frozen=True):
         )
 
 
-class _PodPage(msgspec.Struct, frozen=True):
-    items: list[Pod] = msgspec.field(default_factory=list)
-
-
 class PodCache:
     """Pods bound to one node; `run` keeps them true."""
 
@@ -157,15 +152,6 @@ class PodCache:
             if pod.metadata.name == name and pod.metadata.namespace == namespace:
                 return pod
         return None
-
-    async def unbound(self) -> list[Pod]:
-        """Pods of the cluster that wait for a node, or some hundreds of them. Raises ApiError."""
-        query = {"fieldSelector": "spec.nodeName=,status.phase=Pending", "limit": UNBOUND_LIMIT}
-        data = await self._api.get("/api/v1/pods", query)
-        try:
-            return msgspec.json.decode(data, type=_PodPage).items
-        except msgspec.DecodeError as error:
-            raise ApiError(f"the list of pods cannot be understood: {error}") from error
 
     async def get(self, namespace: str, name: str) -> Pod | None:
         """A pod from the copy, or by one GET within a second; None: there is no such pod. Raises ApiError.

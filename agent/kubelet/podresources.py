@@ -1,10 +1,10 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import anyio
 from grpclib.client import Channel, UnaryUnaryMethod
@@ -14,6 +14,9 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from agent._proto import v1
 from agent.kit.backoff import Backoff
 from agent.kubelet import wire
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # The socket takes 100 calls a second, burst 10, from everybody on the node together.
 LIST_SECONDS = 2.0
@@ -74,6 +77,21 @@ class Reader:
         return _joined(parts)
 
 
+class _Parser(Protocol[T_co]):
+    def parse(self, data: bytes) -> T_co:
+        """Read a message; raises wire.MalformedMessage."""
+
+
+class _Allocatable:
+    """AllocatableResourcesResponse: how many different healthy IDs there are of each resource."""
+
+    def parse(self, data: bytes) -> Mapping[str, int]:
+        """Read the message; raises wire.MalformedMessage."""
+        # An ID with two NUMA nodes has two entries.
+        _, found = _read_entries(data, 0, len(data), entries=1)
+        return {resource: len(set(ids)) for resource, ids in found.items()}
+
+
 def _joined(parts: Iterable[_Part]) -> PodList:
     holdings: list[Holding] = []
     containers: list[tuple[str, str, str]] = []
@@ -115,13 +133,20 @@ class PodResources:
 
         The kubelet's rate limit is waited out within the deadline.
         """
+        return await self._asked("List", self._reader, deadline)
+
+    async def allocatable(self, deadline: float = LIST_SECONDS) -> Mapping[str, int]:
+        """How many healthy devices the kubelet knows of each resource, free or not. Raises as `list` does."""
+        return await self._asked("GetAllocatableResources", _Allocatable(), deadline)
+
+    async def _asked(self, call: str, parser: _Parser[T], deadline: float) -> T:
         backoff = Backoff(first=0.012, longest=0.2)
         said = "no answer"
         with anyio.move_on_after(deadline):
             while True:
                 reused = self._kept is not None
                 try:
-                    return await self._list()
+                    return await self._ask(call, parser)
                 except GRPCError as error:
                     said = f"{error.message} ({error.status.name})"
                     if error.status is not Status.RESOURCE_EXHAUSTED:
@@ -132,17 +157,18 @@ class PodResources:
                         continue  # the kubelet that was at the other end may be gone, and another there
                     break
                 await anyio.sleep(backoff.next())
-        raise PodResourcesUnavailable(f"PodResources List on {self.path}: {said}; is the kubelet running?")
+        raise PodResourcesUnavailable(f"PodResources {call} on {self.path}: {said}; is the kubelet running?")
 
-    async def _list(self) -> PodList:
+    async def _ask(self, call: str, parser: _Parser[T]) -> T:
         channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())
         # Until the call has ended well nobody else may use it.
         self._kept = None
         try:
             # The codec asks the type of the answer for no more than `parse`.
-            answer = cast("type[PodList]", self._reader)
-            method: UnaryUnaryMethod[v1.ListPodResourcesRequest, PodList] = UnaryUnaryMethod(
-                channel, "/v1.PodResourcesLister/List", v1.ListPodResourcesRequest, answer
+            answer = cast("type[T]", parser)
+            # The requests of both calls are empty messages.
+            method: UnaryUnaryMethod[v1.ListPodResourcesRequest, T] = UnaryUnaryMethod(
+                channel, f"/v1.PodResourcesLister/{call}", v1.ListPodResourcesRequest, answer
             )
             # Without a timeout of grpclib: it cancels the task and never takes that back, so that one which
             # falls together with the deadline of a scope outlives both and ends whatever comes next.
@@ -179,14 +205,22 @@ def _read_pod(data: bytes, start: int, end: int) -> _Part:
 
 
 def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, tuple[str, ...]]]:
-    name = ""
+    name, held = _read_entries(data, start, end, entries=2, name=1)
+    return name, {resource: wire.texts(ids) for resource, ids in held.items()}
+
+
+def _read_entries(
+    data: bytes, start: int, end: int, *, entries: int, name: int = 0
+) -> tuple[str, dict[str, list[bytes]]]:
+    """IDs by resource of a message whose field `entries` are ContainerDevices; the text of field `name`."""
+    called = ""
     held: dict[str, list[bytes]] = {}
     at = start
     while at < end:
         number, kind, low, high, after = wire.field_at(data, at, end)
-        if number == 1 and kind == 2:
-            name = wire.text(data, low, high)
-        elif number == 2 and kind == 2:
+        if number == name and kind == 2:
+            called = wire.text(data, low, high)
+        elif number == entries and kind == 2:
             resource, ids, begin = _read_devices(data, low, high)
             if ids:
                 found = held.setdefault(resource, [])
@@ -202,7 +236,7 @@ def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, t
                         at += length
                     continue
         at = after
-    return name, {resource: wire.texts(ids) for resource, ids in held.items()}
+    return called, held
 
 
 def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[bytes], int]:

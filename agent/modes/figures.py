@@ -2,11 +2,17 @@
 
 The kubelet copies device lists into node.status every 10 s by default. Until then pods wait for room
 that is there, or are bound to room that is gone and die at admission. So capacity and allocatable of our
-own resources are patched: after a list that grew, and before one that shrinks. A tick that began before
-a list writes the old figure back; whatever the status says is therefore compared and patched again.
+own resources are patched, and in one order only: a list changes, the kubelet has taken it in, the figures
+are patched. Never the other way round: a tick of the kubelet (1.36, `kubelet_node_status.go`) writes where
+its device manager differs from the node as it saw it before the tick. While our figures are never ahead of
+its lists, a tick that read the old list finds nothing to write, and cannot undo a patch that came later.
+
+Between a list that shrinks and its patch nothing may be bound by the old figures: a taint sees to that
+(`agent.modes.hold`). Where it cannot be set, the smaller figures are patched before the list: the next best.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import anyio
@@ -14,6 +20,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
+from agent.modes.hold import BINDING_SECONDS, SEEN_SECONDS, SchedulingHold
 
 log = structlog.get_logger()
 
@@ -24,16 +31,14 @@ PATCH_SPACING_SECONDS = 1.0
 PATCH_BURST = 3
 GATHER_SECONDS = 0.005  # several lists change in one breath
 SECOND_LOOK_SECONDS = 0.15  # a tick of the kubelet that began before the lists had changed has ended then
-SHRINK_SECONDS = 20.0  # how long a shrink is held up for pods that are caught between, at most
-# What the scheduler may still bind after it could have seen the patch; on a busy machine twice as long as it
-# took until we saw it ourselves.
-BINDING_SECONDS = 0.1
-TAKEN_IN_SECONDS = 0.1  # what the kubelet needs to read a list of thousands and to write its checkpoint
-SEEN_SECONDS = 2.0  # a watch that is mute shall not hold up a switch
-
-
-# The longest that kubelets with their default of 10 s wait between two ticks: they add up to 4 %.
-TICK_SECONDS = 10.5
+SHRINK_SECONDS = 20.0  # how long a shrink is held up for one more pod that is caught between, at most
+HOLD_SECONDS = 2 * SHRINK_SECONDS  # how long scheduling is held at all
+LOOK_SECONDS = 0.05  # how often they are looked for
+# Where the kubelet cannot be asked: what it needs to read a list of thousands and to write its checkpoint.
+TAKEN_IN_SECONDS = 0.1
+ASK_SECONDS = 0.02  # how often the kubelet is asked whether it has; its socket takes 100 calls a second
+RELEASE_SECONDS = 1.0  # of an agent that is about to stop
+INHERITED_SECONDS = 10.0  # an agent before us left its taint: until there are lists to go by, at most
 
 
 class FiguresFailed(Exception):
@@ -54,12 +59,12 @@ class NodeStatusPort(Protocol):
         """Write them. Raises FiguresFailed."""
 
 
-async def _no_demand(_: frozenset[str]) -> bool:
-    return False
-
-
 async def _nothing() -> None:
     return
+
+
+async def _not_known() -> Mapping[str, int] | None:
+    return None
 
 
 class NodeFigures:
@@ -70,23 +75,28 @@ class NodeFigures:
         node: NodeStatusPort,
         lists: Callable[[Assignment], Figures],
         assignment: Cell[Assignment],
-        caught: Callable[[], Awaitable[bool]],
-        demand: Callable[[frozenset[str]], Awaitable[bool]] = _no_demand,
+        caught: Callable[[], Awaitable[AbstractSet[str]]],
+        hold: SchedulingHold,
         delivered: Callable[[], Awaitable[None]] = _nothing,
+        taken_in: Callable[[], Awaitable[Mapping[str, int] | None]] = _not_known,
     ) -> None:
-        """`caught`: whether a pod is bound here and has not got its devices yet. `demand`: whether pods that
-        are not bound anywhere yet ask for one of these resources. `delivered`: returns when all lists have
-        left for the kubelet.
+        """`caught`: pods that are bound here and have not got their devices yet. `delivered`: returns when
+        all lists have left for the kubelet. `taken_in`: how many healthy devices the kubelet knows of each
+        resource; None: it cannot be asked.
         """
         self._node = node
         self._lists = lists
         self._assignment = assignment
         self._caught = caught
-        self._demand = demand
+        self.hold = hold
         self._delivered = delivered
-        self._probed: str | None = None  # a resource whose figures are wrong on purpose
+        self._taken_in = taken_in
+        self._settled = False  # the lists have shrunk, for which scheduling is held
+        self._held_since = 0.0
         self._ahead: Assignment | None = None
-        self._closing = False
+        self._stopping = False
+        self._closing = False  # nothing is offered any more
+        self._began = anyio.current_time()
         self._wake = anyio.Event()
         self.problem: str | None = None  # why the node's status could not be patched last
         self.patches = 0
@@ -108,20 +118,19 @@ class NodeFigures:
                 refilled = now
                 if allowed < 1:
                     await anyio.sleep((1 - allowed) * PATCH_SPACING_SECONDS)
-                elif self._grows() and not await self._arrived():
+                elif self._follows_lists() and not await self._arrived():
                     continue
-                elif await self._patch_differences():
+                elif await self._patch_differences() or await self._let_go():
                     allowed -= 1
                 else:
                     with anyio.move_on_after(5 * PATCH_SPACING_SECONDS):
                         await self._wake.wait()
                     await anyio.sleep(GATHER_SECONDS)
 
-    def _grows(self) -> bool:
-        """Whether more of something is to be offered than the node's status tells."""
-        wanted = self._wanted()
-        found = self._node.figures(frozenset(wanted)) or {}
-        return any(left > found.get(name, (0, 0))[1] for name, (_, left) in wanted.items())
+    def _follows_lists(self) -> bool:
+        """Whether there is something to patch that the kubelet must have taken in first."""
+        growing, shrinking = self._differing()
+        return bool(growing) or (self.hold.wanted and bool(shrinking))
 
     async def _arrived(self) -> bool:
         """Wait until the kubelet has taken in the lists: all of a pair's, or a pod would find but one half.
@@ -131,29 +140,55 @@ class NodeFigures:
         wanted = self._wanted()
         with anyio.move_on_after(SEEN_SECONDS):
             await self._delivered()
-        await anyio.sleep(TAKEN_IN_SECONDS)
+            while (known := await self._taken_in()) is not None:
+                if all(known.get(name, 0) == left for name, (_, left) in wanted.items()):
+                    break
+                await anyio.sleep(ASK_SECONDS)
+            else:
+                await anyio.sleep(TAKEN_IN_SECONDS)
         return self._wanted() == wanted
 
+    async def _let_go(self) -> bool:
+        """Let the scheduler send pods again once the node's status tells of nothing that is gone."""
+        ours, now = self.hold.wanted, anyio.current_time()
+        if ours and now - self._held_since > HOLD_SECONDS:
+            self._settled = True  # whoever took it is gone
+        if self._stopping or not (self._settled if ours else self.hold.present):
+            return False
+        wanted = self._wanted()
+        found = self._node.figures(frozenset(wanted))
+        if found is None or any(left < found[name][1] for name, (_, left) in wanted.items()):
+            return False
+        if not ours and not wanted and now - self._began < INHERITED_SECONDS:
+            return False
+        if await self.hold.release():
+            return True
+        await anyio.sleep(PATCH_SPACING_SECONDS)
+        return False
+
     async def shrink(self, assignment: Assignment) -> None:
-        """Announce the figures of a smaller assignment; return when no bound pod lacks its devices."""
+        """Have no more pods sent here; return when no bound pod lacks its devices.
+
+        `settled` ends it, once the lists are those of the smaller assignment.
+        """
         before = self._lists(self._assignment.value)
         after = self._lists(assignment)
-        fewer = frozenset(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
-        began = anyio.current_time()
-        waited = False
+        fewer = sorted(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
+        if not fewer:
+            return
+        began, held = anyio.current_time(), False
+        self._settled, self._held_since = False, began
         with anyio.move_on_after(SHRINK_SECONDS) as deadline:
-            if fewer and (waited := await self._demand(fewer)):
-                await self._tick(min(fewer))
-            self._ahead = assignment
-            if not await self._seen_patch():
-                return
-            while await self._caught():
-                await anyio.sleep(BINDING_SECONDS / 2)
-                await self._patch_differences()
+            held = await self.hold.take()
+            if not held:
+                self._ahead = assignment
+                if not await self._seen_patch():
+                    return
+            await self._all_served(deadline)
         log.info(
             "shrink_announced",
-            resources=sorted(fewer),
-            waited_for_tick=waited,
+            resources=fewer,
+            held=held,
             seconds=round(anyio.current_time() - began, 3),
             late=deadline.cancelled_caught or None,
         )
@@ -161,6 +196,7 @@ class NodeFigures:
     def settled(self) -> None:
         """The lists carry what was announced: they are the measure again."""
         self._ahead = None
+        self._settled = True
         self.wake()
 
     async def close(self, ending: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -168,42 +204,42 @@ class NodeFigures:
 
         `ending` makes the lists say so, once no pod is caught between. Bound it with a cancel scope.
         """
-        self._closing = True
-        if await self._seen_patch():
-            while await self._caught():
-                await anyio.sleep(BINDING_SECONDS / 2)
-        if ending:
-            await ending()
-            await anyio.sleep(SECOND_LOOK_SECONDS)
-            await self._patch_differences()
-
-    async def _tick(self, resource: str) -> None:
-        """Wait until the kubelet has written its figures: its next tick is far away then.
-
-        One that had read the old lists and wrote after they had changed would have pods that wait bound to
-        units that are gone. A tick is only seen where it finds something to mend, so that the capacity of a
-        resource is patched one too high, which nobody counts with: scheduler and kubelet go by allocatable.
-        """
-        found = (self._node.figures(frozenset({resource})) or {}).get(resource)
-        if found is None:
-            return
-        self._probed = resource
+        self._stopping = True
         try:
-            await self._node.patch_resources({resource: (found[0] + 1, found[1])})
-            self.patches += 1
-            seen = False
-            with anyio.move_on_after(TICK_SECONDS):
-                while True:
-                    now = (self._node.figures(frozenset({resource})) or {}).get(resource)
-                    probing = now is not None and now[0] == found[0] + 1
-                    if seen and not probing:
-                        break
-                    seen = seen or probing
-                    await self._changed()
-        except FiguresFailed as error:
-            self.problem = str(error)
+            held = await self.hold.take()
+            if not held:
+                self._closing = True
+                await self._seen_patch()
+            if held or not self.problem:
+                await self._all_served()
+            if ending:
+                await ending()
+                await (self._arrived() if held else anyio.sleep(SECOND_LOOK_SECONDS))
+            self._closing = True
+            await self._patch_differences(blindly=True)
         finally:
-            self._probed = None
+            with anyio.CancelScope(shield=True), anyio.move_on_after(RELEASE_SECONDS):
+                await self.hold.release()
+
+    async def _all_served(self, deadline: anyio.CancelScope | None = None) -> None:
+        """Wait until no pod is bound here that has not got its devices.
+
+        `deadline` is for the first of them, then for the next: a kubelet that is slow gets through them all.
+        """
+        busy = True
+        while busy:
+            busy, before = False, frozenset[str]()
+            while caught := frozenset(await self._caught()):
+                if before - caught and deadline:
+                    self._held_since = anyio.current_time()
+                    deadline.deadline = self._held_since + SHRINK_SECONDS
+                busy, before = True, caught
+                await anyio.sleep(LOOK_SECONDS)
+                if self._ahead:
+                    await self._patch_differences()
+            if busy:
+                # The scheduler was at work a moment ago.
+                await anyio.sleep(BINDING_SECONDS)
 
     async def _seen_patch(self) -> bool:
         """Patch, and return once the scheduler has seen it, too; False: the node cannot be patched."""
@@ -235,16 +271,28 @@ class NodeFigures:
         wanted = self._wanted()
         return self._node.figures(frozenset(wanted)) == wanted
 
-    async def _patch_differences(self, *, blindly: bool = False) -> bool:
-        """Patch what differs; answers whether a patch was made. `blindly`: a node that is not seen, too."""
+    def _differing(self, *, blindly: bool = False) -> tuple[Figures, Figures]:
+        """What the node's status does not tell as it is: where more is to be offered, and the rest.
+
+        `blindly`: everything of a node that is not seen.
+        """
         wanted = self._wanted()
         found = self._node.figures(frozenset(wanted))
         if found is None:
-            if not blindly:
-                return False
-            found = {}
-        differing = {name: figures for name, figures in wanted.items() if found.get(name) != figures}
-        differing.pop(self._probed or "", None)
+            return {}, dict(wanted) if blindly else {}
+        differing = {name: figures for name, figures in wanted.items() if found[name] != figures}
+        growing = {name: figures for name, figures in differing.items() if figures[1] > found[name][1]}
+        return growing, {name: figures for name, figures in differing.items() if name not in growing}
+
+    async def _patch_differences(self, *, blindly: bool = False) -> bool:
+        """Patch what differs; answers whether a patch was made. `blindly`: a node that is not seen, too.
+
+        While scheduling is held, only what shrinks: pods that wait for more would be tried in vain, and then
+        wait for their back-off.
+        """
+        growing, differing = self._differing(blindly=blindly)
+        if not self.hold.wanted:
+            differing = {**growing, **differing}
         if not differing:
             return False
         try:

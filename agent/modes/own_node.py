@@ -8,6 +8,7 @@ from agent.cluster.events import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.kit.cell import Cell
 from agent.modes.figures import Figures, FiguresFailed
+from agent.modes.hold import EFFECT, TAINT, HoldFailed
 from agent.modes.report import ReportFailed, now
 
 
@@ -47,6 +48,18 @@ class OwnNode:
             await self._node.patch_resources(figures)
         except ApiError as error:
             raise FiguresFailed(str(error)) from error
+
+    def held(self) -> bool:
+        """Whether the node carries our taint, as last seen."""
+        node = self._node.value
+        return node is not None and any(each.get("key") == TAINT for each in node.spec.taints)
+
+    async def hold(self, *, held: bool) -> None:
+        """Set or remove our taint. Raises HoldFailed."""
+        try:
+            await self._node.set_taint(TAINT, EFFECT, present=held)
+        except ApiError as error:
+            raise HoldFailed(str(error)) from error
 
     async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
         """Set labels (None removes one) and annotations. Raises ReportFailed."""

@@ -50,16 +50,16 @@ class Resources(Protocol):
 
 
 class Announcer(Protocol):
-    """Tells the scheduler before the kubelet does."""
+    """Keeps the scheduler from sending pods to what is about to go."""
 
     async def shrink(self, assignment: Assignment) -> None:
-        """Announce the figures under an assignment that sells less, and wait until no pod is caught between.
+        """Prepare for an assignment that sells less: return when no bound pod lacks its devices.
 
-        Bounded in time; without the API server it returns at once.
+        Bounded in time for each such pod; without the API server it returns at once.
         """
 
     def settled(self) -> None:
-        """The lists now carry what was announced."""
+        """The lists now are those of the assignment that was prepared for."""
 
 
 NO_BACKENDS: Mapping[Mode, Backend] = {}

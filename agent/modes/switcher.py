@@ -4,7 +4,7 @@ It is level-triggered: each round looks at what is wanted, what is in force and 
 the next step of every GPU that differs. So a new wish in mid-switch, a restart and a failure need no
 cases of their own. Steps of one GPU, in order:
 
-1. announce to the scheduler that less is sold, wait until no pod is caught in between;
+1. have the scheduler send no more pods, wait until all that are bound have got their devices;
 2. stop selling: all IDs turn Unhealthy; once no allocation is under way, free ones leave the list;
 3. wait for the last holder;
 4. tear down the old mode, set up the new one (`agent.modes.changes`);

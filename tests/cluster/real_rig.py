@@ -284,9 +284,10 @@ class RealRig:
         foreign = {name: None for name in status["capacity"] if "/" in name}
         cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
         labels = dict.fromkeys((*self._labels, MODE_LABEL))
-        cluster.api.merge_patch(
-            node, {"metadata": {"labels": labels, "annotations": {STATE_ANNOTATION: None, INVENTORY: None}}}
-        )
+        annotations = {STATE_ANNOTATION: None, INVENTORY: None}
+        # The taint is what an agent leaves that is killed in mid-switch.
+        metadata = {"labels": labels, "annotations": annotations}
+        cluster.api.merge_patch(node, {"metadata": metadata, "spec": {"taints": None}})
         cluster.start("kubelet")
 
     # Inner

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agent.modes.hold import EFFECT, TAINT
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.api import ApiClient, ApiError
@@ -71,6 +72,7 @@ FOREIGN: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (NODE, "", {"metadata": {"labels": {"kubernetes.io/os": None}}}, "only its own labels"),
     (NODE, "", {"metadata": {"annotations": {"example.com/a": "b"}}}, "only annotations gpu-node-agent.io/"),
     (NODE, "", {"spec": {"taints": [{"key": "a", "effect": "NoSchedule"}]}}, "may not change a node's spec"),
+    (NODE, "", {"spec": {"taints": [{"key": TAINT, "effect": "NoExecute"}]}}, "may not change a node's spec"),
     (NODE, "", {"spec": {"unschedulable": True}}, "may not change a node's spec"),
     (NODE, "/status", {"status": {"allocatable": {"cpu": "1k"}}}, "own resources in a node's allocatable"),
     (NODE, "/status", {"status": {"capacity": {"example.com/x": "1"}}}, "own resources in a node's capacity"),
@@ -90,6 +92,15 @@ def test_account_cannot_touch_another_node(serving: Installation) -> None:
     assert cluster.get("Node", NODE)["metadata"]["labels"]["gpu-node-agent.io/probe"] == "1"
     own_status = {"status": {"allocatable": {"nvidia.com/gpu": "2"}}}
     agent.merge_patch(node_path(NODE, "/status"), own_status)
+    # Its one taint it may set and remove, between those of others.
+    foreign, ours = ({"key": key, "effect": EFFECT} for key in ("example.com/a", TAINT))
+    cluster.api.merge_patch(node_path(NODE), {"spec": {"taints": [foreign]}})
+    agent.merge_patch(node_path(NODE), {"spec": {"taints": [foreign, ours]}})
+    with pytest.raises(ApiError, match="may not change a node's spec"):
+        agent.merge_patch(node_path(NODE), {"spec": {"taints": [ours]}})
+    agent.merge_patch(node_path(NODE), {"spec": {"taints": [foreign]}})
+    assert cluster.get("Node", NODE)["spec"]["taints"] == [foreign]
+    cluster.api.merge_patch(node_path(NODE), {"spec": {"taints": None}})
     for name, part, patch, words in FOREIGN:
         with pytest.raises(ApiError) as refusal:
             agent.merge_patch(node_path(name, part), patch)

@@ -21,6 +21,7 @@ BOTH_FACES = (
     modes.test_busy_gpus_drain_under_a_backlog,
     modes.test_kubelet_restart_in_mid_switch,
     modes.test_agent_kill_in_mid_switch,
+    modes.test_no_admission_error_across_thirty_switches,
 )
 SHORT = 6  # switches
 # Under a stream of pods the kubelet's tick must be what it is: one that comes twice a second writes figures

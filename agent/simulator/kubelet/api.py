@@ -49,6 +49,7 @@ class Api:
         self.node_name = node_name
         self.capacity: dict[str, int] = {}
         self.allocatable: dict[str, int] = {}
+        self.taints: list[dict[str, str]] = []
         self.pods: dict[tuple[str, str], Pod] = {}
         self.changes = Cell(0)
         self._rng = rng
@@ -138,13 +139,18 @@ class Scheduler:
                 self._consider(pod)
 
     def _consider(self, pod: Pod) -> None:
+        # No pod here tolerates anything.
+        untolerated = [each["key"] for each in self._api.taints if each["effect"] != "PreferNoSchedule"]
         short = [r for r in pod.spec.resources if pod.spec.request(r) and not self._fits(pod, r)]
-        if not short:
+        if not short and not untolerated:
             pod.node_name, pod.reason, pod.message = self._api.node_name, "", ""
             logger.debug("pod_bound", pod=f"{pod.spec.namespace}/{pod.spec.name}")
             self._api.changed()
             return
-        causes = ", ".join(f"1 Insufficient {resource}" for resource in short)
+        causes = ", ".join(
+            [f"1 node(s) had untolerated taint {{{key}: }}" for key in untolerated]
+            or [f"1 Insufficient {resource}" for resource in short]
+        )
         message = f"0/1 nodes are available: {causes}."
         if (pod.reason, pod.message) != (UNSCHEDULABLE, message):
             pod.reason, pod.message = UNSCHEDULABLE, message

@@ -9,10 +9,12 @@ imagePullSecrets:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.tolerations }}
 tolerations:
+  # Our own: an agent that was killed in mid-switch has left it, and the next one takes it away.
+  - {key: gpu-node-agent.io/switching, operator: Exists, effect: NoSchedule}
+  {{- with .Values.tolerations }}
   {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- end }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}

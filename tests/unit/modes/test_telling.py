@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import anyio
+import pytest
 
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.figures import Figures, FiguresFailed, NodeFigures
+from agent.modes.hold import HoldFailed, SchedulingHold
 from agent.modes.report import CONDITION, MODE_LABEL, STATE_ANNOTATION, Reporter, ReportFailed, encode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 
@@ -25,6 +27,18 @@ class OwnNode:
     conditions: list[tuple[str, ...]] = field(default_factory=list)
     events: list[tuple[str, bool]] = field(default_factory=list)
     refuse: str | None = None
+    tainted: bool = False
+    log: list[str] = field(default_factory=list)  # in which order things were written
+
+    def held(self) -> bool:
+        return self.tainted
+
+    async def hold(self, *, held: bool) -> None:
+        if self.refuse:
+            raise HoldFailed(self.refuse)
+        self.tainted = held
+        self.log.append("hold" if held else "release")
+        self.changes.publish(object())
 
     def figures(self, resources: frozenset[str]) -> Figures | None:
         return {name: self.status.get(name, (0, 0)) for name in resources}
@@ -33,6 +47,7 @@ class OwnNode:
         if self.refuse:
             raise FiguresFailed(self.refuse)
         self.patches.append(dict(figures))
+        self.log.append(f"patch {dict(figures)}")
         self.status |= figures
         self.changes.publish(object())
 
@@ -68,7 +83,7 @@ def lists(assignment: Assignment) -> Figures:
 
 async def test_a_bigger_list_is_patched_at_once_and_again_when_a_tick_writes_the_old_figure() -> None:
     node, assignment = OwnNode(), Cell(SELLING)
-    figures = NodeFigures(node, lists, assignment, _nobody)
+    figures = NodeFigures(node, lists, assignment, _nobody, SchedulingHold(node))
     async with anyio.create_task_group() as group:
         group.start_soon(figures.run)
         with anyio.fail_after(5):
@@ -82,67 +97,123 @@ async def test_a_bigger_list_is_patched_at_once_and_again_when_a_tick_writes_the
     assert node.patches == [{"nvidia.com/gpu": (8, 8)}] * 2
 
 
-async def test_a_shrink_is_patched_first_and_waits_for_pods_that_are_caught_between() -> None:
+async def test_a_shrink_holds_scheduling_until_the_figures_have_followed_the_list() -> None:
     node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
-    asked: list[bool] = [True, True, False]
+    asked: list[set[str]] = [{"a", "b"}, {"b"}, set(), set()]
+    kubelet = {"nvidia.com/gpu": 8}
 
-    async def caught() -> bool:
+    async def caught() -> set[str]:
+        node.log.append("caught?")
         return asked.pop(0)
 
-    figures = NodeFigures(node, lists, assignment, caught)
+    async def taken_in() -> Mapping[str, int]:
+        return kubelet
+
+    figures = NodeFigures(node, lists, assignment, caught, SchedulingHold(node), taken_in=taken_in)
+    async with anyio.create_task_group() as group:
+        group.start_soon(figures.run)
+        with anyio.fail_after(5):
+            await figures.shrink(DRAINING)
+            # All that is bound has been served; nothing is said before the list says it.
+            assert (asked, node.tainted, node.patches) == ([], True, [])
+            assignment.publish(DRAINING)
+            figures.settled()
+            await anyio.sleep(0.2)
+            # The kubelet has not read the list: a tick that knows the old one must find nothing to write.
+            assert (node.tainted, node.patches) == (True, [])
+            kubelet["nvidia.com/gpu"] = 0
+            while node.tainted:
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
+    assert node.log == ["hold", *["caught?"] * 4, "patch {'nvidia.com/gpu': (0, 0)}", "release"]
+
+
+async def test_a_slow_kubelet_gets_through_all_pods_and_a_stuck_one_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agent.modes.figures.SHRINK_SECONDS", 0.3)
+    node = OwnNode(status={"nvidia.com/gpu": (8, 8)})
+    began = anyio.current_time()
+    left = {f"pod-{number}": 0.15 * number for number in range(1, 7)}
+
+    async def caught() -> set[str]:
+        return {name for name, after in left.items() if anyio.current_time() < began + after}
+
+    figures = NodeFigures(node, lists, Cell(SELLING), caught, SchedulingHold(node))
+    await figures.shrink(DRAINING)
+    assert await caught() == set()
+    left["stuck"] = 60
+    with anyio.fail_after(5):
+        await figures.shrink(DRAINING)
+
+
+async def test_more_is_offered_after_scheduling_was_let_go() -> None:
+    node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8), "x/core": (0, 0)}), Cell(SELLING)
+
+    def both(now: Assignment) -> Figures:
+        return {**lists(now), "x/core": (0, 0) if now.of("GPU-a").selling else (100, 100)}
+
+    figures = NodeFigures(node, both, assignment, _nobody, SchedulingHold(node))
+    async with anyio.create_task_group() as group:
+        group.start_soon(figures.run)
+        await figures.shrink(DRAINING)
+        assignment.publish(DRAINING)
+        figures.settled()
+        with anyio.fail_after(5):
+            while node.status != {"nvidia.com/gpu": (0, 0), "x/core": (100, 100)}:
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
+    # A pod that is tried under the taint goes into its back-off.
+    assert node.log == [
+        "hold",
+        "patch {'nvidia.com/gpu': (0, 0)}",
+        "release",
+        "patch {'x/core': (100, 100)}",
+    ]
+
+
+async def test_what_grows_needs_no_hold_and_a_taint_that_was_left_behind_goes() -> None:
+    node, assignment = OwnNode(tainted=True), Cell(DRAINING)
+    figures = NodeFigures(node, lists, assignment, _nobody, SchedulingHold(node))
+    async with anyio.create_task_group() as group:
+        group.start_soon(figures.run)
+        with anyio.fail_after(5):
+            while node.tainted:
+                await anyio.sleep(0.005)
+            await figures.shrink(SELLING)
+        group.cancel_scope.cancel()
+    assert node.log == ["release"]
+
+
+async def test_without_the_right_to_taint_the_figures_go_ahead_of_the_list() -> None:
+    node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
+
+    class Untainted(SchedulingHold):
+        async def take(self) -> bool:
+            return False
+
+    figures = NodeFigures(node, lists, assignment, _nobody, Untainted(node))
     await figures.shrink(DRAINING)
     assert node.status == {"nvidia.com/gpu": (0, 0)}
-    assert asked == []
     # Until the list itself has shrunk, the smaller figure is the one that is defended.
     node.status["nvidia.com/gpu"] = (8, 8)
     await figures._patch_differences()
     assert node.status == {"nvidia.com/gpu": (0, 0)}
 
 
-async def test_while_pods_wait_for_what_is_going_a_shrink_waits_for_the_kubelets_tick() -> None:
-    node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
-    asked: list[frozenset[str]] = []
-
-    async def demand(resources: frozenset[str]) -> bool:
-        asked.append(resources)
-        return True
-
-    figures = NodeFigures(node, lists, assignment, _nobody, demand)
-    done = anyio.Event()
-
-    async def shrink() -> None:
-        await figures.shrink(DRAINING)
-        done.set()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(shrink)
-        await anyio.sleep(0.6)
-        assert not done.is_set()
-        # Until then everything is offered as before; a capacity that is wrong makes the tick be seen.
-        assert node.status["nvidia.com/gpu"] == (9, 8)
-        await figures._patch_differences()
-        assert node.status["nvidia.com/gpu"] == (9, 8)
-        node.status["nvidia.com/gpu"] = (8, 8)
-        node.changes.publish(object())
-        with anyio.fail_after(5):
-            await done.wait()
-    assert asked == [{"nvidia.com/gpu"}]
-    assert node.status == {"nvidia.com/gpu": (0, 0)}
-
-
 async def test_a_shrink_without_the_right_to_patch_does_not_hold_anything_up() -> None:
     node = OwnNode(status={"nvidia.com/gpu": (8, 8)}, refuse="nodes/status is forbidden")
-    figures = NodeFigures(node, lists, Cell(SELLING), _nobody)
+    figures = NodeFigures(node, lists, Cell(SELLING), _nobody, SchedulingHold(node))
     with anyio.fail_after(2):
         await figures.shrink(DRAINING)
-    assert figures.failures == 1
+    assert (figures.failures, figures.hold.failures) == (1, 1)
 
 
 async def test_a_stopping_agent_says_that_nothing_is_sold_here() -> None:
     node = OwnNode(status={"nvidia.com/gpu": (8, 8)})
-    figures = NodeFigures(node, lists, Cell(SELLING), _nobody)
+    figures = NodeFigures(node, lists, Cell(SELLING), _nobody, SchedulingHold(node))
     await figures.close()
-    assert node.status == {"nvidia.com/gpu": (8, 0)}
+    assert node.log == ["hold", "patch {'nvidia.com/gpu': (8, 0)}", "release"]
 
 
 STATE = SwitchState(
@@ -203,8 +274,8 @@ async def test_an_api_server_that_refuses_is_tried_again_without_a_storm() -> No
     assert len(node.events) <= 2
 
 
-async def _nobody() -> bool:
-    return False
+async def _nobody() -> frozenset[str]:
+    return frozenset()
 
 
 async def test_annotations_of_other_rooms_are_written_once_each() -> None:
