@@ -87,11 +87,23 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
 
 
 def test_every_host_folder_has_its_reason_written_down() -> None:
-    text = SECURITY.read_text(encoding="utf-8")
-    for settings in ((), ("mps.enabled=true",)):
-        for volume in agent(*settings)["volumes"]:
-            if "hostPath" in volume:
-                assert f"`{volume['hostPath']['path']}`" in text, f"docs/security.md lacks {volume['name']}"
+    """Path by path, and whether it can be written: by default, and with MPS."""
+    told = {row[0].split("`")[1]: row[1] for row in rows("## Host folders") if row[2]}
+
+    def mounted(*settings: str) -> dict[str, bool]:
+        pod = agent(*settings)
+        paths = {each["name"]: each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each}
+        mounts = pod["containers"][0]["volumeMounts"]
+        return {paths[m["name"]]: not m.get("readOnly", False) for m in mounts if m["name"] in paths}
+
+    plain, shares = mounted(), mounted("mps.enabled=true")
+    assert set(told) == set(shares)
+    for path, writable in shares.items():
+        assert ("only with" in told[path]) == (path not in plain), path
+        if path in plain and plain[path] != writable:
+            assert told[path] == "read-only; with MPS read-write"
+        elif path in plain:
+            assert told[path].startswith("read-write" if writable else "read-only"), path
 
 
 def test_hook_needs_no_host_and_no_root() -> None:
@@ -146,6 +158,29 @@ def test_rights_of_the_hook() -> None:
             assert len(rule["resourceNames"]) == 2
     assert verbs(role) == {"daemonsets": {"get", "patch"}, "pods": {"list"}}
     assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}}
+
+
+def test_rights_are_written_down() -> None:
+    """The page has a row for each right, and none for a right that nobody has."""
+    made = helm.template(settings=["extender.enabled=true"])
+    accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
+    granted: dict[tuple[str, str], set[str]] = {}
+    for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):
+        ending = next(key for key in ("-extender", "-cleanup", "") if role["metadata"]["name"].endswith(key))
+        for resource, names in verbs(role).items():
+            granted.setdefault((accounts[ending], resource), set()).update(names)
+    told: dict[tuple[str, str], set[str]] = {}
+    for account, resource, names, why in rows("## Rights in the cluster"):
+        assert why
+        told.setdefault((account, resource), set()).update(names.split(", "))
+    assert told == granted
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The first table below a heading of the page, without its head."""
+    below = SECURITY.read_text(encoding="utf-8").split(f"{heading}\n")[1]
+    table = below[below.index("\n|") + 1 :].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
 def test_cleaners_stay_away_until_they_are_called() -> None:
