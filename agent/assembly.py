@@ -138,6 +138,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         from agent.modes.own_node import OwnNode  # noqa: PLC0415  loads the API client's room
 
         own = OwnNode(agent.cluster.node, agent.cluster.events)
+        most = settings.mps.most_clients
+        resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
         pods = agent.cluster.pods
         agent.figures = NodeFigures(
             own,
@@ -182,7 +184,6 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         notes: Cell[Mapping[str, str]] = Cell({})
         agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
         group.start_soon(spawn, "node report", agent.reporter.run)
-        most = settings.mps.most_clients
         group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
         if settings.node_labels:
             group.start_soon(spawn, "node labels", _follow_labels, agent, labels)

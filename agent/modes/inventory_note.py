@@ -1,16 +1,21 @@
 """The node's inventory for schedulers, as an annotation of the Node object: on change only."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
+import structlog
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import client_ceiling
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
+from agent.modes.report import NodePort, ReportFailed
+
+log = structlog.get_logger()
 
 _MIB = 1 << 20
+AHEAD_SECONDS = 3.0
 
 
 def inventory_of(
@@ -64,3 +69,30 @@ async def follow(
     async with anyio.create_task_group() as group:
         group.start_soon(on, inventory)
         group.start_soon(on, modes)
+
+
+def ahead(
+    node: NodePort, inventory: Cell[Snapshot], modes: Cell[Assignment], most_clients: int | None
+) -> Callable[[], Awaitable[None]]:
+    """What writes the annotation, where there is none, before units are offered for the first time.
+
+    Pods that wait for such units are bound the moment that the node offers them. An extender that knows no
+    inventory by then goes by totals, and some of those pods would die at admission. Bounded in time: with the
+    API server away nothing is bound either.
+    """
+
+    async def write() -> None:
+        if INVENTORY in node.annotations():
+            return  # as it was before this process: what differs is written by the report
+        problem = f"no answer within {AHEAD_SECONDS:g} s"
+        with anyio.move_on_after(AHEAD_SECONDS):
+            note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients))}
+            try:
+                await node.write_metadata({}, note)
+            except ReportFailed as error:
+                problem = str(error)
+            else:
+                return
+        log.warning("inventory_not_written_ahead", problem=problem, effect="extenders go by totals meanwhile")
+
+    return write

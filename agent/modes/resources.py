@@ -1,6 +1,6 @@
 """All resources of the node: which are registered, and their lists as one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -35,6 +35,8 @@ class ResourceSet:
         self._enabled: set[Mode] = set()
         self._pending: set[Mode] = set()
         self._grown = anyio.Event()
+        # What has to be done before a resource appears on the node; must end, and raise nothing.
+        self.before_first: Callable[[], Awaitable[None]] | None = None
         self.endpoints = endpoints  # grows as modes are first used
 
     def enable(self, mode: Mode) -> None:
@@ -50,18 +52,25 @@ class ResourceSet:
         for plugins in self._plugins.values():
             for plugin in plugins:
                 plugin.refresh()
+        new: list[Endpoint] = []
         for mode in self._pending:
             for plugin in self._plugins.get(mode, ()):
-                endpoint = self._endpoint_of(plugin)
-                self.endpoints.append(endpoint)
-                name = plugin.resource
-                self._group.start_soon(self._supervisor.restarting, f"plugin {name}", plugin.run)
-                self._group.start_soon(self._supervisor.restarting, f"endpoint {name}", endpoint.run)
+                new.append(self._endpoint_of(plugin))
+                self._group.start_soon(self._supervisor.restarting, f"plugin {plugin.resource}", plugin.run)
+        self.endpoints += new
         if self._pending:
+            self._group.start_soon(self._appear, new)
             self._enabled |= self._pending
             self._pending.clear()
             grown, self._grown = self._grown, anyio.Event()
             grown.set()
+
+    async def _appear(self, endpoints: Sequence[Endpoint]) -> None:
+        if self.before_first:
+            await self.before_first()
+        for endpoint in endpoints:
+            name = f"endpoint {endpoint.plugin.resource}"
+            self._group.start_soon(self._supervisor.restarting, name, endpoint.run)
 
     async def follow_lists(self, action: Callable[[], None]) -> None:
         """Call `action` whenever a list has changed or the kubelet came or went, for ever."""

@@ -2,16 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import anyio
+import anyio.lowlevel
+import pytest
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import INVENTORY, decode
 from agent.model.topology import Topology
-from agent.modes.inventory_note import follow, inventory_of
+from agent.modes import inventory_note
+from agent.modes.inventory_note import ahead, follow, inventory_of
+from agent.modes.resources import ResourceSet
 from tests.unit.modes.nodes import gpu, snapshot_of
+from tests.unit.modes.test_telling import OwnNode
 
 
 def modes(*given: GpuMode) -> Assignment:
@@ -65,3 +72,66 @@ async def test_it_is_published_on_change_only() -> None:
         await anyio.wait_all_tasks_blocked()
         assert decode(notes.value[INVENTORY]).gpus[0].mode is Mode.MPS
         group.cancel_scope.cancel()
+
+
+class Node(OwnNode):
+    """One whose API server may not answer."""
+
+    mute = False
+
+    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+        if self.mute:
+            await anyio.sleep_forever()
+        await super().write_metadata(labels, annotations)
+
+
+async def test_it_is_written_ahead_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory_note, "AHEAD_SECONDS", 0.05)
+    node = Node()
+    write = ahead(node, Cell(snapshot_of(gpu(0))), Cell(modes(GpuMode(Mode.VGPU))), None)
+    for node.refuse, node.mute in (("503", False), (None, True)):
+        with anyio.fail_after(5):
+            await write()  # units are offered all the same
+        assert node.notes == {}
+    node.mute = False
+    await write()
+    assert decode(node.notes[INVENTORY]).gpus[0].mode is Mode.VGPU
+    node.notes[INVENTORY] = "what stood there before a restart"
+    await write()
+    assert node.notes[INVENTORY] == "what stood there before a restart"
+
+
+async def test_no_resource_appears_before_it_is_written() -> None:
+    seen: list[str] = []
+
+    class Plugin:
+        resource = "tencent.com/vcuda-core"
+
+        def refresh(self) -> None:
+            seen.append("refreshed")
+
+        async def run(self) -> None:
+            await anyio.sleep_forever()
+
+    class Served:
+        def __init__(self, plugin: Any) -> None:
+            self.plugin = plugin
+
+        async def run(self) -> None:
+            seen.append("registered")
+            await anyio.sleep_forever()
+
+    async def written() -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append("written")
+
+    plugins: Any = {Mode.VGPU: [Plugin()]}
+    endpoint_of: Any = Served
+    async with anyio.create_task_group() as group:
+        resources = ResourceSet(plugins, [], endpoint_of, Supervisor(), group)
+        resources.before_first = written
+        resources.enable(Mode.VGPU)
+        resources.refresh()
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert seen == ["refreshed", "written", "registered"]
