@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -17,6 +18,7 @@ from tests.cluster.build import Parts
 from tests.cluster.options import Options
 from tests.cluster.pki import Authority
 from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.service import Service
 from tests.cluster.waiting import NotYet, eventually
 
 CONFIG = REPOSITORY / "config" / "scheduler"
@@ -32,8 +34,8 @@ class Replica:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start it; returns when it leads and its ledger is complete."""
+    def start(self, lead: bool = True) -> None:
+        """Start it; returns when it leads and its ledger is complete, without `lead` when it answers."""
         pki = self._cluster.layout.certificates
         flags = {
             "http.address": "127.0.0.1",
@@ -54,11 +56,20 @@ class Replica:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log, env=os.environ)
         self._cluster.adopt(self._process.pid)
-        eventually(self._ready, timeout=60, what="the extender serves")
+        page, what = ("readyz", "the extender serves") if lead else ("healthz", "the extender runs")
+        eventually(lambda: self._look(page), timeout=60, what=what)
 
-    def _ready(self) -> None:
+    def serves(self) -> bool:
+        """Whether it is ready now, as its Service would ask."""
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self._plain}/readyz", timeout=2).close()
+            self._look("readyz")
+        except NotYet:
+            return False
+        return True
+
+    def _look(self, page: str) -> None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self._plain}/{page}", timeout=2).close()
         except (urllib.error.URLError, OSError) as error:
             raise NotYet(f"{error}; {self._log.read_text()[-500:]}") from error
 
@@ -68,6 +79,33 @@ class Replica:
             self._process.send_signal(how)
             self._process.wait(10)
             self._process = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two replicas behind one address."""
+
+    leader: Replica
+    follower: Replica
+
+
+@contextmanager
+def pair(cluster: Cluster, port: int, folder: Path) -> Iterator[Pair]:
+    """Two replicas, the first of which leads, behind `port`; both are gone afterwards."""
+    both = Pair(*(Replica(cluster, free_port(), folder / f"{name}.log") for name in ("leader", "follower")))
+
+    def ready() -> int | None:
+        return next((each.port for each in (both.leader, both.follower) if each.serves()), None)
+
+    try:
+        both.leader.start()
+        both.follower.start(lead=False)
+        assert not both.follower.serves()
+        with Service(port, ready):
+            yield both
+    finally:
+        for each in (both.leader, both.follower):
+            each.end(signal.SIGKILL)
 
 
 def free_port() -> int:
