@@ -14,6 +14,8 @@ from agent.model.modes import Mode
 log = structlog.get_logger()
 
 REFRESH_SECONDS = 5.0
+# While it cannot be read the agent is not ready, and a kubelet that restarts is back within a second or two.
+RETRY_SECONDS = 0.5
 # After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.3
@@ -84,7 +86,8 @@ class HoldingsWatch:
         with self.client.keeping_connection():
             while True:
                 await self.refresh()
-                with anyio.move_on_after(REFRESH_SECONDS) as waited:
+                pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
+                with anyio.move_on_after(pause) as waited:
                     seen = await self._allocations.wait_change(seen)
                 if not waited.cancelled_caught:
                     # Those that come meanwhile may be recorded after the read, and lead to another one.

@@ -86,6 +86,7 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
     monkeypatch: pytest.MonkeyPatch, logs: Any
 ) -> None:
     monkeypatch.setattr(holdings_module, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(holdings_module, "RETRY_SECONDS", 0.001)
     one, two = _listed(_held(A)), _listed(_held(B))
     lister = Lister(one, one, "it is down", "it is down", two)
     watch = HoldingsWatch(lister)  # type: ignore[arg-type]
@@ -141,3 +142,20 @@ async def test_a_crowd_of_allocations_does_not_wear_out_the_socket(monkeypatch: 
     pauses = [after - before for before, after in zip(lister.asked, lister.asked[1:], strict=False)]
     assert len(pauses) >= 2
     assert min(pauses) >= 0.05
+
+
+async def test_an_outage_does_not_last_until_the_next_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings_module, "REFRESH_SECONDS", 1e6)
+    monkeypatch.setattr(holdings_module, "SOON_SECONDS", 0.01)
+    monkeypatch.setattr(holdings_module, "RETRY_SECONDS", 0.02)
+    one = _listed(_held(A))
+    lister = Lister(_listed(), "the kubelet restarts", "the kubelet restarts", one)
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(5):
+            await watch.cell.wait_for(lambda found: found == _listed())
+            watch.allocated()
+            await watch.cell.wait_for(lambda found: found == one)
+        group.cancel_scope.cancel()
+    assert watch.problem is None
