@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import anyio.to_thread
 import msgspec
 
 from agent.cluster import lean
+from agent.kit.lean_aiohttp import aiohttp
 
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 5.0

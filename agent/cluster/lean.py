@@ -10,6 +10,8 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,30 @@ def _seed() -> None:
             sys.modules[name] = package
     client = sys.modules["kubernetes_asyncio.client"]
     if not hasattr(client, "Configuration"):
-        configuration = importlib.import_module("kubernetes_asyncio.client.configuration")
+        # A mebibyte for basic authentication, which API servers have not had since 1.19.
+        with _late("urllib3"):
+            configuration = importlib.import_module("kubernetes_asyncio.client.configuration")
         vars(client)["Configuration"] = configuration.Configuration
         vars(client)["ApiClient"] = object  # named by the kubeconfig loader, never used here
+
+
+@contextmanager
+def _late(name: str) -> Iterator[None]:
+    """Who imports a module meanwhile gets a stand-in, which brings the real one in when it is first used."""
+
+    def attribute(wanted: str) -> object:
+        return getattr(importlib.import_module(name), wanted)
+
+    if name in sys.modules:
+        yield
+        return
+    stand_in = types.ModuleType(name)
+    vars(stand_in)["__getattr__"] = attribute  # PEP 562
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the client's own untyped class

@@ -10,7 +10,7 @@ import pytest
 
 PROBE = """
 import asyncio, json, sys
-import aiohttp, anyio.to_thread, ssl, yaml, urllib3, six, dateutil.parser  # counted elsewhere
+import aiohttp, anyio.to_thread, ssl, yaml, six, dateutil.parser  # counted elsewhere
 
 def private():
     text = open("/proc/self/smaps_rollup").read()
@@ -28,7 +28,10 @@ async def main():
 
 made = asyncio.run(main())
 names = sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio"))
-print(json.dumps(dict(names=names, kib=private() - before, host=made.host, token=made.api_key)))
+late = [name for name in sys.modules if name.startswith("urllib3")]
+found = dict(names=names, late=late, kib=private() - before, host=made.host, token=made.api_key)
+made.username, made.password = "somebody", "secret"
+print(json.dumps(dict(found, basic=made.get_basic_auth_token())))
 """
 KUBECONFIG = """
 apiVersion: v1
@@ -56,6 +59,11 @@ def test_few_modules_and_no_model(probed: dict[str, Any]) -> None:
     assert len(probed["names"]) < 15
     assert not [name for name in probed["names"] if name.startswith("kubernetes_asyncio.client.models")]
     assert not [name for name in probed["names"] if name.startswith("kubernetes_asyncio.client.api")]
+
+
+def test_urllib3_is_loaded_only_when_it_is_used(probed: dict[str, Any]) -> None:
+    assert probed["late"] == []
+    assert probed["basic"].startswith("Basic ")
 
 
 def test_little_memory(probed: dict[str, Any]) -> None:
