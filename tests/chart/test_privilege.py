@@ -170,9 +170,9 @@ def test_rights_are_written_down() -> None:
         for resource, names in verbs(role).items():
             granted.setdefault((accounts[ending], resource), set()).update(names)
     told: dict[tuple[str, str], set[str]] = {}
-    for account, resource, names, why in rows("## Rights in the cluster"):
+    for account, resource, words, why in rows("## Rights in the cluster"):
         assert why
-        told.setdefault((account, resource), set()).update(names.split(", "))
+        told.setdefault((account, resource), set()).update(words.split(", "))
     assert told == granted
 
 

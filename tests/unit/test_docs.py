@@ -1,26 +1,70 @@
-"""The documents: links lead somewhere, and verbs and paths that they name exist."""
+"""The documents: links lead somewhere; verbs, commands, paths, metrics and keys that they name exist."""
 
+import argparse
 import re
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import yaml
+
+from agent import cli
+from agent.extender.metrics import Metrics as ExtenderMetrics
+from agent.extender.settings import Settings as ExtenderSettings
+from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHART = ROOT / "charts" / "gpu-node-agent"
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
-        if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+def spans(document: Path) -> Iterator[str]:
+    """Code within the text, and lines of code blocks without their comments."""
+    text = document.read_text(encoding="utf-8")
+    for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield from (line.split("  #")[0].strip() for line in block.splitlines())
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", text)
+    indented = re.sub(r"\\\n\s*", "", text)  # continued lines are one
+    yield from (line.split("  #")[0].strip() for line in indented.splitlines() if line.startswith("    "))
 
 
-def test_every_verb_of_the_readme_is_one_of_make() -> None:
-    verbs = set(re.findall(r"\bmake ([a-z][a-z-]*)", (ROOT / "README.md").read_text()))
-    assert {"demo", "test", "test-cluster", "bench"} <= verbs
-    for verb in verbs - {"and"}:
+def anchors(document: Path) -> set[str]:
+    """What links may name after #, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        file = document.parent / target if target else document
+        assert file.exists(), f"{document.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
+
+
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    for span in spans(document):
+        for path in re.findall(r"(?<![\w/-])(?:agent|charts|config|docs|tests|proto|\.ci)/[\w./-]+\b", span):
+            assert (ROOT / path).exists() or (CHART / path).exists(), f"{document.name} names {path}"
+
+
+@every_document
+def test_verbs_are_those_of_make(document: Path) -> None:
+    verbs = {verb for span in spans(document) for verb in re.findall(r"\bmake ([a-z][a-z-]*)", span)}
+    if document == README:
+        assert {"demo", "test", "test-cluster", "bench", "image"} <= verbs
+    for verb in verbs:
         subprocess.run(["make", "--dry-run", verb], cwd=ROOT, check=True, capture_output=True, timeout=30)
 
 
@@ -41,7 +85,153 @@ def test_make_help_names_every_verb() -> None:
 
 
 def test_the_folders_of_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     layout = text[text.index("    agent/") : text.index("Imports run one way")]
     for word in re.findall(r"\b([a-z_]+)/", layout):
         assert (ROOT / word).is_dir() or (ROOT / "agent" / word).is_dir(), word
+
+
+def parts_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands of a parser."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found: Mapping[str, argparse.ArgumentParser] = action.choices
+            return found
+    return {}
+
+
+@every_document
+def test_commands_and_their_flags_exist(document: Path) -> None:
+    for span in spans(document):
+        # In a shell line of another program (kubectl exec ... -- gpu-node-agent ...), what comes after it.
+        command = re.search(r"(?:^|-- )gpu-node-agent ([a-z][^#|;]*)", span)
+        if command is None:
+            continue
+        parser, words = cli._parser(), command[1].split()
+        while words and (parts := parts_of(parser)):
+            if words[0].startswith("-") or not words[0].isascii():
+                break
+            if words[0] not in parts:
+                assert words[0] == "my-devices/" or document.name == "CHANGELOG.md", (
+                    f"{document.name}: {span}"
+                )
+                break
+            parser = parts[words.pop(0)]
+        flags = {text for action in parser._actions for text in action.option_strings}
+        for word in words:
+            if word.startswith("--"):
+                assert word.strip("[]").split("=")[0] in flags, f"{document.name}: {span}"
+
+
+def test_metrics_exist() -> None:
+    known = set(re.findall(r"gpu_agent_\w+", (ROOT / "docs" / "metrics.md").read_text()))
+    known |= {family.name for family in ExtenderMetrics().registry.collect()}
+    rules = "".join(file.read_text() for file in (CHART / "files" / "rules").glob("*.yaml"))
+    known |= set(re.findall(r"gpu_agent_\w+", rules))
+    for document in DOCUMENTS:
+        for span in spans(document):
+            for name, star in re.findall(r"\b(gpu_agent_\w+)(\*?)", span):
+                fits = any(each.startswith(name) for each in known) if star else name in known
+                assert fits, f"{document.name} names {name}{star}"
+
+
+AMBIGUOUS = ("kubelet.sock", "driver.root", "attribution")
+
+
+def trees() -> list[dict[str, Any]]:
+    """Every key that there is: the agent's, the chart's with the agent's below `config`, the extender's."""
+    agent: dict[str, Any] = msgspec.to_builtins(Settings())
+    extender: dict[str, Any] = msgspec.to_builtins(ExtenderSettings())
+    chart: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    return [
+        agent,
+        {**chart, "config": agent, "extender": {**chart["extender"], "config": extender}},
+        extender,
+    ]
+
+
+def has(tree: Any, path: list[str]) -> bool:
+    """Whether a document has a key; what is below one that is empty by default is anybody's."""
+    if not path or path[0] == "*":
+        return True
+    if not isinstance(tree, dict):
+        return False
+    return not tree or (path[0] in tree and has(tree[path[0]], path[1:]))
+
+
+@every_document
+def test_keys_of_configuration_and_chart_exist(document: Path) -> None:
+    known = trees()
+    first = {key for tree in known for key in tree}
+    for span in spans(document):
+        written = re.match(r"(?:--set(?:-\w+)? )?([a-z]\w*(?:\.(?:\w+|\*|\{[\w,]+\}))+)(?=$|[:= \[])", span)
+        if not written or written[1].split(".")[0] not in first or written[1] in AMBIGUOUS:
+            continue
+        head, _, choice = written[1].partition("{")
+        for last in choice.rstrip("}").split(",") if choice else [""]:
+            path = f"{head}{last}".split(".")
+            assert any(has(tree, path) for tree in known), f"{document.name} names {'.'.join(path)}"
+
+
+def test_keys_and_commands_that_do_not_exist_would_show(tmp_path: Path) -> None:
+    document = tmp_path / "x.md"
+    for text, test in (
+        ("`vgpu.placment: spread`", test_keys_of_configuration_and_chart_exist),
+        ("`http.{address,prot}`", test_keys_of_configuration_and_chart_exist),
+        ("`gpu-node-agent stauts`", test_commands_and_their_flags_exist),
+        ("    gpu-node-agent release --until 10m", test_commands_and_their_flags_exist),
+        ("see [x](#nowhere)", test_links_lead_somewhere),
+        ("`docs/nowhere.md`", test_files_that_are_named_exist),
+    ):
+        document.write_text(text)
+        with pytest.raises(AssertionError):
+            test(document)
+
+
+def test_the_readme_names_every_mode_and_its_resources() -> None:
+    text = README.read_text()
+    for word in ("pgpu", "vgpu", "mps", "disable"):
+        assert f"`{word}`" in text
+    pods = [
+        each
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        for each in yaml.safe_load_all(block)
+    ]
+    asked = [set(pod["spec"]["containers"][0]["resources"]["limits"]) for pod in pods]
+    assert asked == [
+        {"nvidia.com/gpu"},
+        {"tencent.com/vcuda-core", "tencent.com/vcuda-memory"},
+        {"nvidia.com/mps-core", "nvidia.com/mps-memory"},
+    ]
+
+
+# Told by other programs; and what fills a message in.
+OTHERS = {
+    "kubectl apply",
+    "helm uninstall",
+    "nvidia-smi",
+    "Insufficient tencent.com/vcuda-core",
+    "UnexpectedAdmissionError",
+}
+GAPS = re.compile(r"\.\.\.|: |\bN\b|Xid \d+|\d+\.\d+")
+
+
+def test_messages_that_the_readme_explains_are_the_agent_s() -> None:
+    sources = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+        for folder, ending in ((ROOT / "agent", "py"), (CHART / "templates", "*"))
+        for file in folder.rglob(f"*.{ending}")
+    )
+    sources = " ".join(sources.split())
+    text = README.read_text()
+    rows = [
+        cell
+        for heading in ("### When /readyz is not ready", "## When something is wrong")
+        for line in text[text.index(heading) :].split("\n\n")[1].splitlines()[2:]
+        for cell in re.findall(r"`([^`]+)`", line.split("|")[1])
+        if cell not in OTHERS
+    ]
+    assert len(rows) > 15
+    for message in rows:
+        pieces = [piece.strip(" :.,;") for piece in GAPS.split(message)]
+        assert any(piece in sources for piece in pieces if len(piece) > 7), message

@@ -1,0 +1,106 @@
+"""What people copy from the documents: helm takes the commands and values, Kubernetes the objects."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.chart import helm
+
+ROOT = helm.CHART.parents[1]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(document: Path) -> list[list[str]]:
+    """Every `helm install` and `helm upgrade`, its continued lines joined; lines that begin with `--set`."""
+    text = re.sub(r"\\\n\s*", "", document.read_text(encoding="utf-8"))
+    lines = [line.strip().strip("`") for line in text.splitlines() if line.startswith("    ")]
+    return [
+        shlex.split(line, comments=True) for line in lines if re.match(r"helm (install|upgrade)|--set ", line)
+    ]
+
+
+def rendered(words: list[str]) -> list[helm.Manifest]:
+    """What helm makes of the flags of a command."""
+    own = ("--create-namespace", "--reuse-values")
+    flags = [word for word in words if word not in own]
+    text = helm.run("template", "gpu-node-agent", str(helm.CHART), "--namespace=gpu-node-agent", *flags)
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_helm_takes_its_commands(document: Path) -> None:
+    for words in commands(document):
+        if words[0] != "helm":
+            assert rendered(words)
+        elif words[2] != "...":
+            assert words[2:6] == ["gpu-node-agent", "charts/gpu-node-agent", "--namespace", "gpu-node-agent"]
+            assert rendered(words[6:])
+
+
+def agent(words: list[str]) -> Any:
+    """The pod of the agents that a command makes."""
+    sets = [each for each in rendered(words) if each["kind"] == "DaemonSet"]
+    return helm.one([each for each in sets if each["metadata"]["name"] == "gpu-node-agent"], "DaemonSet")[
+        "spec"
+    ]["template"]["spec"]
+
+
+def test_the_readme_installs_on_three_kinds_of_clusters() -> None:
+    base, runtime_class, driver_container = commands(README)
+    assert base[:2] == ["helm", "install"]
+    assert agent(runtime_class)["runtimeClassName"] == "nvidia"
+    paths = [each.get("hostPath", {}).get("path") for each in agent(driver_container)["volumes"]]
+    assert "/run/nvidia/driver" in paths
+
+
+def blocks(document: Path) -> list[Any]:
+    """Documents of all YAML blocks of a page."""
+    text = document.read_text(encoding="utf-8")
+    return [
+        each
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        for each in yaml.safe_load_all(block)
+    ]
+
+
+def test_kubernetes_takes_the_readme_s_pods() -> None:
+    pods = blocks(README)
+    assert len(pods) == 3
+    for pod in pods:
+        kubernetes_validate.validate(pod, "1.36", strict=True)
+
+
+def test_helm_takes_the_values_of_the_monitoring_page(tmp_path: Path) -> None:
+    values = blocks(ROOT / "docs" / "monitoring.md")[0]
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    kinds = {each["kind"] for each in helm.template(file)}
+    assert {"PodMonitor", "PrometheusRule", "MonitorDashboard"} <= kinds
+    assert set(values) == {"metrics", "platform", "attribution"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_values_that_are_named_have_the_default_that_is_told(document: Path) -> None:
+    """Tables `value | default`: every value exists, with that default."""
+    values = yaml.safe_load((helm.CHART / "values.yaml").read_text())
+    for table in re.findall(
+        r"^\| value \| default \|.*?\n\n", document.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        for line in table.strip().splitlines()[2:]:
+            names, defaults = (cell.strip() for cell in line.strip("|").split("|")[:2])
+            told = [yaml.safe_load(each.strip("` ")) for each in defaults.split(", ")]
+            keys = [key for key in re.findall(r"`([^`]+)`", names) if not key.endswith("*")]
+            for number, key in enumerate(keys):
+                found = values
+                for part in key.split("."):
+                    found = found[part]
+                expected = told[number] if len(told) == len(keys) else told[0]
+                if key in ("affinity", "nodeSelector", "tolerations"):
+                    continue  # described in words
+                assert found == ("" if expected in (None, "empty") else expected), key
