@@ -1,0 +1,69 @@
+"""What helm tells whoever has installed the chart."""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart import helm
+
+HEAD = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  text: |\n"
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    """The notes under some values. helm asks a cluster for them, so a copy has them as an object."""
+    copy = tmp_path / "gpu-node-agent"
+    shutil.copytree(helm.CHART, copy)
+    notes = (copy / "templates" / "NOTES.txt").read_text()
+    (copy / "templates" / "notes.yaml").write_text(HEAD + textwrap.indent(notes, "    "))
+
+    def render(*settings: str) -> str:
+        sets = [word for each in settings for word in ("--set-json", each)]
+        flags = (
+            f"--namespace={helm.NAMESPACE}",
+            f"--kube-version={helm.NEWEST}",
+            "--show-only=templates/notes.yaml",
+        )
+        text: str = yaml.safe_load(helm.run("template", helm.RELEASE, str(copy), *flags, *sets))["data"][
+            "text"
+        ]
+        return text
+
+    return render
+
+
+def test_the_next_step_is_a_label_with_a_mode_that_is_on(told: Told) -> None:
+    assert "kubectl label node NODE nvidia-device-enable=pgpu" in told()
+    assert "nvidia-device-enable=mps" in told("pgpu.enabled=false", "vgpu.enabled=false", "mps.enabled=true")
+    assert "Nodes without a label are in mode vgpu" in told('config.defaultMode="vgpu"')
+
+
+@pytest.mark.parametrize("mode", ["pgpu", "vgpu"])
+def test_only_resources_of_modes_that_are_on_are_shown(mode: str, told: Told) -> None:
+    resource = {"pgpu": "nvidia.com/gpu:", "vgpu": "tencent.com/vcuda-core:"}[mode]
+    assert resource in told()
+    assert resource not in told(f"{mode}.enabled=false")
+
+
+def test_scheduler_configurations_are_named_with_what_they_need(told: Told) -> None:
+    assert "config/scheduler" not in told()
+    plain = told("extender.enabled=true")
+    folder = helm.CHART.parents[1] / "config" / "scheduler"
+    assert set(re.findall(r"config/scheduler/(\S+)", plain)) == {file.name for file in folder.iterdir()}
+    assert "needs extender.tls.secret" in plain
+    assert "needs extender.productServices" in plain
+    full = told("extender.enabled=true", "extender.productServices=true", 'extender.tls.secret="pki"')
+    assert "needs" not in full
+    assert "(Secret pki)" in full
+
+
+def test_what_will_be_missed_is_said(told: Told) -> None:
+    assert "panels stay empty" in told("metrics.dashboards.enabled=true")
+    assert "panels stay empty" not in told("metrics.dashboards.enabled=true", "metrics.rules.enabled=true")
+    assert "privileged" in told("mps.enabled=true")
