@@ -101,13 +101,18 @@ def claim(record: Record) -> None:
         record.folder.mkdir(mode=0o711)
         record.write()
         _remember_shared()
-        for hierarchy in hierarchies():
-            group = hierarchy / record.cgroup
-            group.mkdir(exist_ok=True)
-            # On v1 a new cpuset is empty and admits no process until it is given what its parent has.
-            for name in ("cpuset.cpus", "cpuset.mems"):
-                if (group / name).exists() and not (CGROUPS / "cgroup.controllers").exists():
-                    (group / name).write_text((hierarchy / name).read_text())
+        make_cgroup(record.cgroup)
+
+
+def make_cgroup(name: str) -> None:
+    """Make a cgroup in every hierarchy; one below a cluster's own goes with it."""
+    for hierarchy in hierarchies():
+        group = hierarchy / name
+        group.mkdir(exist_ok=True)
+        # On v1 a new cpuset is empty and admits no process until it is given what its parent has.
+        for setting in ("cpuset.cpus", "cpuset.mems"):
+            if (group / setting).exists() and not (CGROUPS / "cgroup.controllers").exists():
+                (group / setting).write_text((group.parent / setting).read_text())
 
 
 def release(record: Record) -> None:

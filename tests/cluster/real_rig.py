@@ -24,8 +24,8 @@ from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
+from tests.cluster.joined import AnyNode
 from tests.cluster.node_watch import watching
-from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.scenarios.rig import GPU, NodeView
 
@@ -40,12 +40,12 @@ API_SECONDS = 60.0
 class RealRig:
     """One scenario's view of the cluster. Made by `real_rig`, which also cleans up after it."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: AnyNode, folder: Path, profile: str) -> None:
         self._cluster = cluster
         self._folder = folder
         self._pods: list[PodSpec] = []
         self._labels: set[str] = set()
-        self.machine = SimulatedMachine.create(PROFILE, folder / "machine")
+        self.machine = SimulatedMachine.create(profile, folder / "machine")
         self._minors = {uuid: int(self.machine.gpu(uuid).minor) for uuid in self.machine.uuids}
         self.machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
@@ -386,10 +386,10 @@ def _process_in(container_id: str) -> int:
 
 
 @asynccontextmanager
-async def real_rig(cluster: Cluster) -> AsyncIterator[RealRig]:
+async def real_rig(cluster: AnyNode, profile: str = PROFILE) -> AsyncIterator[RealRig]:
     """A rig on a node without agent, pods and GPUs; afterwards the node is so again."""
     with tempfile.TemporaryDirectory(prefix="rig-", dir=cluster.layout.root) as folder:
-        rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder))  # it writes files
+        rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder), profile)  # it writes files
         try:
             yield rig
         finally:

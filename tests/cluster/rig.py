@@ -91,7 +91,7 @@ class Cluster(Objects):
         self._must_end(self.namespace.init)
         for source, target in self.layout.binds().items():
             self.namespace.bind(source, target)
-        api, etcd_client, etcd_peer, kubelet = _free_ports(4)
+        api, etcd_client, etcd_peer, kubelet = free_ports(4)
         if self.options.private_network:
             api = 443  # what pods are told; without kube-proxy nobody translates
             for command in network.commands(control_plane.SERVICE_ADDRESS):
@@ -242,6 +242,13 @@ class Cluster(Objects):
             raise RigError("the cluster is not up")
         return self._api
 
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        if self._ports is None:
+            raise RigError("the cluster is not up")
+        return self._ports.server
+
     def client(self, token: str = "") -> ApiClient:
         """A client of the API server: of the administrator, or of whoever a token belongs to."""
         if self._ports is None:
@@ -311,7 +318,7 @@ class Cluster(Objects):
             raise NotYet("no default service account")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Loopback ports nobody listens on, below the range from which the kernel gives out ports by itself."""
     found: list[int] = []
     while len(found) < count:

@@ -1,9 +1,10 @@
-"""The extender with everything real on one node: kube-scheduler, kubelet, the agent, and pods that run."""
+"""The extender with everything real on three nodes: kube-scheduler, kubelets, agents, and pods that run."""
 
 import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,86 @@ from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Pair, Replica, free_port, pair
+from tests.cluster.joined import AnyNode, Joined
 from tests.cluster.real_rig import RealRig, real_rig
-from tests.cluster.rig import NODE, Cluster
-from tests.scenarios.vgpu import BLOCKS, CORE, CORES, GPUS, serving, share
+from tests.cluster.rig import Cluster
+from tests.scenarios.vgpu import CORE, CORES, MEMORY, share, start
 
 POLICY = "gpu-node-agent.io/placement"
+MACHINE, GPUS, BLOCKS = "t4-4", 4, 60  # of each node; blocks of each GPU
+NODES = 3
+ALL = NODES * GPUS
 LARGE = (81, 65, 59, 47)  # all but two of the smallest have a GPU to themselves
 SMALL = (47, 32, 23)
+
+Place = tuple[str, int]  # node, and index of a GPU
+
+
+class Site:
+    """The nodes of a cluster, each with an agent that is not started yet."""
+
+    def __init__(self, cluster: Cluster, rigs: Mapping[str, RealRig]) -> None:
+        self.cluster = cluster
+        self.rigs = rigs
+        self.one = list(rigs.values())[-1]
+
+    async def serving(self) -> None:
+        """The agents run and all units are to be had on every node."""
+        async with anyio.create_task_group() as group:
+            for rig in self.rigs.values():
+                group.start_soon(self._offered, rig)
+
+    async def _offered(self, rig: RealRig) -> None:
+        await start(rig)
+        for resource, count in ((CORE, GPUS * CORES), (MEMORY, GPUS * BLOCKS)):
+            await rig.wait_allocatable(count, resource, 60)
+
+    async def create(self, *pods: PodSpec) -> None:
+        """Create pods; one with a node's name goes there without a scheduler."""
+        for each in pods:
+            await self.rigs.get(each.node_name or "", self.one).create_pod(each)
+
+    async def running(self, *pods: PodSpec, deadline: float = 60.0) -> None:
+        """Wait until they run."""
+        for each in pods:
+            await self.one.wait_phase(each, Phase.RUNNING, deadline)
+
+    async def place(self, one: PodSpec) -> Place:
+        """Where a pod's GPU is, by the kubelet's records."""
+        found = await anyio.to_thread.run_sync(partial(self.cluster.get, "Pod", one.name))
+        rig = self.rigs[found["spec"]["nodeName"]]
+        (uuid,) = {each.partition("::")[0] for each in await rig.held_ids(one, "main", CORE)}
+        return found["spec"]["nodeName"], rig.gpu_uuids().index(uuid)
+
+    async def written(self, one: PodSpec) -> dict[str, Any]:
+        """The pod's annotations once the agent has confirmed the choice."""
+        with anyio.fail_after(20):
+            while True:
+                found = await anyio.to_thread.run_sync(partial(self.cluster.get, "Pod", one.name))
+                annotations: dict[str, Any] = found["metadata"]["annotations"]
+                if annotations.get(ASSIGNED) == "true":
+                    return annotations
+                await anyio.sleep(0.1)
+
+    async def ignored(self) -> Sequence[str]:
+        """What agents said of choices that they did not follow."""
+        events = await anyio.to_thread.run_sync(partial(self.cluster.find_all, "Event"))
+        return [each["message"] for each in events if each["reason"] == "PlacementHintIgnored"]
+
+    async def cordon(self, *, closed: bool) -> None:
+        """Keep new pods off the nodes, or let them come."""
+        patch = {"spec": {"unschedulable": closed or None}}
+        for name in self.rigs:
+            path = self.cluster.api.path("v1", "Node", None, name)
+            await anyio.to_thread.run_sync(partial(self.cluster.api.merge_patch, path, patch))
+
+
+@contextmanager
+def three(cluster: Cluster) -> Iterator[Sequence[AnyNode]]:
+    """A cluster's own node and two that join it."""
+    with ExitStack() as stack:
+        joined = [stack.enter_context(Joined(cluster, f"node{number}")) for number in range(2, NODES + 1)]
+        yield [cluster, *joined]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +114,28 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def nodes(directed: Cluster) -> Iterator[Sequence[AnyNode]]:
+    """Its three nodes."""
+    with three(directed) as found:
+        yield found
+
+
+@asynccontextmanager
+async def sited(cluster: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Site]:
+    """The nodes with their machines; afterwards they are as before."""
+    async with AsyncExitStack() as stack:
+        # The last one is cleaned up first, and takes the pods of all nodes with it.
+        last = reversed(nodes)
+        yield Site(
+            cluster, {each.node: await stack.enter_async_context(real_rig(each, MACHINE)) for each in last}
+        )
+
+
 @pytest.fixture
-async def rig(directed: Cluster) -> AsyncIterator[RealRig]:
-    """The cluster's own node, with an agent that is not started yet."""
-    async with real_rig(directed) as made:
+async def site(directed: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Site]:
+    """Three nodes, whose agents are not started yet."""
+    async with sited(directed, nodes) as made:
         yield made
 
 
@@ -70,97 +162,63 @@ def pod(name: str, cores: int, **more: Any) -> PodSpec:
     return PodSpec(name, (share("main", cores, cores * BLOCKS // CORES),), **more)
 
 
-async def written(cluster: Cluster, one: PodSpec) -> dict[str, Any]:
-    """The pod's annotations once the agent has confirmed the choice."""
-    with anyio.fail_after(20):
-        while True:
-            found = await anyio.to_thread.run_sync(partial(cluster.get, "Pod", one.name))
-            annotations: dict[str, Any] = found["metadata"]["annotations"]
-            if annotations.get(ASSIGNED) == "true":
-                return annotations
-            await anyio.sleep(0.1)
-
-
-async def gpu_of(rig: RealRig, one: PodSpec) -> int:
-    """The GPU that a pod holds by the kubelet's records, by index."""
-    (uuid,) = {each.partition("::")[0] for each in await rig.held_ids(one, "main", CORE)}
-    return rig.gpu_uuids().index(uuid)
-
-
-async def ignored(cluster: Cluster) -> Sequence[str]:
-    """What agents said of choices that they did not follow."""
-    events = await anyio.to_thread.run_sync(partial(cluster.find_all, "Event"))
-    return [each["message"] for each in events if each["reason"] == "PlacementHintIgnored"]
-
-
-async def test_agent_follows_the_choice(rig: RealRig, directed: Cluster, replica: Replica) -> None:
-    await serving(rig)
-    # By itself the agent packs: it would put them all on one GPU.
-    pods = [pod(f"apart-{number}", 20, annotations={POLICY: "spread"}) for number in range(3)]
+async def test_agent_follows_the_choice(site: Site, replica: Replica) -> None:
+    await site.serving()
+    # By itself an agent packs: it would put the pods of a node on one GPU.
+    pods = [pod(f"apart-{number}", 20, annotations={POLICY: "spread"}) for number in range(2 * NODES)]
     for one in pods:
-        await rig.create_pod(one)
-        await rig.wait_phase(one, Phase.RUNNING, 60)
-    held = [await gpu_of(rig, one) for one in pods]
-    assert len(set(held)) == 3
-    assert [int((await written(directed, one))[f"{HINT}0"]) for one in pods] == held
-    assert await ignored(directed) == []
+        await site.create(one)
+        await site.running(one)
+    held = [await site.place(one) for one in pods]
+    assert len(set(held)) == 2 * NODES
+    assert [int((await site.written(one))[f"{HINT}0"]) for one in pods] == [gpu for _, gpu in held]
+    assert await site.ignored() == []
 
 
-async def test_extender_away_agent_still_serves(rig: RealRig, directed: Cluster, replica: Replica) -> None:
-    await serving(rig)
+async def test_extender_away_agent_still_serves(site: Site, replica: Replica) -> None:
+    await site.serving()
     first = pod("first", 90)
-    await rig.create_pod(first)
-    await rig.wait_phase(first, Phase.RUNNING, 60)
+    await site.create(first)
+    await site.running(first)
     replica.end(signal.SIGKILL)
     # Bound by somebody else meanwhile; whoever needs the extender waits for it.
-    preset, others = pod("preset", 90, node_name="preset"), [pod(f"other-{n}", 90) for n in range(GPUS - 2)]
-    await rig.create_pod(others[0])
-    await rig.create_pod(preset)
-    await rig.wait_phase(preset, Phase.RUNNING, 60)
-    assert await rig.phase(others[0]) is Phase.PENDING
+    preset, waits = pod("preset", 90, node_name="node2"), pod("waits", 90)
+    await site.create(waits, preset)
+    await site.running(preset)
+    assert await site.one.phase(waits) is Phase.PENDING
     await anyio.to_thread.run_sync(replica.start)
-    for one in others[1:]:
-        await rig.create_pod(one)
-    for one in others:
-        await rig.wait_phase(one, Phase.RUNNING, 90)
-    assert len({await gpu_of(rig, one) for one in (first, preset, *others)}) == GPUS
-    assert await ignored(directed) == []
+    others = [pod(f"other-{number}", 90) for number in range(ALL - 3)]
+    await site.create(*others)
+    await site.running(waits, *others, deadline=90)
+    assert len({await site.place(one) for one in (first, preset, waits, *others)}) == ALL
+    assert await site.ignored() == []
 
 
-async def test_forged_annotation_changes_nothing(rig: RealRig, directed: Cluster, replicas: Pair) -> None:
-    await serving(rig)
+async def test_forged_annotation_changes_nothing(site: Site, replicas: Pair) -> None:
+    await site.serving()
 
     async def forge(one: PodSpec, gpu: int) -> None:
         forged = {"metadata": {"annotations": {f"{HINT}0": str(gpu), ASSIGNED: "true"}}}
-        path = directed.api.path("v1", "Pod", "default", one.name)
-        await anyio.to_thread.run_sync(partial(directed.api.merge_patch, path, forged))
+        path = site.cluster.api.path("v1", "Pod", "default", one.name)
+        await anyio.to_thread.run_sync(partial(site.cluster.api.merge_patch, path, forged))
 
     # Brought along by the pod, and written over what its node's agent wrote.
-    liars = [pod(f"liar-{n}", 90, annotations={f"{HINT}0": "7", ASSIGNED: "true"}) for n in range(2)]
+    liars = [pod(f"liar-{n}", 90, annotations={f"{HINT}0": "3", ASSIGNED: "true"}) for n in range(2)]
     for one in liars:
-        await rig.create_pod(one)
-        await rig.wait_phase(one, Phase.RUNNING, 60)
-        await forge(one, (await gpu_of(rig, one) + 4) % GPUS)
-    more = [pod(f"before-{n}", 90) for n in range(2)]
-    for one in more:
-        await rig.create_pod(one)
-        await rig.wait_phase(one, Phase.RUNNING, 60)
+        await site.create(one)
+        await site.running(one)
+        _, true = await site.place(one)
+        await site.written(one)
+        await forge(one, (true + 2) % GPUS)
+    before = [pod(f"before-{n}", 90) for n in range(2)]
+    await site.create(*before)
+    await site.running(*before)
     replicas.leader.end(signal.SIGKILL)
-    others = [pod(f"after-{n}", 90) for n in range(GPUS - 4)]
-    for one in others:
-        await rig.create_pod(one)
-    for one in others:
-        await rig.wait_phase(one, Phase.RUNNING, 90)
-    assert len({await gpu_of(rig, one) for one in (*liars, *more, *others)}) == GPUS
-    assert await ignored(directed) == []
-
-
-async def cordon(cluster: Cluster, closed: bool) -> None:
-    """Keep new pods off the node, or let them come."""
-    path = cluster.api.path("v1", "Node", None, NODE)
-    await anyio.to_thread.run_sync(
-        partial(cluster.api.merge_patch, path, {"spec": {"unschedulable": closed or None}})
-    )
+    after = [pod(f"after-{n}", 90) for n in range(ALL - 4)]
+    await site.create(*after)
+    await site.running(*after, deadline=90)
+    assert len({await site.place(one) for one in (*liars, *before, *after)}) == ALL
+    assert await site.ignored() == []
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +226,22 @@ class Load:
     """What became of pods: by name those that died, with why; cores on each GPU; sizes that still wait."""
 
     died: Mapping[str, str]
-    sold: Mapping[int, int]
+    sold: Mapping[Place, int]
     waiting: Sequence[int]
     unsettled: Sequence[str]  # bound and not running yet, or running where the agent has not written yet
 
     @property
     def full(self) -> bool:
         """Whether nothing more will happen: no pod that waits fits on any GPU."""
-        most = max(CORES - self.sold.get(gpu, 0) for gpu in range(GPUS))
+        used = sorted(self.sold.values()) if len(self.sold) == ALL else [0]
+        most = CORES - used[0]
         return not self.unsettled and all(size > most for size in self.waiting)
 
 
 async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
     """The pods as the API server tells them now."""
     died: dict[str, str] = {}
-    sold: Counter[int] = Counter()
+    sold: Counter[Place] = Counter()
     waiting: list[int] = []
     unsettled: list[str] = []
     for found in await anyio.to_thread.run_sync(partial(cluster.find_all, "Pod")):
@@ -195,29 +254,28 @@ async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
         elif not found["spec"].get("nodeName"):
             waiting.append(sizes[name])
         elif phase is Phase.RUNNING and annotations.get(ASSIGNED) == "true":
-            sold[int(annotations[f"{HINT}0"])] += sizes[name]
+            sold[found["spec"]["nodeName"], int(annotations[f"{HINT}0"])] += sizes[name]
         else:
             unsettled.append(f"{name} {phase.value} {annotations}")
     return Load(died, sold, waiting, unsettled)
 
 
-async def come(rig: RealRig, cluster: Cluster, sizes: Mapping[str, int]) -> None:
-    """Shares, all at once: one after another, the node's figures would follow between two bindings."""
-    await cordon(cluster, closed=True)
-    for name, size in sizes.items():
-        await rig.create_pod(pod(name, size))
-    await cordon(cluster, closed=False)
+async def come(site: Site, sizes: Mapping[str, int]) -> None:
+    """Shares, all at once: one after another, the nodes' figures would follow between two bindings."""
+    await site.cordon(closed=True)
+    await site.create(*(pod(name, size) for name, size in sizes.items()))
+    await site.cordon(closed=False)
 
 
 async def until(
-    cluster: Cluster, sizes: Mapping[str, int], reached: Callable[[Load], bool], deadline: float = 120.0
+    site: Site, sizes: Mapping[str, int], reached: Callable[[Load], bool], deadline: float = 120.0
 ) -> Load:
     """Look until a state is reached."""
     with anyio.move_on_after(deadline):
-        while not reached(found := await looked_at(cluster, sizes)):
+        while not reached(found := await looked_at(site.cluster, sizes)):
             await anyio.sleep(0.2)
         return found
-    raise TimeoutError(f"not within {deadline:g} s; last seen: {await looked_at(cluster, sizes)}")
+    raise TimeoutError(f"not within {deadline:g} s; last seen: {await looked_at(site.cluster, sizes)}")
 
 
 def mixed(sizes: Sequence[int], count: int) -> Mapping[str, int]:
@@ -226,52 +284,54 @@ def mixed(sizes: Sequence[int], count: int) -> Mapping[str, int]:
     return {f"mix-{number}": draw.choice(sizes) for number in range(count)}
 
 
-async def test_no_admission_failure_at_full_load(rig: RealRig, directed: Cluster, replica: Replica) -> None:
-    await serving(rig)
-    sizes = mixed(LARGE, 2 * GPUS + 2)
-    await come(rig, directed, sizes)
-    # How much is sold depends on the order in which kube-scheduler takes them: 514 to 655 of 800 cores.
-    load = await until(directed, sizes, lambda load: load.full or bool(load.died))
+async def test_no_admission_failure_at_full_load(site: Site, replica: Replica) -> None:
+    await site.serving()
+    sizes = mixed(LARGE, 2 * ALL + 2)
+    await come(site, sizes)
+    # How much is sold in the end depends on the order in which kube-scheduler takes the pods.
+    load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
     assert load.waiting
     assert max(load.sold.values()) <= CORES
-    assert await ignored(directed) == []
+    assert await site.ignored() == []
 
 
 async def test_the_same_load_without_it_dies_at_admission(cluster: Cluster) -> None:
-    async with real_rig(cluster) as rig:
-        await serving(rig)
-        sizes = mixed(LARGE, 2 * GPUS + 2)
-        await come(rig, cluster, sizes)
-        load = await until(cluster, sizes, lambda load: load.full or bool(load.died))
-        assert any("UnexpectedAdmissionError" in why for why in load.died.values()), load
+    with three(cluster) as nodes:
+        async with sited(cluster, nodes) as site:
+            await site.serving()
+            sizes = mixed(LARGE, 2 * ALL + 2)
+            await come(site, sizes)
+            load = await until(site, sizes, lambda load: load.full or bool(load.died))
+            assert any("UnexpectedAdmissionError" in why for why in load.died.values()), load
 
 
-async def test_leader_dies_in_mid_burst(rig: RealRig, directed: Cluster, replicas: Pair) -> None:
-    await serving(rig)
-    sizes = mixed(SMALL, 3 * GPUS + 4)
-    await come(rig, directed, sizes)
-    half = await until(directed, sizes, lambda load: len(sizes) - len(load.waiting) >= GPUS // 2)
+async def test_leader_dies_in_mid_burst(site: Site, replicas: Pair) -> None:
+    await site.serving()
+    sizes = mixed(SMALL, 3 * ALL + 4)
+    await come(site, sizes)
+    half = await until(site, sizes, lambda load: len(sizes) - len(load.waiting) >= ALL // 2)
     replicas.leader.end(signal.SIGKILL)
     assert half.waiting, "all were bound before the leader died"
-    load = await until(directed, sizes, lambda load: load.full or bool(load.died))
+    load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
     assert max(load.sold.values()) <= CORES
     assert len(load.waiting) < len(half.waiting), "the new leader bound nothing"
-    assert await ignored(directed) == []
+    assert await site.ignored() == []
 
 
-async def test_choice_gone_bad_falls_back(rig: RealRig, directed: Cluster) -> None:
-    await serving(rig)
-    rig.machine.xid(2, 79)
-    await rig.wait_allocatable((GPUS - 1) * CORES, CORE, 30)
+async def test_choice_gone_bad_falls_back(site: Site) -> None:
+    await site.serving()
+    site.rigs["node2"].machine.xid(2, 79)
+    await site.rigs["node2"].wait_allocatable((GPUS - 1) * CORES, CORE, 30)
     # As it looks to the agent when the GPU failed after the binding.
-    late = pod("late", 20, node_name="preset", annotations={f"{HINT}0": "2", ASSIGNED: "false"})
-    await rig.create_pod(late)
-    await rig.wait_phase(late, Phase.RUNNING, 60)
-    assert await gpu_of(rig, late) != 2
-    assert (await written(directed, late))[f"{HINT}0"] == str(await gpu_of(rig, late))
+    late = pod("late", 20, node_name="node2", annotations={f"{HINT}0": "2", ASSIGNED: "false"})
+    await site.create(late)
+    await site.running(late)
+    _, gpu = await site.place(late)
+    assert gpu != 2
+    assert (await site.written(late))[f"{HINT}0"] == str(gpu)
     with anyio.fail_after(20):
-        while not await ignored(directed):
+        while not await site.ignored():
             await anyio.sleep(0.2)
-    assert "the scheduler chose GPU 2" in (await ignored(directed))[0]
+    assert "the scheduler chose GPU 2" in (await site.ignored())[0]
