@@ -207,6 +207,7 @@ def test_the_readme_names_every_mode_and_its_resources() -> None:
 
 # Told by other programs; and what fills a message in.
 OTHERS = {
+    'attribution="estimated"',
     "kubectl apply",
     "helm uninstall",
     "nvidia-smi",
