@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -332,20 +333,11 @@ def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]
 
 
 def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
-    """Pods that are bound to this node, want resources of ours and have not got them yet; their UIDs."""
+    from agent.modes.caught import caught  # noqa: PLC0415  loads the API client's room
 
-    async def caught() -> frozenset[str]:
-        listed = await agent.holdings.refresh()
-        if listed is None or pods.reflector.problem:
-            return frozenset()
-        held: dict[tuple[str, str], set[tuple[str, str]]] = {}
-        for one in listed.holdings:
-            held.setdefault((one.namespace, one.pod), set()).add((one.container, one.resource))
-        ours = {endpoint.plugin.resource for endpoint in agent.endpoints}
-        return frozenset(
-            uid
-            for uid, pod in pods.pods().items()
-            if pod.pending and pod.lacks(ours, held.get((pod.metadata.namespace, pod.metadata.name), set()))
-        )
-
-    return caught
+    return partial(
+        caught,
+        lambda: None if pods.reflector.problem else pods.pods(),
+        lambda: {endpoint.plugin.resource for endpoint in agent.endpoints},
+        agent.holdings.refresh,
+    )

@@ -82,7 +82,7 @@ class _Parser(Protocol[T_co]):
         """Read a message; raises wire.MalformedMessage."""
 
 
-class _Allocatable:
+class AllocatableReader:
     """AllocatableResourcesResponse: how many different healthy IDs there are of each resource."""
 
     def parse(self, data: bytes) -> Mapping[str, int]:
@@ -137,7 +137,7 @@ class PodResources:
 
     async def allocatable(self, deadline: float = LIST_SECONDS) -> Mapping[str, int]:
         """How many healthy devices the kubelet knows of each resource, free or not. Raises as `list` does."""
-        return await self._asked("GetAllocatableResources", _Allocatable(), deadline)
+        return await self._asked("GetAllocatableResources", AllocatableReader(), deadline)
 
     async def _asked(self, call: str, parser: _Parser[T], deadline: float) -> T:
         backoff = Backoff(first=0.012, longest=0.2)

@@ -36,6 +36,8 @@ HOLD_SECONDS = 2 * SHRINK_SECONDS  # how long scheduling is held at all
 LOOK_SECONDS = 0.05  # how often they are looked for
 # Where the kubelet cannot be asked: what it needs to read a list of thousands and to write its checkpoint.
 TAKEN_IN_SECONDS = 0.1
+MOST_UNANSWERED = 2  # one that is busy answers the next time
+ARRIVE_SECONDS = 10.0  # by then the kubelet's own tick has told
 ASK_SECONDS = 0.02  # how often the kubelet is asked whether it has; its socket takes 100 calls a second
 RELEASE_SECONDS = 1.0  # of an agent that is about to stop
 INHERITED_SECONDS = 10.0  # an agent before us left its taint: until there are lists to go by, at most
@@ -138,14 +140,16 @@ class NodeFigures:
         False: they have changed meanwhile.
         """
         wanted = self._wanted()
-        with anyio.move_on_after(SEEN_SECONDS):
+        unanswered = 0
+        with anyio.move_on_after(ARRIVE_SECONDS):
             await self._delivered()
-            while (known := await self._taken_in()) is not None:
-                if all(known.get(name, 0) == left for name, (_, left) in wanted.items()):
+            while unanswered < MOST_UNANSWERED:
+                known = await self._taken_in()
+                if known is None:
+                    unanswered += 1
+                elif all(known.get(name, 0) == left for name, (_, left) in wanted.items()):
                     break
-                await anyio.sleep(ASK_SECONDS)
-            else:
-                await anyio.sleep(TAKEN_IN_SECONDS)
+                await anyio.sleep(ASK_SECONDS if known is not None else TAKEN_IN_SECONDS)
         return self._wanted() == wanted
 
     async def _let_go(self) -> bool:

@@ -220,7 +220,10 @@ class RealRig:
         async def reached() -> bool:
             status = await self._status(pod)
             now = Phase(status["phase"])
-            assert now is phase or not now.finished, f"pod {pod.name} is {now}, not {phase}: {status}"
+            if now is not phase and now.finished:
+                logs = f"{self.agent.log_tail()}\nand of the kubelet's:\n{self._cluster.log_tail('kubelet')}"
+                told = f"pod {pod.name} is {now}, not {phase}: {status}; end of the agent's log:\n{logs}"
+                raise AssertionError(told)
             return now is phase
 
         async def seen() -> str:

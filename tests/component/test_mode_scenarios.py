@@ -78,10 +78,7 @@ def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face, pytest.Monkey
     return test
 
 
-# Scenarios under a stream of pods run by hand (STREAMS=1): they have not passed often enough yet to judge
-# a change by them.
-_ALL = [each for each in modes.ALL if os.environ.get("STREAMS") or each not in PRODUCTION_TICK]
-for _scenario in _ALL:
+for _scenario in modes.ALL:
     globals()[_scenario.__name__] = on_the_embedded_kubelet(_scenario)
 
 

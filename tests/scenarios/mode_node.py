@@ -90,6 +90,12 @@ class ModeNode:
                     return
                 await anyio.sleep(0.1)
 
+    async def condition(self, status: str, reason: str) -> None:
+        """Wait until the node's condition says so: it is written a moment after the annotation."""
+        with anyio.fail_after(10):
+            while (await self.rig.node()).conditions.get(CONDITION, ("", "", ""))[:2] != (status, reason):
+                await anyio.sleep(0.1)
+
     async def sells(self, mode: str, gpus: int = GPUS, deadline: float = 60.0) -> None:
         """Wait until the node offers so many GPUs in a mode, and the kubelet with it."""
         resource, each = COUNTED[mode]

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from agent.modes.desired import LABEL
-from agent.modes.report import CONDITION, MODE_LABEL
+from agent.modes.report import MODE_LABEL
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.scenarios.mode_node import COUNTED, GPUS, SHARED, ModeNode, mode_node, pod_of
 from tests.scenarios.mode_streams import (
@@ -73,7 +73,7 @@ async def test_busy_gpus_drain_under_a_backlog(rig: Rig) -> None:
         await node.sells("vgpu", 5)
         waits = {index for index, gpu in told["gpus"].items() if gpu.get("waitingFor")}
         assert waits == {str(index) for index in busy}
-        assert (await rig.node()).conditions[CONDITION][:2] == ("False", "Switching")
+        await node.condition("False", "Switching")
         (early,) = await node.run("vgpu", "early")
         assert await node.index_of(early) not in busy
         for number, holder in enumerate(holders):
@@ -255,7 +255,7 @@ async def test_unknown_label_changes_nothing(rig: Rig) -> None:
         for word in ("vgpuu", "pgpu-dra"):
             await node.want(word)
             told = await node.reach("blocked", word)
-            assert (await rig.node()).conditions[CONDITION][:2] == ("False", "Blocked")
+            await node.condition("False", "Blocked")
             if word == "vgpuu":
                 assert "use one of pgpu, vgpu, mps, disable, mixed, sliced" in told["message"]
                 assert await rig.allocatable() == GPUS

@@ -22,6 +22,7 @@ from tests.component.cluster.server import (
     client,
     event,
     objects,
+    page,
     pod,
     silence,
     status,
@@ -75,6 +76,40 @@ async def test_an_error_page_that_is_no_status_object_is_cut_short() -> None:
             await api.get("/x")
         assert str(refusal.value).startswith("GET /x: 502 <html>xx")
         assert len(str(refusal.value)) < 300
+
+
+async def test_a_taint_is_set_between_those_of_others_whoever_changes_them_meanwhile() -> None:
+    ours, theirs = {"key": "o/s", "effect": "NoSchedule"}, {"key": "a", "effect": "NoExecute", "value": "1"}
+
+    def node_with(version: str, *taints: dict[str, str]) -> dict[str, Any]:
+        return {"metadata": {"name": "n", "resourceVersion": version}, "spec": {"taints": taints}}
+
+    async with serving() as (fake, api):
+        fake.script("/api/v1/nodes", page("1", node_with("1")), page("2", node_with("2", theirs)))
+        fake.script(NODE, status(409, "the object has been modified"), objects({}))
+        node = NodeObject(api, "n")
+        await node.set_taint("o/s", "NoSchedule", present=True)
+        assert [one.body for one in fake.of(NODE)] == [
+            {"metadata": {"resourceVersion": "1"}, "spec": {"taints": [ours]}},
+            {"metadata": {"resourceVersion": "2"}, "spec": {"taints": [theirs, ours]}},
+        ]
+    async with serving() as (fake, api):
+        fake.script("/api/v1/nodes", page("3", node_with("3", theirs, ours)), page("4", node_with("4", ours)))
+        fake.script(NODE, objects({}))
+        node = NodeObject(api, "n")
+        await node.set_taint("o/s", "NoSchedule", present=False)
+        await node.set_taint("o/s", "NoSchedule", present=False)
+        assert [one.body["spec"]["taints"] for one in fake.of(NODE)] == [[theirs], None]
+    async with serving() as (fake, api):
+        fake.script("/api/v1/nodes", page("1", node_with("1")))
+        fake.script(NODE, status(409, "the object has been modified"))
+        with pytest.raises(ApiError, match="the taints of node n changed"):
+            await NodeObject(api, "n").set_taint("o/s", "NoSchedule", present=True)
+        assert len(fake.of(NODE)) < 10
+    async with serving() as (fake, api):
+        fake.script("/api/v1/nodes", page("1"))
+        with pytest.raises(ApiError, match="there is no node n"):
+            await NodeObject(api, "n").set_taint("o/s", "NoSchedule", present=True)
 
 
 async def test_patches_of_the_node_are_exact() -> None:

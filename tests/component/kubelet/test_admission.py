@@ -207,6 +207,21 @@ async def test_ninth_pod_stays_pending_until_one_is_deleted(kubelet: EmbeddedKub
             assert waiting.reason == ""
 
 
+async def test_a_taint_keeps_the_scheduler_off_and_the_kubelet_does_not_mind(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            kubelet.api.taints = [{"key": "a/b", "effect": "NoSchedule"}]
+            kubelet.create_pod(pod("waits"))
+            await eventually(lambda: "untolerated taint {a/b: }" in kubelet.pod(pod("waits")).message)
+            await run(kubelet, pod("bound", node_name="n"))
+            kubelet.api.taints = []
+            kubelet.api.changed()
+            await eventually(lambda: kubelet.pod(pod("waits")).phase is Phase.RUNNING)
+
+
 async def test_preset_node_name_skips_the_scheduler(kubelet: EmbeddedKubelet, root: Path) -> None:
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():

@@ -14,6 +14,7 @@ from agent.cleanup.node_object import forget
 from agent.cli import main
 from agent.cluster.api import KubeApi
 from agent.kit.lock import exclusive
+from agent.modes.hold import EFFECT, TAINT
 from agent.settings import Settings, load
 
 
@@ -106,12 +107,13 @@ class _Node(KubeApi):
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__(None, None)
         self.labels = dict(labels)
+        self.taints: list[dict[str, str]] = []
         self.patches: list[tuple[str, Any]] = []
 
     async def get(self, path: str, query: Mapping[str, str] | None = None, deadline: float = 5.0) -> bytes:
         annotations = {"gpu-node-agent.io/state": "{}", "example.com/mine": "1"}
         metadata = {"name": "n", "uid": "u", "labels": self.labels, "annotations": annotations}
-        return json.dumps({"items": [{"metadata": metadata}]}).encode()
+        return json.dumps({"items": [{"metadata": metadata, "spec": {"taints": self.taints}}]}).encode()
 
     async def merge_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
         self.patches.append((path, body))
@@ -152,3 +154,10 @@ async def test_labels_of_gpu_feature_discovery_stay() -> None:
     api = _Node({**LABELS, "nvidia.com/gfd.timestamp": "1"})
     await forget(api, "n")
     assert "nvidia.com/gpu.product" not in api.patches[0][1]["metadata"]["labels"]
+
+
+async def test_our_taint_goes_and_those_of_others_stay() -> None:
+    api = _Node(LABELS)
+    api.taints = [{"key": "a", "effect": "NoSchedule"}, {"key": TAINT, "effect": EFFECT}]
+    await forget(api, "n")
+    assert [body["spec"]["taints"] for _, body in api.patches if "spec" in body] == [api.taints[:1]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
 from agent.kubelet.api import PreferenceRequest
-from agent.kubelet.podresources import Holding, PodList, Reader
+from agent.kubelet.podresources import AllocatableReader, Holding, PodList, Reader
 from agent.kubelet.wire import AllocationRequests, MalformedMessage, PreferenceRequests
 
 Field = tuple[int, int, bytes]  # number, wire type, encoded value
@@ -119,6 +119,23 @@ def test_pod_lists(data: bytes) -> None:
 @given(LISTS, LISTS)
 def test_pod_lists_that_come_in_two_parts(first: bytes, second: bytes) -> None:
     assert PodList.parse(first + second) == as_pod_list(first + second)
+
+
+@st.composite
+def allocatable(draw: st.DrawFn) -> bytes:
+    loose = st.one_of(one(1, DEVICES), UNKNOWN).map(lambda each: [each])
+    kubelets = runs().map(lambda entries: [(1, kind, body) for _, kind, body in entries])
+    parts = draw(st.lists(st.one_of(loose, kubelets), max_size=5))
+    return message([each for part in parts for each in part])
+
+
+@given(allocatable())
+def test_counts_of_healthy_devices(data: bytes) -> None:
+    found: dict[str, set[str]] = {}
+    for entry in v1.AllocatableResourcesResponse.parse(data).devices:
+        if entry.device_ids:
+            found.setdefault(entry.resource_name, set()).update(entry.device_ids)
+    assert AllocatableReader().parse(data) == {name: len(ids) for name, ids in found.items()}
 
 
 PREFERENCE = made_of(
