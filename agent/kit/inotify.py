@@ -6,14 +6,14 @@ See inotify(7). Latency from the change to the event is well under a millisecond
 import ctypes
 import os
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
-_CREATE, _DELETE, _MOVED_FROM, _MOVED_TO, _CLOSE_WRITE = 0x100, 0x200, 0x40, 0x80, 0x8
+_CREATE, _DELETE, _MOVED_FROM, _MOVED_TO, _CLOSE_WRITE, _MODIFY = 0x100, 0x200, 0x40, 0x80, 0x8, 0x2
 _DELETE_SELF, _MOVE_SELF, _UNMOUNT, _Q_OVERFLOW, _IGNORED, _ONLYDIR = (
     0x400,
     0x800,
@@ -44,7 +44,7 @@ class FolderWatch:
         self._descriptor = descriptor
         self._folder = folder
 
-    async def changes(self) -> AsyncIterator[Change]:
+    async def changes(self) -> AsyncGenerator[Change, None]:
         """Changes of the folder's entries, for ever. Raises FolderGone."""
         while True:
             await anyio.wait_readable(self._descriptor)
@@ -66,14 +66,18 @@ class FolderWatch:
 
 
 @asynccontextmanager
-async def watching(folder: Path) -> AsyncIterator[FolderWatch]:
-    """Watch the entries of `folder` while the context is open. Raises OSError."""
+async def watching(folder: Path, growing: bool = False) -> AsyncIterator[FolderWatch]:
+    """Watch the entries of `folder` while the context is open; with `growing` each write to one, too.
+
+    Raises OSError.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"inotify cannot be opened: {os.strerror(number)}")
     mask = _CREATE | _DELETE | _MOVED_FROM | _MOVED_TO | _CLOSE_WRITE | _DELETE_SELF | _MOVE_SELF | _ONLYDIR
+    mask |= _MODIFY if growing else 0
     try:
         if libc.inotify_add_watch(descriptor, os.fsencode(folder), mask) < 0:
             number = ctypes.get_errno()

@@ -9,8 +9,7 @@ tried).
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from agent.mps.answers import Client, ServerState
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
+from agent.mps.session import session
 
 ANSWER_SECONDS = 2.0
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
@@ -230,18 +230,12 @@ class Control:
     async def _session(self, text: str, seconds: float) -> tuple[str, str]:
         """One run of the program: what it wrote to its output and to its error output."""
         # A hanging session would block every other one: it is killed at the deadline.
-        with anyio.move_on_after(seconds), _stdin(text) as stdin:
+        with anyio.move_on_after(seconds):
             try:
-                done = await anyio.run_process(
-                    [str(self._program.path)], stdin=stdin, check=False, env=self._environment, cwd="/"
-                )
+                return await session(self._program.path, text, self._environment)
             except OSError as error:
                 # Taken away with a driver that is being replaced: that says nothing against the daemon.
                 raise ProgramMissing(f"{self._program.path} cannot be run: {error.strerror}") from error
-            return (
-                done.stdout.decode(errors="replace").strip(),
-                done.stderr.decode(errors="replace").strip(),
-            )
         return "", f"the session hung for {seconds:g} s"
 
     @staticmethod
@@ -255,19 +249,6 @@ class Control:
     def _read_back(what: str, wanted: float, found: float | None) -> None:
         if found != wanted:
             raise CommandRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
-
-
-@contextmanager
-def _stdin(text: str) -> Iterator[int]:
-    """A descriptor to read `text` from; it is in the pipe already: nobody writes while the program runs."""
-    read, write = os.pipe()
-    try:
-        os.set_blocking(write, False)
-        os.write(write, text.encode())
-        os.close(write)
-        yield read
-    finally:
-        os.close(read)
 
 
 def _checked(device: str) -> str:

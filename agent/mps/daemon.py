@@ -22,10 +22,10 @@ from agent.mps.compute import ComputeModes
 from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
+from agent.mps.following import Logs
 from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
 from agent.mps.processes import Process
-from agent.mps.serverlog import ServerLog, Tail
 from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
 from agent.nvml.port import ComputeMode
 
@@ -37,6 +37,7 @@ HANG_SECONDS = 60.0  # without an answer, and without a server that clients coul
 SERVER_SECONDS = 15.0  # the first context on a cold GPU takes seconds
 GONE_SECONDS = 3.0
 POLL_SECONDS = 0.1
+SETTLE_SECONDS = 1.0  # a server takes its own fault in
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Options:
     shared_memory: SharedMemory = "auto"
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
-    log_seconds: float = 2.0
+    log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not tell of writes
     orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
     quit_seconds: int = 5  # for clients to leave when the daemon is stopped
 
@@ -77,8 +78,8 @@ class Daemon:
         self._options = options
         self._multi_user = {} if multi_user is None else multi_user
         self._told: str | None = None  # the failure that people were told of last
-        self._server_log = ServerLog()
-        self._tails = (Tail(folders.log / "server.log"), Tail(folders.log / "control.log"))
+        self._logs = Logs(folders.log, options.log_seconds)
+        self._faulted = 0.0  # when the logs told of the newest fault
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""
@@ -118,7 +119,7 @@ class Daemon:
         process = min(found, key=lambda each: (each.started, each.pid))
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
         shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self.folders)
-        await anyio.to_thread.run_sync(self._skip_logs)
+        await self._logs.skip()
         await self._exclusive()
         self._publish(
             replace(
@@ -143,7 +144,7 @@ class Daemon:
         await anyio.to_thread.run_sync(self.folders.make)
         await self._no_orphans()
         await anyio.to_thread.run_sync(self.folders.clear)
-        await anyio.to_thread.run_sync(self._skip_logs)
+        await self._logs.skip()
         await self._exclusive()
         variables = environment(self._program, self.folders) | {"CUDA_VISIBLE_DEVICES": self.uuid}
         launched = await launch.launch(
@@ -222,28 +223,31 @@ class Daemon:
     async def _probing(self, process: Process) -> None:
         answered = anyio.current_time()
         mute = False  # there is nothing to ask the daemon with
-        while True:
-            try:
-                await self._probe()
-                answered, mute = anyio.current_time(), False
-            except ProgramMissing as error:
-                # The daemon lives, and its clients with it: what it was last seen to be stays true.
-                if not mute:
-                    log.warning("mps_daemon_not_asked", gpu=self.uuid, problem=str(error))
-                answered, mute = anyio.current_time(), True
-            except MpsError as error:
-                self._publish(replace(self.status.value, state=DaemonState.STARTING, reason=str(error)))
-                if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
-                    await self._end_hung(process)
-            with anyio.move_on_after(self._options.probe_seconds):
-                await self._until_log_tells()
+        async with self._logs.watched():
+            while True:
+                try:
+                    await self._probe()
+                    answered, mute = anyio.current_time(), False
+                except ProgramMissing as error:
+                    # The daemon lives, and its clients with it: what it was last seen to be stays true.
+                    if not mute:
+                        log.warning("mps_daemon_not_asked", gpu=self.uuid, problem=str(error))
+                    answered, mute = anyio.current_time(), True
+                except MpsError as error:
+                    self._publish(replace(self.status.value, state=DaemonState.STARTING, reason=str(error)))
+                    if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
+                        await self._end_hung(process)
+                with anyio.move_on_after(self._options.probe_seconds):
+                    await self._until_log_tells()
 
     async def _until_log_tells(self) -> None:
-        """Return when a fault begins or ends by the logs."""
-        before = self._server_log.fault
-        while (self._server_log.fault is None) == (before is None):
-            await anyio.sleep(self._options.log_seconds)
-            await anyio.to_thread.run_sync(self._read_logs)
+        """Return when a fault begins or ends by the logs; one that begins is told at once."""
+        before = self._logs.said.fault
+        while (self._logs.said.fault is None) == (before is None):
+            await self._logs.grown()
+        if self._logs.said.fault and self.status.value.serving:
+            self._faulted = anyio.current_time()
+            self._publish(self._judged(self.status.value, self._logs.said.fault))
 
     async def _probe(self) -> None:
         """Look once and publish what was seen. Raises MpsError."""
@@ -254,19 +258,20 @@ class Daemon:
         survey = await self._survey()
         server = survey.servers[0] if survey.servers else None
         state, self.clients = survey.state, survey.clients
-        if state is ServerState.ACTIVE:
-            self._server_log.clear()
-        fault = self._server_log.fault or ("its server says FAULT" if state is ServerState.FAULT else None)
-        before = self.status.value
-        self._publish(
-            replace(
-                before,
-                state=DaemonState.FAULT if fault else DaemonState.SERVING,
-                reason=f"a client's fatal error: {fault}" if fault else "",
-                server=server,
-                server_state=state,
-                faults=before.faults + (fault is not None and before.state is not DaemonState.FAULT),
-            )
+        # A server may call itself ACTIVE for a moment after its log has told of the fault.
+        if state is ServerState.ACTIVE and anyio.current_time() - self._faulted > SETTLE_SECONDS:
+            self._logs.said.clear()
+        fault = self._logs.said.fault or ("its server says FAULT" if state is ServerState.FAULT else None)
+        self._publish(self._judged(replace(self.status.value, server=server, server_state=state), fault))
+
+    @staticmethod
+    def _judged(seen: DaemonStatus, fault: str | None) -> DaemonStatus:
+        """`seen`, in or out of fault."""
+        return replace(
+            seen,
+            state=DaemonState.FAULT if fault else DaemonState.SERVING,
+            reason=f"a client's fatal error: {fault}" if fault else "",
+            faults=seen.faults + (fault is not None and seen.state is not DaemonState.FAULT),
         )
 
     async def _survey(self) -> Survey:
@@ -284,12 +289,12 @@ class Daemon:
         return survey
 
     async def _start_server(self) -> None:
-        failed = self._server_log.failed_servers
+        failed = self._logs.said.failed_servers
         await self.control.start_server()
         with anyio.move_on_after(SERVER_SECONDS):
             while not await self.control.servers():
-                await anyio.to_thread.run_sync(self._read_logs)
-                if self._server_log.failed_servers > failed:
+                await self._logs.read()
+                if self._logs.said.failed_servers > failed:
                     break
                 await anyio.sleep(POLL_SECONDS)
             else:
@@ -298,14 +303,6 @@ class Daemon:
             f"the MPS server of GPU {self.uuid} does not start; see {self.folders.log}/control.log and "
             "server.log (often: libcuda is missing, or a process without MPS holds the GPU)"
         )
-
-    def _read_logs(self) -> None:
-        for tail in self._tails:
-            self._server_log.feed(tail.lines())
-
-    def _skip_logs(self) -> None:
-        for tail in self._tails:
-            tail.skip()
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -358,7 +355,7 @@ class Daemon:
                 restarts=before.restarts + 1,
             )
         )
-        self._server_log.clear()
+        self._logs.said.clear()
         if problem != self._told:
             self._told = problem
             self._report(Kind.FAILED, self.uuid, problem)
@@ -376,7 +373,7 @@ class Daemon:
         if after.serving:
             self._told = None
         if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
-            self._report(Kind.FAULT, self.uuid, after.reason, frozenset(self._server_log.culprits))
+            self._report(Kind.FAULT, self.uuid, after.reason, frozenset(self._logs.said.culprits))
         elif after.serving and (
             before.state is DaemonState.FAULT or (before.restarts and not before.serving)
         ):

@@ -6,11 +6,13 @@ import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 
+from agent.mps import following
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import BadFolder, MpsError
@@ -18,12 +20,18 @@ from agent.mps.status import DaemonState, Kind
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 
+FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
 EIGHT = [f"GPU-5fd4f087-86f3-7a43-b711-4771313afc5{number}" for number in range(8)]
 
 
 def environment_of(pid: int) -> dict[str, str]:
     text = Path(f"/proc/{pid}/environ").read_bytes().decode()
     return dict(item.split("=", 1) for item in text.split("\0") if item)
+
+
+def _tell(folder: Path, line: str) -> None:
+    with (folder / "server.log").open("a") as file:
+        file.write(f"[2026-11-21 10:00:00.000 Server  4711] {line}\n")
 
 
 async def test_one_daemon_for_each_of_eight_gpus(program: Program, run_folder: Path) -> None:
@@ -236,6 +244,42 @@ async def test_fault_in_the_server_log_and_recovery(newest: Program, run_folder:
         assert after.faults == 1
         assert bench.reports.kinds() == [Kind.FAULT, Kind.RECOVERED]
     await daemon.stop()
+
+
+async def test_a_fault_is_told_without_a_look_at_the_clock(newest: Program, run_folder: Path) -> None:
+    """Neither probe nor poll comes within the test: the kernel tells of the write."""
+    bench = Bench(run_folder, newest)
+    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600, log_seconds=600))
+    async with bench.kept(daemon):
+        await reached(daemon, DaemonState.SERVING)
+        # The supervisor's own probe ends before it looks at the logs: write until it does.
+        with anyio.fail_after(20):
+            while daemon.status.value.serving:
+                await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
+                await anyio.sleep(0.1)
+        assert daemon.status.value.state is DaemonState.FAULT
+        assert bench.reports.told[0][0] is Kind.FAULT
+        await anyio.to_thread.run_sync(_tell, daemon.folders.log, RECREATED)
+        await reached(daemon, DaemonState.SERVING)
+        assert daemon.status.value.faults == 1
+    await daemon.stop()
+
+
+async def test_logs_are_looked_at_where_the_kernel_gives_no_watch(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    def no_watch(*_: object, **__: object) -> object:
+        raise OSError(24, "too many watches")
+
+    monkeypatch.setattr(following, "watching", no_watch)
+    bench = Bench(run_folder, newest)
+    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600))
+    async with bench.kept(daemon):
+        await reached(daemon, DaemonState.SERVING)
+        await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
+        await reached(daemon, DaemonState.FAULT)
+    await daemon.stop()
+    assert [event for event in logs if event["event"] == "mps_logs_not_watched"]
 
 
 async def test_old_faults_in_the_log_are_not_taken_for_new(newest: Program, run_folder: Path) -> None:

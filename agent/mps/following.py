@@ -1,0 +1,65 @@
+"""Following a daemon's logs: the kernel tells of each write, so what they say is known in milliseconds."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.kit.inotify import FolderGone, FolderWatch, watching
+from agent.mps.serverlog import ServerLog, Tail
+
+log = structlog.get_logger()
+
+GATHER_SECONDS = 0.02  # a fault is told in several lines: those that name the culprit come last
+
+
+class Logs:
+    """server.log and control.log of one daemon; `said` is what they have told."""
+
+    def __init__(self, folder: Path, poll_seconds: float) -> None:
+        """`poll_seconds` between two looks where the kernel has no watch to give."""
+        self.said = ServerLog()
+        self._folder = folder
+        self._poll_seconds = poll_seconds
+        self._tails = (Tail(folder / "server.log"), Tail(folder / "control.log"))
+        self._watch: FolderWatch | None = None
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Have the kernel tell of writes while the context is open."""
+        try:
+            async with watching(self._folder, growing=True) as self._watch:
+                yield
+        except OSError as error:
+            if self._watch is not None:
+                raise  # it is the caller's
+            log.warning("mps_logs_not_watched", folder=str(self._folder), problem=str(error))
+            yield
+        finally:
+            self._watch = None
+
+    async def grown(self) -> None:
+        """Return once the logs may hold something new, and read it."""
+        if self._watch is None:
+            await anyio.sleep(self._poll_seconds)
+        else:
+            try:
+                async with aclosing(self._watch.changes()) as changes:
+                    await anext(changes)
+                await anyio.sleep(GATHER_SECONDS)
+            except FolderGone:
+                self._watch = None
+        await self.read()
+
+    async def read(self) -> None:
+        """Take in what was added since the last time."""
+        for tail in self._tails:
+            self.said.feed(await anyio.to_thread.run_sync(tail.lines))
+
+    async def skip(self) -> None:
+        """Pass over what stands there now."""
+        for tail in self._tails:
+            await anyio.to_thread.run_sync(tail.skip)

@@ -1,0 +1,66 @@
+"""One run of a program: its words, its end, and nothing of it left."""
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from agent.mps.session import session
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip()
+
+
+async def test_both_outputs_and_the_environment(tmp_path: Path) -> None:
+    program = script(tmp_path, 'cat; echo "$WORD" >&2')
+    async with anyio.create_task_group():  # the loop has what it needs by now
+        before = descriptors()
+    assert await session(program, "one\ntwo\n", {"WORD": "hello", "PATH": os.defpath}) == (
+        "one\ntwo",
+        "hello",
+    )
+    assert descriptors() == before
+    assert not children()
+
+
+async def test_more_than_a_pipe_holds_comes_back(tmp_path: Path) -> None:
+    program = script(tmp_path, "head -c 300000 /dev/zero | tr '\\0' x")
+    out, errors = await session(program, "", {"PATH": os.defpath})
+    assert (len(out), errors) == (300_000, "")
+
+
+async def test_a_program_that_hangs_is_killed_and_reaped(tmp_path: Path) -> None:
+    program = script(tmp_path, "exec sleep 60")
+    before = descriptors()
+    with anyio.move_on_after(0.2) as scope:
+        await session(program, "", {"PATH": os.defpath})
+    assert scope.cancelled_caught
+    assert descriptors() == before
+    assert not children()
+
+
+async def test_signals_are_as_programs_expect_them(tmp_path: Path) -> None:
+    # Python ignores SIGPIPE (13, bit 0x1000); a program that inherited that would not notice a closed pipe.
+    program = script(tmp_path, "grep SigIgn /proc/self/status")
+    out, _ = await session(program, "", {"PATH": os.defpath})
+    assert int(out.split()[1], 16) & 0x1000 == 0
+
+
+async def test_no_program(tmp_path: Path) -> None:
+    before = descriptors()
+    with pytest.raises(FileNotFoundError):
+        await session(tmp_path / "none", "", {})
+    assert descriptors() == before
