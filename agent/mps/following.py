@@ -26,6 +26,7 @@ class Logs:
         self._poll_seconds = poll_seconds
         self._tails = (Tail(folder / "server.log"), Tail(folder / "control.log"))
         self._watch: FolderWatch | None = None
+        self._unread = False  # the kernel told of something; a look may be cancelled before it is made
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -47,19 +48,27 @@ class Logs:
             await anyio.sleep(self._poll_seconds)
         else:
             try:
-                async with aclosing(self._watch.changes()) as changes:
-                    await anext(changes)
-                await anyio.sleep(GATHER_SECONDS)
+                if not self._unread:
+                    async with aclosing(self._watch.changes()) as changes:
+                        await anext(changes)
+                    self._unread = True
+                    await anyio.sleep(GATHER_SECONDS)
             except FolderGone:
                 self._watch = None
         await self.read()
 
     async def read(self) -> None:
         """Take in what was added since the last time."""
-        for tail in self._tails:
-            self.said.feed(await anyio.to_thread.run_sync(tail.lines))
+        # Fed in the thread: what is read is taken in, though the caller be cancelled meanwhile.
+        await anyio.to_thread.run_sync(self._read)
 
     async def skip(self) -> None:
         """Pass over what stands there now."""
-        for tail in self._tails:
-            await anyio.to_thread.run_sync(tail.skip)
+        await anyio.to_thread.run_sync(self._lines)
+
+    def _read(self) -> None:
+        self._unread = False
+        self.said.feed(self._lines())
+
+    def _lines(self) -> list[str]:
+        return [line for tail in self._tails for line in tail.lines()]

@@ -6,10 +6,13 @@ have left, then makes its contexts anew. Drivers before 550 say so in the log on
 
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MOST_BYTES = 1 << 20  # of one look; a log that grew by more is read from its last MiB on
+# The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
+LARGE_BYTES = 4 << 20
 _PREFIX = re.compile(r"^\[[^\]]*?(\w+)\s+\d+\]\s*")
 _CLIENT = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _EXITED = re.compile(r"(?i)server (\d+) exited with status (-?\d+)")
@@ -23,10 +26,6 @@ class Tail:
     _offset: int = 0
     _inode: int = 0
     _rest: bytes = b""
-
-    def skip(self) -> None:
-        """Pass over what stands there now. Blocks."""
-        self.lines()
 
     def lines(self) -> list[str]:
         """Whole lines that were added since the last call. Blocks."""
@@ -44,8 +43,19 @@ class Tail:
             self._inode, self._offset, self._rest = 0, 0, b""
             return []
         self._offset += len(data)
+        if status.st_size > LARGE_BYTES:
+            self._begin_anew()
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in whole]
+
+    def _begin_anew(self) -> None:
+        """Empty the file, which its writer bears: it writes at the end, wherever that is."""
+        try:
+            shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
+            os.truncate(self.path, 0)
+        except OSError:
+            return  # tried again at the next look
+        self._offset = 0
 
 
 @dataclass

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.mps import following
+from agent.mps import following, serverlog
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import BadFolder, MpsError
@@ -206,7 +206,7 @@ async def test_prestarted_server_is_held_to_be_up(
     async with bench.kept(daemon):
         first = await reached(daemon, DaemonState.SERVING)
         assert first.server is not None
-        (server,) = await servers_of(daemon)
+        server = await one_server(daemon)
         assert server.pid == first.server
         os.kill(server.pid, signal.SIGKILL)
         with anyio.fail_after(20):
@@ -280,6 +280,29 @@ async def test_logs_are_looked_at_where_the_kernel_gives_no_watch(
         await reached(daemon, DaemonState.FAULT)
     await daemon.stop()
     assert [event for event in logs if event["event"] == "mps_logs_not_watched"]
+
+
+async def test_the_logs_do_not_grow_for_ever(
+    program: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon writes down every question, and the run folder is memory."""
+    monkeypatch.setattr(serverlog, "LARGE_BYTES", 2000)
+    bench = Bench(run_folder, program)
+    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=0.02))
+    async with bench.kept(daemon):
+        await reached(daemon, DaemonState.SERVING)
+        kept = anyio.Path(daemon.folders.log / "control.log.1")
+        with anyio.fail_after(20):
+            while not await kept.exists():
+                await anyio.sleep(0.02)
+        written = (await kept.stat()).st_mtime_ns
+        with anyio.fail_after(20):  # and again: the daemon goes on in the emptied file
+            while (await kept.stat()).st_mtime_ns == written:
+                await anyio.sleep(0.02)
+        assert (await anyio.Path(daemon.folders.log / "control.log").stat()).st_size < 10_000
+        assert "\0" not in await kept.read_text()
+        assert daemon.status.value.serving
+    await daemon.stop()
 
 
 async def test_old_faults_in_the_log_are_not_taken_for_new(newest: Program, run_folder: Path) -> None:

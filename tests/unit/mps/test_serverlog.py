@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from agent.mps import serverlog
 from agent.mps.serverlog import ServerLog, Tail
 
 FAULT = [
@@ -68,11 +71,16 @@ def test_tail_reads_each_line_once_through_growth_truncation_and_replacement(tmp
     assert tail.lines() == ["another file, longer than the one before"]
 
 
-def test_tail_passes_over_what_stood_there(tmp_path: Path) -> None:
-    path = tmp_path / "server.log"
-    path.write_text("old\n")
+def test_a_large_file_is_begun_anew_and_its_words_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serverlog, "LARGE_BYTES", 20)
+    path = tmp_path / "control.log"
     tail = Tail(path)
-    tail.skip()
+    path.write_text("a line of some length\nthe beginning of ano")
+    assert tail.lines() == ["a line of some length"]
+    assert path.read_text() == ""
+    assert (tmp_path / "control.log.1").read_text() == "a line of some length\nthe beginning of ano"
     with path.open("a") as file:
-        file.write("new\n")
-    assert tail.lines() == ["new"]
+        file.write("ther\nlast\n")
+    assert tail.lines() == ["the beginning of another", "last"]
