@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -108,6 +109,12 @@ def pair(cluster: Cluster, port: int, folder: Path) -> Iterator[Pair]:
             each.end(signal.SIGKILL)
 
 
+def shipped(name: str) -> list[dict[str, Any]]:
+    """The extenders of one of the configurations that we ship for kube-scheduler."""
+    found: list[dict[str, Any]] = yaml.safe_load((CONFIG / name).read_text())["extenders"]
+    return found
+
+
 def free_port() -> int:
     """A port that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -118,7 +125,7 @@ def free_port() -> int:
 @contextmanager
 def directed(parts: Parts, port: int) -> Iterator[Cluster]:
     """A cluster whose kube-scheduler has the shipped configuration, but for address and certificates."""
-    (entry,) = yaml.safe_load((CONFIG / "extender.yaml").read_text())["extenders"]
+    (entry,) = shipped("extender.yaml")
     running = Cluster(parts)
     pki = running.layout.certificates
     files = {"certFile": "scheduler.crt", "keyFile": "scheduler.key", "caFile": "ca.crt"}

@@ -81,10 +81,11 @@ class Joined(Objects):
             raise NotYet(f"node has taints {taints}")
 
     def down(self) -> None:
-        """End all that runs here, and have the cluster forget the node. Folder and cgroups go with it."""
+        """End all that runs here, and have the cluster forget the node; its cgroups go with the cluster's."""
         self.namespace.stop()
         for program in self._programs.values():
             program.stop()
+        shutil.rmtree(self.layout.root, ignore_errors=True)
         self.delete("Node", self.node)
 
     # Single programs

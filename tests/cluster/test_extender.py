@@ -7,7 +7,6 @@ there is counted here anew from the annotations.
 import random
 import signal
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -19,16 +18,14 @@ import pytest
 
 from agent.model.demand import CORES, VGPU
 from agent.model.fragmentation import USUAL
-from agent.model.node_inventory import INVENTORY, encode
 from agent.model.placement import HINT
-from tests.bench import arrivals
-from tests.cluster import extender_process
+from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Replica, free_port
+from tests.cluster.made_up import GPUS
 from tests.cluster.rig import Cluster
 
-NODES, GPUS = 3, 4
-QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
+NODES = 3
 SMALL = {size: weight for size, weight in USUAL.items() if size <= CORES}
 
 
@@ -43,36 +40,8 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
     """A cluster with made-up nodes beside its own."""
     with extender_process.directed(parts, port) as running:
         for number in range(NODES):
-            _node(running, f"made-up-{number}")
+            made_up.node(running, f"made-up-{number}")
         yield running
-
-
-def _node(cluster: Cluster, name: str) -> None:
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {
-                "name": name,
-                "labels": {"made-up": "true"},
-                "annotations": {INVENTORY: encode(arrivals.inventory(GPUS))},
-            },
-        }
-    )
-    amounts = {
-        "cpu": "64",
-        "memory": "512Gi",
-        "pods": "200",
-        VGPU.core: str(CORES * GPUS),
-        VGPU.memory: str(arrivals.BLOCKS * GPUS),
-    }
-    ready = {"type": "Ready", "status": "True", "reason": "Made", "message": "up"}
-    cluster.api.request(
-        "PATCH",
-        f"/api/v1/nodes/{name}/status",
-        {"status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}},
-        content_type="application/strategic-merge-patch+json",
-    )
 
 
 @pytest.fixture
@@ -86,42 +55,6 @@ def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
         made.end(signal.SIGKILL)
         for pod in directed.find_all("Pod"):
             directed.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
-
-
-def _pod(cluster: Cluster, name: str, size: int, annotations: dict[str, str] | None = None) -> None:
-    limits = {VGPU.core: str(size)}
-    if size < CORES:
-        limits[VGPU.memory] = str(size * arrivals.BLOCKS // CORES)
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "namespace": "default", "annotations": annotations or {}},
-            "spec": {
-                "containers": [{"name": "main", "image": "none", "resources": {"limits": limits}}],
-                "nodeSelector": {"made-up": "true"},
-                "tolerations": [{"operator": "Exists"}],  # no kubelet keeps these nodes ready
-            },
-        }
-    )
-
-
-def _bound(cluster: Cluster) -> list[dict[str, Any]]:
-    return [pod for pod in cluster.find_all("Pod") if pod["spec"].get("nodeName")]
-
-
-def _settled(cluster: Cluster) -> list[dict[str, Any]]:
-    """The bound pods, once nothing more is bound."""
-    known, since = -1, time.monotonic()
-    deadline = since + 120
-    while time.monotonic() < deadline:
-        bound = _bound(cluster)
-        if len(bound) != known:
-            known, since = len(bound), time.monotonic()
-        elif time.monotonic() - since > QUIET_SECONDS:
-            return bound
-        time.sleep(0.5)
-    raise AssertionError("pods are bound for two minutes without an end")
 
 
 def _sold(bound: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
@@ -140,13 +73,13 @@ def _burst(cluster: Cluster, seed: int, count: int) -> list[int]:
     draw = random.Random(seed)
     sizes = draw.choices(list(SMALL), list(SMALL.values()), k=count)
     for number, size in enumerate(sizes):
-        _pod(cluster, f"burst-{seed}-{number}", size)
+        made_up.pod(cluster, f"burst-{seed}-{number}", size)
     return sizes
 
 
 def test_a_random_mix_is_bound_only_where_one_gpu_has_room(directed: Cluster, replica: Replica) -> None:
     _burst(directed, 1, 40)
-    bound = _settled(directed)
+    bound = made_up.settled(directed)
     sold = _sold(bound)
     assert sum(sold.values()) >= 0.85 * NODES * GPUS * CORES
     assert len(bound) < 40
@@ -160,9 +93,9 @@ def test_an_extender_killed_in_mid_burst_leaves_nothing_sold_twice(
     _burst(directed, 2, 10)
     replica.end(signal.SIGKILL)
     _burst(directed, 3, 30)
-    assert len(_bound(directed)) < 30, "nothing is bound by others while it is away"
+    assert len(made_up.bound(directed)) < 30, "nothing is bound by others while it is away"
     replica.start()
-    assert sum(_sold(_settled(directed)).values()) >= 0.85 * NODES * GPUS * CORES
+    assert sum(_sold(made_up.settled(directed)).values()) >= 0.85 * NODES * GPUS * CORES
 
 
 def test_a_choice_that_a_tenant_annotated_is_overwritten_with_the_binding(
@@ -170,8 +103,8 @@ def test_a_choice_that_a_tenant_annotated_is_overwritten_with_the_binding(
 ) -> None:
     forged = {f"{HINT}0": "1", "tencent.com/gpu-assigned": "true"}
     for number in range(NODES * GPUS):
-        _pod(directed, f"forged-{number}", 81, forged)
-    bound = _settled(directed)
+        made_up.pod(directed, f"forged-{number}", 81, forged)
+    bound = made_up.settled(directed)
     assert len(bound) == NODES * GPUS
     assert set(_sold(bound).values()) == {81}
     assert {pod["metadata"]["annotations"]["tencent.com/gpu-assigned"] for pod in bound} == {"false"}

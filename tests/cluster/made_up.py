@@ -1,0 +1,81 @@
+"""Nodes that exist as objects only: no kubelet runs their pods, but they are scheduled as if one did."""
+
+import time
+from typing import Any
+
+from agent.model.demand import CORES, VGPU, Kind
+from agent.model.node_inventory import INVENTORY, encode
+from tests.bench import arrivals
+from tests.cluster.rig import Cluster
+
+GPUS = 4  # of each node
+QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
+
+
+def node(cluster: Cluster, name: str) -> None:
+    """A ready node whose agent told of its GPUs."""
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": name,
+                "labels": {"made-up": "true"},
+                "annotations": {INVENTORY: encode(arrivals.inventory(GPUS))},
+            },
+        }
+    )
+    amounts = {
+        "cpu": "64",
+        "memory": "512Gi",
+        "pods": "200",
+        VGPU.core: str(CORES * GPUS),
+        VGPU.memory: str(arrivals.BLOCKS * GPUS),
+    }
+    ready = {"type": "Ready", "status": "True", "reason": "Made", "message": "up"}
+    cluster.api.request(
+        "PATCH",
+        f"/api/v1/nodes/{name}/status",
+        {"status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}},
+        content_type="application/strategic-merge-patch+json",
+    )
+
+
+def pod(
+    cluster: Cluster, name: str, size: int, annotations: dict[str, str] | None = None, kind: Kind = VGPU
+) -> None:
+    """A pod for these nodes that asks for hundredths of GPUs, and of memory as much."""
+    limits = {kind.core: str(size)}
+    if size < CORES:
+        limits[kind.memory] = str(size * arrivals.BLOCKS // CORES) if kind is VGPU else "5"
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "default", "annotations": annotations or {}},
+            "spec": {
+                "containers": [{"name": "main", "image": "none", "resources": {"limits": limits}}],
+                "nodeSelector": {"made-up": "true"},
+                "tolerations": [{"operator": "Exists"}],  # no kubelet keeps these nodes ready
+            },
+        }
+    )
+
+
+def bound(cluster: Cluster) -> list[dict[str, Any]]:
+    """Pods that have a node."""
+    return [pod for pod in cluster.find_all("Pod") if pod["spec"].get("nodeName")]
+
+
+def settled(cluster: Cluster) -> list[dict[str, Any]]:
+    """The bound pods, once nothing more is bound."""
+    known, since = -1, time.monotonic()
+    deadline = since + 120
+    while time.monotonic() < deadline:
+        found = bound(cluster)
+        if len(found) != known:
+            known, since = len(found), time.monotonic()
+        elif time.monotonic() - since > QUIET_SECONDS:
+            return found
+        time.sleep(0.5)
+    raise AssertionError("pods are bound for two minutes without an end")
