@@ -2,6 +2,7 @@
 
 import datetime as dt
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import structlog
@@ -10,6 +11,7 @@ from anyio.abc import TaskGroup
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
 from agent.kubelet.holdings import holders_by_gpu
+from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
@@ -78,7 +80,7 @@ async def build_mps(
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
-        _root_check(agent) if settings.mps.root_pods == "refuse" else None,
+        _RootCheck(agent) if settings.mps.root_pods == "refuse" else None,
     )
 
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
@@ -163,16 +165,40 @@ def _moment(text: str | None) -> dt.datetime | None:
     return dt.datetime.fromisoformat(text) if text else None
 
 
-def _root_check(agent: Agent) -> mps.RootCheck:
-    async def check(namespace: str, name: str, container: str) -> str | None:
-        if agent.cluster is None:
-            return "its user is not known without the Kubernetes API"
-        pod = agent.cluster.pods.find(namespace, name)
-        if pod is None:
-            return "its specification is not known yet"
-        return pod.may_run_as_root(container)
+class _RootCheck:
+    """Whether containers may run as root, by the pods' security contexts."""
 
-    return check
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def named(self, namespace: str, pod: str, container: str) -> str | None:
+        """See agent.plugins.mps.RootCheck."""
+        if self._agent.cluster is None:
+            return "its user is not known without the Kubernetes API"
+        found = self._agent.cluster.pods.find(namespace, pod)
+        if found is None:
+            return "its specification is not known yet"
+        return found.may_run_as_root(container)
+
+    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
+        """See agent.plugins.mps.RootCheck."""
+        if self._agent.cluster is None:
+            return "its user is not known without the Kubernetes API"
+        from agent.cluster.pods import FINISHED  # noqa: PLC0415  loads the API client, which is there by now
+
+        suspects = [
+            (pod, container.name)
+            for pod in self._agent.cluster.pods.pods().values()
+            if pod.status.phase not in FINISHED
+            for container in (*pod.spec.init_containers, *pod.spec.containers)
+            if container.resources.limits.get(MPS.core) == str(cores)
+            and (pod.metadata.namespace, pod.metadata.name, container.name) not in known
+        ]
+        for pod, name in suspects:
+            if why := pod.may_run_as_root(name):
+                where = f"{pod.metadata.namespace}/{pod.metadata.name}"
+                return f"container {name} of {where} may run as root ({why})"
+        return None if suspects else "no container that asks for so many is known"
 
 
 __all__ = ["MpsBackend", "build_mps"]

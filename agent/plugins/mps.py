@@ -4,7 +4,8 @@ Both are required, on one GPU: the pairing is that of vGPU. Limits hold for each
 not for the container as a whole: MPS knows processes only (docs/mps.md).
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import anyio
@@ -53,8 +54,14 @@ class Daemons(Protocol):
         """Return when pods of a GPU can start; bounded from outside."""
 
 
-# Why a container of a pod (namespace, pod, container) may run as root, in words; None: it cannot.
-RootCheck = Callable[[str, str, str], Awaitable[str | None]]
+class RootCheck(Protocol):
+    """Why containers may run as root, in words; None: they cannot."""
+
+    def named(self, namespace: str, pod: str, container: str) -> str | None:
+        """One container."""
+
+    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
+        """A container that asks for so many cores, whichever of the node's it is, but none of `known`."""
 
 
 class Conditions:
@@ -153,7 +160,7 @@ class MpsPlugin(SharePlugin):
         """Wait until the daemon serves: a container without it would fail, or run without limits."""
         holder = await self._holder(frozenset(ids))
         self._refuse_half(holder)
-        await self._refuse_root(holder)
+        self._refuse_root(holder, len(ids))
         for uuid in {_gpu_of(each) for each in ids}:
             with anyio.move_on_after(WAIT_SECONDS):
                 await self._daemons.wait_serving(uuid)
@@ -187,13 +194,23 @@ class MpsPlugin(SharePlugin):
             f"add {MPS.memory} to its limits"
         )
 
-    async def _refuse_root(self, holder: Holder | None) -> None:
+    def _refuse_root(self, holder: Holder | None, cores: int) -> None:
         """Root in a container reaches the control socket, and could change its own limits and others'."""
         if self._root_check is None:
             return
         if holder is None:
-            raise Refused(f"it is not known whose {self.resource} these are; tried again", Reason.UNAVAILABLE)
-        why = await self._root_check(holder.namespace, holder.pod, holder.container)
+            # The kubelet's records never show what init containers hold, and the promise is forgotten while
+            # an image is pulled: what is true of all that it could be is true of it.
+            held = self._shares.pairing.view.ledger.held.entries
+            known = {(each.holder.namespace, each.holder.pod, each.holder.container) for each in held}
+            if why := self._root_check.unnamed(cores, known):
+                raise Refused(
+                    f"it is not known whose {cores} {self.resource} these are, and {why}, which mps.rootPods "
+                    "refuses; the container is tried again",
+                    Reason.UNAVAILABLE,
+                )
+            return
+        why = self._root_check.named(holder.namespace, holder.pod, holder.container)
         if why:
             raise Refused(
                 f"{holder} may run as root ({why}), which mps.rootPods refuses: set runAsNonRoot: true or a "

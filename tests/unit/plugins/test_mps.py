@@ -1,6 +1,8 @@
 """What MPS adds to the pair of resources: caps, ceiling, daemons that must serve."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -8,7 +10,7 @@ import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Refused
+from agent.kubelet.api import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS
 from agent.model.ledger import Half
@@ -180,19 +182,44 @@ async def test_cores_without_memory_never_start() -> None:
         await node.plugins[Half.CORE].pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
 
 
+@dataclass
+class Users:
+    """Who may run as root."""
+
+    of_main: str | None = None
+    of_any: str | None = None
+
+    def named(self, namespace: str, pod: str, container: str) -> str | None:
+        assert (namespace, pod, container) == ("default", "p", "main")
+        return self.of_main
+
+    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
+        assert cores == 10
+        assert known == {("default", "other", "main")}
+        return self.of_any
+
+
 async def test_root_pods_are_refused_where_the_configuration_says_so() -> None:
-    node = Node()
+    node, users = Node(), Users(of_main="runAsUser is 0")
     node.lister.hold("p", node.uuids[0], range(10), range(2))
     ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
-    why: list[str | None] = ["runAsUser is 0"]
-
-    async def check(namespace: str, pod: str, container: str) -> str | None:
-        assert (namespace, pod, container) == ("default", "p", "main")
-        return why[0]
-
     core = node.plugins[Half.CORE]
-    core._root_check = check
+    core._root_check = users
     with pytest.raises(Refused, match="runAsNonRoot"):
         await core.pre_start(ids)
-    why[0] = None
+    users.of_main = None
     await core.pre_start(ids)
+
+
+async def test_an_init_container_whose_grant_is_long_ago_starts_unless_it_may_be_root() -> None:
+    """After a slow pull neither records nor promises tell whose its cores are."""
+    node, users = Node(), Users()
+    node.lister.hold("other", node.uuids[0], range(20, 30), range(2))
+    ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
+    core = node.plugins[Half.CORE]
+    core._root_check = users
+    await core.pre_start(ids)
+    users.of_any = "init container load of default/q may run as root (runAsUser is 0)"
+    with pytest.raises(Refused, match=r"default/q may run as root") as refused:
+        await core.pre_start(ids)
+    assert refused.value.reason is Reason.UNAVAILABLE
