@@ -143,7 +143,7 @@ class NodeFigures:
         unanswered = 0
         with anyio.move_on_after(ARRIVE_SECONDS):
             await self._delivered()
-            while unanswered < MOST_UNANSWERED:
+            while unanswered < MOST_UNANSWERED and self._wanted() == wanted:
                 known = await self._taken_in()
                 if known is None:
                     unanswered += 1

@@ -172,6 +172,30 @@ async def test_more_is_offered_after_scheduling_was_let_go() -> None:
     ]
 
 
+async def test_lists_that_change_again_before_the_kubelet_has_them_hold_nothing_up() -> None:
+    node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
+    kubelet = {"nvidia.com/gpu": 8}
+
+    async def taken_in() -> Mapping[str, int]:
+        return kubelet
+
+    figures = NodeFigures(node, lists, assignment, _nobody, SchedulingHold(node), taken_in=taken_in)
+    async with anyio.create_task_group() as group:
+        group.start_soon(figures.run)
+        with anyio.fail_after(5):
+            await figures.shrink(DRAINING)
+            assignment.publish(DRAINING)
+            figures.settled()
+            await anyio.sleep(0.1)
+            # The kubelet never sees the list in between.
+            assignment.publish(SELLING)
+            figures.wake()
+            while node.tainted:
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
+    assert node.log == ["hold", "release"]
+
+
 async def test_what_grows_needs_no_hold_and_a_taint_that_was_left_behind_goes() -> None:
     node, assignment = OwnNode(tainted=True), Cell(DRAINING)
     figures = NodeFigures(node, lists, assignment, _nobody, SchedulingHold(node))
