@@ -37,8 +37,9 @@ LOOK_SECONDS = 0.05  # how often they are looked for
 # Where the kubelet cannot be asked: what it needs to read a list of thousands and to write its checkpoint.
 TAKEN_IN_SECONDS = 0.1
 MOST_UNANSWERED = 2  # one that is busy answers the next time
-ARRIVE_SECONDS = 10.0  # by then the kubelet's own tick has told
-ASK_SECONDS = 0.02  # how often the kubelet is asked whether it has; its socket takes 100 calls a second
+ARRIVE_SECONDS = 10.0  # what a busy kubelet is given
+ASK_SECONDS = 0.02  # until the kubelet is asked again whether it has; its socket takes 100 calls a second
+LONGEST_PAUSE_SECONDS = 0.5
 RELEASE_SECONDS = 1.0  # of an agent that is about to stop
 INHERITED_SECONDS = 10.0  # an agent before us left its taint: until there are lists to go by, at most
 
@@ -93,6 +94,7 @@ class NodeFigures:
         self.hold = hold
         self._delivered = delivered
         self._taken_in = taken_in
+        self._late = False  # the kubelet has not taken in the lists for long
         self._settled = False  # the lists have shrunk, for which scheduling is held
         self._held_since = 0.0
         self._ahead: Assignment | None = None
@@ -140,16 +142,22 @@ class NodeFigures:
         False: they have changed meanwhile.
         """
         wanted = self._wanted()
-        unanswered = 0
+        unanswered, pause = 0, ASK_SECONDS
+        self._late = True
         with anyio.move_on_after(ARRIVE_SECONDS):
             await self._delivered()
-            while unanswered < MOST_UNANSWERED and self._wanted() == wanted:
+            while self._wanted() == wanted:
                 known = await self._taken_in()
-                if known is None:
-                    unanswered += 1
-                elif all(known.get(name, 0) == left for name, (_, left) in wanted.items()):
+                unanswered += known is None
+                if unanswered == MOST_UNANSWERED or (
+                    known is not None
+                    and all(known.get(name, 0) == left for name, (_, left) in wanted.items())
+                ):
+                    self._late = False
                     break
-                await anyio.sleep(ASK_SECONDS if known is not None else TAKEN_IN_SECONDS)
+                # Thousands of IDs take a while to read.
+                await anyio.sleep(TAKEN_IN_SECONDS if known is None else pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return self._wanted() == wanted
 
     async def _let_go(self) -> bool:
@@ -292,10 +300,10 @@ class NodeFigures:
         """Patch what differs; answers whether a patch was made. `blindly`: a node that is not seen, too.
 
         While scheduling is held, only what shrinks: pods that wait for more would be tried in vain, and then
-        wait for their back-off.
+        wait for their back-off. Nor does what grows while the kubelet says that it knows of something else.
         """
         growing, differing = self._differing(blindly=blindly)
-        if not self.hold.wanted:
+        if not self.hold.wanted and not self._late:
             differing = {**growing, **differing}
         if not differing:
             return False

@@ -172,6 +172,32 @@ async def test_more_is_offered_after_scheduling_was_let_go() -> None:
     ]
 
 
+async def test_what_the_kubelet_does_not_know_of_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.modes.figures.ARRIVE_SECONDS", 0.1)
+    node, assignment = OwnNode(status={"nvidia.com/gpu": (0, 0), "x/core": (8, 8)}), Cell(SELLING)
+    kubelet = {"nvidia.com/gpu": 0, "x/core": 0}
+
+    async def taken_in() -> Mapping[str, int]:
+        return kubelet
+
+    def both(now: Assignment) -> Figures:
+        return {**lists(now), "x/core": (0, 0)}
+
+    figures = NodeFigures(node, both, assignment, _nobody, SchedulingHold(node), taken_in=taken_in)
+    async with anyio.create_task_group() as group:
+        group.start_soon(figures.run)
+        with anyio.fail_after(5):
+            while not node.patches:
+                await anyio.sleep(0.005)
+            # It has dropped us, for one: pods would find nothing.
+            assert node.status == {"nvidia.com/gpu": (0, 0), "x/core": (0, 0)}
+            kubelet["nvidia.com/gpu"] = 8
+            figures.wake()
+            while node.status["nvidia.com/gpu"] != (8, 8):
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
+
+
 async def test_lists_that_change_again_before_the_kubelet_has_them_hold_nothing_up() -> None:
     node, assignment = OwnNode(status={"nvidia.com/gpu": (8, 8)}), Cell(SELLING)
     kubelet = {"nvidia.com/gpu": 8}
