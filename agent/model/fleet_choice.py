@@ -47,8 +47,12 @@ def fits(rooms: Rooms, demand: PodDemand) -> bool:
     if len(demand.slots) == 1:
         slot = demand.slots[0]
         if slot.demand.whole:
-            return sum(room.untouched and room.mode is slot.mode for room in rooms.gpus) >= slot.demand.whole
-        return any(room.mode is slot.mode and room.takes(slot) for room in rooms.gpus)
+            return rooms.untouched.get(slot.mode, 0) >= slot.demand.whole
+        widest = rooms.widest.get(slot.mode)
+        if widest is None or widest.cores < slot.demand.cores:
+            return False
+        # Where the one with the most cores lacks memory or clients, another may have them.
+        return widest.takes(slot) or any(room.mode is slot.mode and room.takes(slot) for room in rooms.gpus)
     return _search(rooms, demand.slots, Policy.BINPACK, _NO_MIX, _NO_LINKS) is not None
 
 
@@ -164,9 +168,15 @@ def refusal(rooms: Rooms, demand: PodDemand) -> str:
 
 
 def _slot_refusal(rooms: Rooms, slot: Slot) -> str:
-    mine = [room for room in rooms.gpus if room.mode is slot.mode]
     want = slot.demand
     whole = want.whole
+    if not rooms.out and not rooms.unknown and (widest := rooms.widest.get(slot.mode)):
+        # What most nodes of a full cluster answer, without a look at each GPU.
+        if whole and (free := rooms.untouched.get(slot.mode, 0)) < whole:
+            return f"{free} of {whole} GPUs wholly free"
+        if widest.cores < want.cores and not whole:
+            return f"largest free share {widest.cores} of {want.cores} cores"
+    mine = [room for room in rooms.gpus if room.mode is slot.mode]
     blocked = [
         (room, why)
         for room, why in rooms.out

@@ -1,7 +1,7 @@
 """What the GPUs of one node have left, after all that bound pods hold: pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agent.model.demand import CORES
 from agent.model.modes import Mode
@@ -81,6 +81,23 @@ class Rooms:
     units: int = 0  # free whole GPUs and time slices of the pgpu resource
     all_units: int = 0
     unknown: int = 0  # bound pods of which nobody said yet where their units are
+    # By mode, worked out once for the many questions after them: the GPU with the most cores left, and how
+    # many are untouched.
+    widest: Mapping[Mode, GpuRoom] = field(init=False, compare=False)
+    untouched: Mapping[Mode, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        widest: dict[Mode, GpuRoom] = {}
+        untouched: dict[Mode, int] = {}
+        for room in self.gpus:
+            mode = room.mode
+            best = widest.get(mode)
+            if best is None or (room.cores, room.blocks) > (best.cores, best.blocks):
+                widest[mode] = room
+            if room.untouched:
+                untouched[mode] = untouched.get(mode, 0) + 1
+        object.__setattr__(self, "widest", widest)
+        object.__setattr__(self, "untouched", untouched)
 
 
 def rooms_of(inventory: NodeInventory, claims: Iterable[PodClaim]) -> Rooms:
