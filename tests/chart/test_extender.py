@@ -76,6 +76,18 @@ def test_it_may_write_choices_although_the_policy_keeps_others_out() -> None:
     assert f"system:serviceaccount:{helm.NAMESPACE}:test-gpu-node-agent-extender" in condition["expression"]
 
 
+def test_accounts_that_are_named_may_write_choices_and_nobody_else() -> None:
+    named = "system:serviceaccount:kube-system:other"
+    policy = helm.one(
+        helm.template(settings=[f'policies.choicesAllowed=["{named}"]']),
+        "ValidatingAdmissionPolicy",
+        "-choices",
+    )
+    (condition,) = policy["spec"]["matchConditions"]
+    allowed = condition["expression"].partition(" in ")[2].rstrip(")")
+    assert yaml.safe_load(allowed) == [f"system:serviceaccount:{helm.NAMESPACE}:test-gpu-node-agent", named]
+
+
 def test_the_product_s_services_lead_to_it() -> None:
     objects = made()
     selector = helm.one(objects, "Service", "-extender")["spec"]["selector"]

@@ -15,7 +15,8 @@ DROPPED = {"drop": ["ALL"]}
 
 
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]:
-    return [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("DaemonSet", "Job")]
+    kinds = ("DaemonSet", "Deployment", "Job")
+    return [each["spec"]["template"]["spec"] for each in objects if each["kind"] in kinds]
 
 
 def agent(*settings: str) -> dict[str, Any]:
@@ -188,7 +189,8 @@ def test_cleaners_stay_away_until_they_are_called() -> None:
     assert cleaners["spec"]["template"]["spec"]["nodeSelector"] == {AWAY: "true"}
 
 
-def test_only_agents_get_a_token_by_default(objects: tuple[Manifest, ...]) -> None:
+def test_a_token_is_given_to_those_who_ask_alone(objects: tuple[Manifest, ...]) -> None:
     for each in objects:
         if each["kind"] == "ServiceAccount":
             assert each["automountServiceAccountToken"] is False
+    assert all(pod["automountServiceAccountToken"] is True for pod in pods(objects))
