@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,14 @@ CONFIG = REPOSITORY / "config" / "scheduler"
 class Replica:
     """The extender's process; `start` may be called again after its end."""
 
-    def __init__(self, cluster: Cluster, port: int, log: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, port: int, log: Path, interpreter: Sequence[str] = (sys.executable,)
+    ) -> None:
+        """`interpreter`: Python and its options."""
         self._cluster = cluster
+        self._interpreter = tuple(interpreter)
         self.port = port  # of HTTPS, where kube-scheduler comes
-        self._plain = free_port()
+        self.plain = free_port()  # of probes and metrics
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -40,7 +44,7 @@ class Replica:
         pki = self._cluster.layout.certificates
         flags = {
             "http.address": "127.0.0.1",
-            "http.port": self._plain,
+            "http.port": self.plain,
             "http.verbs": "false",
             "tls.port": self.port,
             "tls.certificate": pki / "extender.crt",
@@ -52,7 +56,7 @@ class Replica:
             "lease.renewSeconds": 2,
             "lease.retrySeconds": 0.3,
         }
-        argv = [sys.executable, "-m", "agent", "extender"]
+        argv = [*self._interpreter, "-m", "agent", "extender"]
         argv += [part for key, value in flags.items() for part in ("--set", f"{key}={value}")]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log, env=os.environ)
@@ -70,7 +74,7 @@ class Replica:
 
     def _look(self, page: str) -> None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self._plain}/{page}", timeout=2).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{self.plain}/{page}", timeout=2).close()
         except (urllib.error.URLError, OSError) as error:
             raise NotYet(f"{error}; {self._log.read_text()[-500:]}") from error
 
@@ -123,8 +127,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def directed(parts: Parts, port: int) -> Iterator[Cluster]:
-    """A cluster whose kube-scheduler has the shipped configuration, but for address and certificates."""
+def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterator[Cluster]:
+    """A cluster whose kube-scheduler has the shipped configuration, but for address and certificates.
+
+    `queries_per_second`: what kube-scheduler allows itself at the API server (its default).
+    """
     (entry,) = shipped("extender.yaml")
     running = Cluster(parts)
     pki = running.layout.certificates
@@ -132,7 +139,13 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
     assert entry["tlsConfig"].keys() == files.keys()
     entry["tlsConfig"] = {key: str(pki / name) for key, name in files.items()}
     entry["urlPrefix"] = f"https://127.0.0.1:{port}/scheduler"
-    running.options = Options(scheduler_config={"extenders": [entry], "podMaxBackoffSeconds": 2})
+    limits = {"qps": queries_per_second, "burst": round(2 * queries_per_second)}
+    config = {
+        "extenders": [entry],
+        "podMaxBackoffSeconds": 2,
+        "clientConnection": {"kubeconfig": f"{pki}/scheduler.kubeconfig", **limits},
+    }
+    running.options = Options(scheduler_config=config)
     running.up()
     try:
         Authority(pki).sign("extender", "/CN=extender", usage="serverAuth", alternatives="IP:127.0.0.1")
