@@ -66,7 +66,7 @@ class DevicePluginService:
         self._waiting: set[anyio.CancelScope] = set()
         self._delivered: Cell[tuple[int, ...]] = Cell(())  # newest list version sent on each open stream
         # Device IDs granted lately, with the time: the kubelet records them a moment after we answer.
-        self._granted: deque[tuple[float, str]] = deque()
+        self._granted: deque[tuple[float, tuple[str, ...]]] = deque()
         self._draining = False
 
     def handlers(self) -> Handlers:
@@ -115,15 +115,20 @@ class DevicePluginService:
         await self._delivered.wait_for(lambda sent: all(each >= version for each in sent))
 
     def _touch(self, containers: Iterable[Iterable[str]]) -> None:
+        self._forget()
         now = time.monotonic()
-        self._granted.extend((now, device) for ids in containers for device in ids)
+        self._granted.extend((now, tuple(ids)) for ids in containers)
 
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that were preferred or handed out within the last `GRANT_SECONDS`."""
+        self._forget()
+        return frozenset(device for _, ids in self._granted for device in ids)
+
+    def _forget(self) -> None:
+        """Let go of older grants. Nobody asks for them before the next switch of modes, perhaps never."""
         oldest = time.monotonic() - GRANT_SECONDS
         while self._granted and self._granted[0][0] < oldest:
             self._granted.popleft()
-        return frozenset(device for _, device in self._granted)
 
     async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
         await _received(stream)

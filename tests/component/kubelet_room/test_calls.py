@@ -61,6 +61,19 @@ async def test_only_granted_allocations_are_told_of(folder: Path) -> None:
     assert len(told) == 1
 
 
+async def test_grants_are_forgotten_though_nobody_asks_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(ScriptedPlugin("a", "b"), folder) as one, Peer(one.path) as peer:
+        await peer.allocate("a")
+        await peer.allocate("b")
+        assert one.service.granted_lately() == {"a", "b"}
+        monkeypatch.setattr(service_module, "GRANT_SECONDS", 0.0)
+        for _ in range(10):
+            await peer.allocate("a")
+        assert len(one.service._granted) == 1
+
+
 async def test_allocation_carries_every_field(folder: Path) -> None:
     async def grant(ids: Sequence[str]) -> Allocation:
         return Allocation(
