@@ -163,7 +163,7 @@ class Fleet:
             return UNKNOWN_NODE
         if node.inventory is None:
             return _by_totals(node, demand)
-        rooms = self.rooms(name)
+        rooms = node.rooms or self.rooms(name)
         return "" if fits(rooms, demand) else refusal(rooms, demand)
 
     def pick(self, name: str, demand: PodDemand, policy: Policy) -> Picked | None:

@@ -42,18 +42,22 @@ def fits(rooms: Rooms, demand: PodDemand) -> bool:
     """Whether there is a choice at all."""
     if demand.gpus > rooms.units:
         return False
-    if not demand.slots:
+    slots = demand.slots
+    if not slots:
         return True
-    if len(demand.slots) == 1:
-        slot = demand.slots[0]
-        if slot.demand.whole:
-            return rooms.untouched.get(slot.mode, 0) >= slot.demand.whole
-        widest = rooms.widest.get(slot.mode)
-        if widest is None or widest.cores < slot.demand.cores:
-            return False
-        # Where the one with the most cores lacks memory or clients, another may have them.
-        return widest.takes(slot) or any(room.mode is slot.mode and room.takes(slot) for room in rooms.gpus)
-    return _search(rooms, demand.slots, Policy.BINPACK, _NO_MIX, _NO_LINKS) is not None
+    if len(slots) > 1:
+        return _search(rooms, slots, Policy.BINPACK, _NO_MIX, _NO_LINKS) is not None
+    slot = slots[0]
+    want, wanted = slot.demand, slot.mode
+    for mode, widest, untouched in rooms.modes:
+        if mode is wanted:
+            if want.whole:
+                return untouched >= want.whole
+            if widest.cores < want.cores:
+                return False
+            # Where the one with the most cores lacks memory or clients, another may have them.
+            return widest.takes(slot) or any(room.mode is mode and room.takes(slot) for room in rooms.gpus)
+    return False
 
 
 _NO_MIX, _NO_LINKS = Mix({}), Topology()
@@ -170,12 +174,13 @@ def refusal(rooms: Rooms, demand: PodDemand) -> str:
 def _slot_refusal(rooms: Rooms, slot: Slot) -> str:
     want = slot.demand
     whole = want.whole
-    if not rooms.out and not rooms.unknown and (widest := rooms.widest.get(slot.mode)):
+    if not rooms.out and not rooms.unknown:
         # What most nodes of a full cluster answer, without a look at each GPU.
-        if whole and (free := rooms.untouched.get(slot.mode, 0)) < whole:
-            return f"{free} of {whole} GPUs wholly free"
-        if widest.cores < want.cores and not whole:
-            return f"largest free share {widest.cores} of {want.cores} cores"
+        for mode, widest, untouched in rooms.modes:
+            if mode is slot.mode and whole and untouched < whole:
+                return f"{untouched} of {whole} GPUs wholly free"
+            if mode is slot.mode and not whole and widest.cores < want.cores:
+                return f"largest free share {widest.cores} of {want.cores} cores"
     mine = [room for room in rooms.gpus if room.mode is slot.mode]
     blocked = [
         (room, why)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from agent.model.demand import CORES
 from agent.model.modes import Mode
@@ -81,23 +82,25 @@ class Rooms:
     units: int = 0  # free whole GPUs and time slices of the pgpu resource
     all_units: int = 0
     unknown: int = 0  # bound pods of which nobody said yet where their units are
-    # By mode, worked out once for the many questions after them: the GPU with the most cores left, and how
-    # many are untouched.
-    widest: Mapping[Mode, GpuRoom] = field(init=False, compare=False)
-    untouched: Mapping[Mode, int] = field(init=False, compare=False)
+    # Worked out once for the many questions after them. No mapping by mode: a mode's hash costs more than a
+    # look at the one or two that a node has.
+    modes: tuple["ModeRoom", ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        widest: dict[Mode, GpuRoom] = {}
-        untouched: dict[Mode, int] = {}
-        for room in self.gpus:
-            mode = room.mode
-            best = widest.get(mode)
-            if best is None or (room.cores, room.blocks) > (best.cores, best.blocks):
-                widest[mode] = room
-            if room.untouched:
-                untouched[mode] = untouched.get(mode, 0) + 1
-        object.__setattr__(self, "widest", widest)
-        object.__setattr__(self, "untouched", untouched)
+        found: list[ModeRoom] = []
+        for mode in dict.fromkeys(room.mode for room in self.gpus):
+            mine = [room for room in self.gpus if room.mode is mode]
+            widest = max(mine, key=lambda room: (room.cores, room.blocks))
+            found.append(ModeRoom(mode, widest, sum(room.untouched for room in mine)))
+        object.__setattr__(self, "modes", tuple(found))
+
+
+class ModeRoom(NamedTuple):
+    """Of the GPUs of one mode: the one with the most cores left, and how many are untouched."""
+
+    mode: Mode
+    widest: GpuRoom
+    untouched: int
 
 
 def rooms_of(inventory: NodeInventory, claims: Iterable[PodClaim]) -> Rooms:
