@@ -215,8 +215,8 @@ MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into ano
 NODE_PATCHES = _counter(
     "node_patches",
     ("part", "result"),
-    "Patches of the own Node object: status (capacity and allocatable, ahead of the kubelet's tick), taint (set "
-    "and removed around a switch), report (label, annotation, condition); ok or failed.",
+    "Patches of the own Node object: status (capacity and allocatable, ahead of the kubelet's tick), taint "
+    "(set and removed around a switch), report (label, annotation, condition); ok or failed.",
 )
 
 # What the kubelet did, for each resource.
