@@ -18,7 +18,7 @@ REFRESH_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 # After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
-SOON_SECONDS = 0.3
+SOON_SECONDS = 0.5
 
 MODE_OF_UNIT: Mapping[Unit, Mode] = {
     Unit.WHOLE: Mode.PGPU,
