@@ -46,6 +46,9 @@ class _Decoder(Generic[T]):
 class DeltaReflector(Reflector[Kept[T]], Generic[T]):
     """`read` makes metadata and a small value of an object's JSON; nothing else of it is kept."""
 
+    # A new leader must see all that the former one bound: streaming lists are never older than their request.
+    from_cache = False
+
     def __init__(
         self,
         api: KubeApi,

@@ -75,6 +75,9 @@ class Reflector(Generic[Item]):
     `items` is published once per change; `synced` tells whether it was complete at least once.
     """
 
+    # Whether a plain list may come from the server's cache, which can be behind what others have written.
+    from_cache = True
+
     def __init__(
         self, api: KubeApi, path: str, selector: Mapping[str, str], kind: type[Item], name: str
     ) -> None:
@@ -188,7 +191,7 @@ class Reflector(Generic[Item]):
 
     async def _list(self) -> None:
         """A plain list, for servers without streaming lists; version 0 comes from the server's cache."""
-        query = self._selector | {"resourceVersion": "0"}
+        query = self._selector | ({"resourceVersion": "0"} if self.from_cache else {})
         page = msgspec.json.decode(await self._api.get(self._path, query, LIST_SECONDS), type=_Page)
         found = [self._decoder.decode(raw) for raw in page.items]
         self._publish({item.metadata.uid: item for item in found})

@@ -1,17 +1,19 @@
 """The local copy of API objects against a server with every bad habit."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from agent.cluster import api as api_module
 from agent.cluster import reflector as reflector_module
+from agent.cluster.deltas import DeltaReflector
 from agent.cluster.pods import Pod
-from agent.cluster.reflector import Reflector
+from agent.cluster.reflector import Metadata, Reflector
 from tests.component.cluster.server import (
     Answer,
     FakeApi,
@@ -135,6 +137,33 @@ async def test_a_server_without_streaming_lists_is_listed_plainly(code: int, log
         assert followed.version == "7"
         assert reflector.synced
     assert warnings(logs) == []
+
+
+async def test_a_list_for_a_ledger_never_comes_from_the_servers_cache() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.seen: set[str] = set()
+
+        def replaced(self, values: Mapping[str, str]) -> None:
+            self.seen = set(values.values())
+
+        def changed(self, uid: str, value: str) -> None:
+            raise AssertionError
+
+        removed = changed
+
+    def read(raw: bytes) -> tuple[Metadata, str]:
+        found = msgspec.json.decode(raw, type=Pod)
+        return found.metadata, found.metadata.name
+
+    fake, listener = FakeApi(), Listener()
+    fake.script(PODS, status(400), page("7", A, B), watch())
+    async with fake.serving(), client(fake.url) as api, anyio.create_task_group() as group:
+        reflector = DeltaReflector(api, PODS, {}, read, listener, "pods")
+        group.start_soon(reflector.run)
+        await eventually(lambda: listener.seen == {"a", "b"})
+        assert fake.asked[1].query == {}
+        group.cancel_scope.cancel()
 
 
 async def test_a_plain_list_that_fails_is_tried_again() -> None:
