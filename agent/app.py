@@ -54,7 +54,7 @@ async def running(
     agent = Agent(
         settings,
         Inventory(rules_from(settings.health)),
-        HoldingsWatch(PodResources(Path(settings.kubelet.root))),
+        HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder),
         Supervisor(),
         Lane("calls"),
         HttpServer(settings.http.address, settings.http.port),

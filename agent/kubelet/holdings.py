@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from time import time
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
+from agent.kubelet import checkpoint
 from agent.kubelet.podresources import Holding, PodList, PodResources, PodResourcesUnavailable
 from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
 from agent.model.modes import Mode
@@ -19,6 +23,8 @@ RETRY_SECONDS = 0.5
 # After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
+# A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
+NEW_KUBELET_SECONDS = 30.0
 
 MODE_OF_UNIT: Mapping[Unit, Mode] = {
     Unit.WHOLE: Mode.PGPU,
@@ -70,8 +76,13 @@ class HoldingsWatch:
     The kubelet tells nobody when a pod frees devices.
     """
 
-    def __init__(self, client: PodResources) -> None:
+    def __init__(self, client: PodResources, checkpoints: Path | None = None) -> None:
+        """`checkpoints`: the folder of the kubelet's checkpoint; None: a new kubelet is believed at once."""
         self.client = client
+        self._checkpoints = checkpoints
+        self._known: tuple[int, int] | None = (
+            None  # inode and time of the socket of a kubelet that is believed
+        )
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
@@ -95,16 +106,42 @@ class HoldingsWatch:
 
     async def refresh(self) -> PodList | None:
         """Read anew now; None: not readable, `problem` says why."""
+        holdings: PodList | None
         try:
-            holdings = await self.client.list()
+            holdings = listed = await self.client.list()
         except PodResourcesUnavailable as error:
             self._told(str(error))
             holdings = None
         else:
+            if missing := await self._unlisted(listed):
+                self._told(f"the kubelet has just started and does not list {missing} devices in use yet")
+                return None
             self._told(None)
         if holdings != self.cell.value:
             self.cell.publish(holdings)
         return holdings
+
+    async def _unlisted(self, found: PodList) -> int:
+        """How many devices are held by the checkpoint of a kubelet that is new and does not list them yet.
+
+        Whoever took its list for the truth would sell GPUs that are in use.
+        """
+        if self._checkpoints is None:
+            return 0
+        try:
+            stat = await anyio.Path(self.client.path).stat()
+        except OSError:
+            return 0
+        kubelet = (stat.st_ino, stat.st_ctime_ns)
+        if kubelet != self._known and time() - stat.st_ctime < NEW_KUBELET_SECONDS:
+            # Read each time: entries of pods that have ended go when it is written anew.
+            recorded = await anyio.to_thread.run_sync(checkpoint.read, self._checkpoints)
+            listed = {text for holding in found.holdings for text in holding.ids}
+            held = {text for ids in recorded.values() for text in ids if text.startswith("GPU-")}
+            if missing := len(held - listed):
+                return missing
+        self._known = kubelet
+        return 0
 
     def _told(self, problem: str | None) -> None:
         if problem != self.problem:

@@ -1,12 +1,15 @@
 """Who holds what, by GPU, and the watch that keeps it at hand."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 from agent.kubelet import holdings as holdings_module
+from agent.kubelet.checkpoint import FILE_NAME
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.modes import Mode
@@ -159,3 +162,36 @@ async def test_an_outage_does_not_last_until_the_next_timer(monkeypatch: pytest.
             await watch.cell.wait_for(lambda found: found == one)
         group.cancel_scope.cancel()
     assert watch.problem is None
+
+
+async def test_a_new_kubelet_is_believed_once_it_lists_what_its_checkpoint_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = {"PodUID": "u", "ContainerName": "c", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"-1": [A]}}
+    foreign = {**entry, "ResourceName": "example.com/x", "DeviceIDs": {"-1": ["x"]}}
+    file = tmp_path / FILE_NAME
+    file.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry, foreign]}, "Checksum": 0}))
+
+    class Lister:
+        path = tmp_path / "kubelet.sock"
+        answer = _listed()
+
+        async def list(self) -> PodList:
+            return self.answer
+
+    lister = Lister()
+    lister.path.touch()
+    watch = HoldingsWatch(lister, tmp_path)  # type: ignore[arg-type]
+    assert await watch.refresh() is None
+    assert watch.problem == "the kubelet has just started and does not list 1 devices in use yet"
+    lister.answer = _listed(_held(A))
+    assert await watch.refresh() == lister.answer
+    # From then on its list is the truth, whatever stands in the file.
+    lister.answer = _listed()
+    assert await watch.refresh() == lister.answer
+    # The next kubelet makes a new socket; one that is not young any more is believed, too.
+    lister.path.unlink()
+    lister.path.touch()
+    assert await HoldingsWatch(lister, tmp_path).refresh() is None  # type: ignore[arg-type]
+    monkeypatch.setattr(holdings_module, "NEW_KUBELET_SECONDS", 0.0)
+    assert await HoldingsWatch(lister, tmp_path).refresh() is not None  # type: ignore[arg-type]
