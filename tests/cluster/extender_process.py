@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,7 +17,7 @@ import yaml
 from tests.cluster.build import Parts
 from tests.cluster.options import Options
 from tests.cluster.pki import Authority
-from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.service import Service
 from tests.cluster.waiting import NotYet, eventually
 
@@ -120,10 +119,8 @@ def shipped(name: str) -> list[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        found: int = listener.getsockname()[1]
-    return found
+    """A port that nothing listens on, and that the kernel gives to no connection meanwhile."""
+    return free_ports(1)[0]
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
     """The extender, serving; pods of the test are removed afterwards."""
     made = Replica(directed, port, tmp_path / "extender.log")
-    made.start()
     try:
+        made.start()
         yield made
     finally:
         made.end(signal.SIGKILL)

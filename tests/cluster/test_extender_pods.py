@@ -143,8 +143,8 @@ async def site(directed: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Sit
 def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
     """The extender, serving."""
     made = Replica(directed, port, tmp_path / "extender.log")
-    made.start()
     try:
+        made.start()
         yield made
     finally:
         made.end(signal.SIGKILL)
