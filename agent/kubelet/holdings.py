@@ -23,6 +23,7 @@ RETRY_SECONDS = 0.5
 # After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
+BURST_SECONDS = 3.0
 # A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
 NEW_KUBELET_SECONDS = 30.0
 
@@ -80,9 +81,7 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: a new kubelet is believed at once."""
         self.client = client
         self._checkpoints = checkpoints
-        self._known: tuple[int, int] | None = (
-            None  # inode and time of the socket of a kubelet that is believed
-        )
+        self._known: tuple[int, int] | None = None  # the socket of a kubelet that is believed
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
@@ -101,8 +100,17 @@ class HoldingsWatch:
                 with anyio.move_on_after(pause) as waited:
                     seen = await self._allocations.wait_change(seen)
                 if not waited.cancelled_caught:
-                    # Those that come meanwhile may be recorded after the read, and lead to another one.
-                    await anyio.sleep(SOON_SECONDS)
+                    seen = await self._until_they_pause(seen)
+
+    async def _until_they_pause(self, seen: int) -> int:
+        """Pods come in bursts, and a read in the middle holds theirs up: wait for the end, within reason."""
+        with anyio.move_on_after(BURST_SECONDS):
+            while True:
+                with anyio.move_on_after(SOON_SECONDS) as pause:
+                    seen = await self._allocations.wait_change(seen)
+                if pause.cancelled_caught:
+                    break
+        return seen
 
     async def refresh(self) -> PodList | None:
         """Read anew now; None: not readable, `problem` says why."""
