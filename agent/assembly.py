@@ -77,6 +77,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
+        agent.holdings.ended = agent.cluster.pods.ended
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))

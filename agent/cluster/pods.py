@@ -146,6 +146,12 @@ class PodCache:
         """The pods as last seen, by UID."""
         return self.reflector.items.value
 
+    def ended(self, uid: str) -> bool:
+        """Whether the pod that the kubelet knows by `uid` is gone or has finished; False: not known."""
+        if not self.reflector.synced:
+            return False
+        return all(pod.finished for pod in self.pods().values() if pod.cgroup_uid == uid)
+
     def find(self, namespace: str, name: str) -> Pod | None:
         """A pod as last seen."""
         for pod in self.pods().values():

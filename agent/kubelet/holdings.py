@@ -1,6 +1,6 @@
 """Keeps the newest PodResources list at hand for whoever reports on pods; decisions ask anew."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -82,6 +82,9 @@ class HoldingsWatch:
         self.client = client
         self._checkpoints = checkpoints
         self._known: tuple[int, int] | None = None  # the socket of a kubelet that is believed
+        # Whether the pod of a UID is known to have ended: the checkpoint goes on naming it until it is
+        # written anew, which takes until the next pod comes.
+        self.ended: Callable[[str], bool] = lambda _: False
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
@@ -145,7 +148,13 @@ class HoldingsWatch:
             # Read each time: entries of pods that have ended go when it is written anew.
             recorded = await anyio.to_thread.run_sync(checkpoint.read, self._checkpoints)
             listed = {text for holding in found.holdings for text in holding.ids}
-            held = {text for ids in recorded.values() for text in ids if text.startswith("GPU-")}
+            held = {
+                text
+                for (uid, _, _), ids in recorded.items()
+                if not self.ended(uid)
+                for text in ids
+                if text.startswith("GPU-")
+            }
             if missing := len(held - listed):
                 return missing
         self._known = kubelet

@@ -192,6 +192,11 @@ async def test_a_new_kubelet_is_believed_once_it_lists_what_its_checkpoint_holds
     # From then on its list is the truth, whatever stands in the file.
     lister.answer = _listed()
     assert await watch.refresh() == lister.answer
+    # A pod that is known to have ended is not waited for.
+    other = HoldingsWatch(lister, tmp_path)  # type: ignore[arg-type]
+    assert await other.refresh() is None
+    other.ended = lambda uid: uid == "u"
+    assert await other.refresh() == lister.answer
     # The next kubelet makes a new socket; one that is not young any more is believed, too.
     lister.path.unlink()
     lister.path.touch()
