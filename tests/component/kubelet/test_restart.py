@@ -77,6 +77,8 @@ async def test_pod_that_arrives_before_the_plugin_is_back_is_refused(
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)
+            # One that leaves no checkpoint comes back as a new node, whose figures are 0.
+            await eventually((root / "device-plugins/kubelet_internal_checkpoint").exists)
             await kubelet.stop()
             kubelet.create_pod(pod("early"))
             await eventually(lambda: kubelet.pod(pod("early")).node_name is not None)

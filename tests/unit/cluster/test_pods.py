@@ -1,6 +1,6 @@
 """What pods ask for, and what they have not got yet."""
 
-from agent.cluster.pods import Container, Pod, PodSpec, Resources
+from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources
 from agent.cluster.reflector import Metadata
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
@@ -24,3 +24,19 @@ def test_init_containers_that_have_ended_lack_nothing() -> None:
     staged = pod(PAIR, init=(Container("prepare", Resources({CORE: "10", MEMORY: "5"})),))
     assert staged.lacks(OURS, frozenset())
     assert not staged.lacks(OURS, {("main", CORE), ("main", MEMORY)})
+
+
+def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
+    cache = PodCache(None, "node")  # type: ignore[arg-type]
+    assert not cache.ended("a")  # nothing is known yet
+    cache.reflector.items.publish(
+        {
+            "a": Pod(Metadata("a", uid="a"), PodSpec([]), PodStatus(phase="Running")),
+            "b": Pod(Metadata("b", uid="b"), PodSpec([]), PodStatus(phase="Succeeded")),
+            "mirror": Pod(
+                Metadata("s", uid="mirror", annotations={"kubernetes.io/config.hash": "s"}), PodSpec([])
+            ),
+        }
+    )
+    cache.reflector.synced = True
+    assert [cache.ended(uid) for uid in ("a", "b", "gone", "s")] == [False, True, True, False]
