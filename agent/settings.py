@@ -267,6 +267,13 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
+    sampling = settings.sampling
+    if sampling.window_seconds < sampling.interval_seconds:
+        sentence = (
+            f"is {sampling.window_seconds:g}, less than sampling.intervalSeconds "
+            f"({sampling.interval_seconds:g}): most of the time it would hold no sample; raise it"
+        )
+        faults.append(("sampling.windowSeconds", sentence))
     return faults
 
 
