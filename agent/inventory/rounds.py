@@ -11,12 +11,11 @@ from agent.model.health import Fault, FaultKind
 from agent.nvml.errors import NvmlError, NvmlGpuLost
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Probe
-from agent.nvml.sweep import Sweep
+from agent.nvml.sweep import HANGS, Sweep
 
 # Identities are read anew every so many rounds, or at once when the count changed or a probe failed:
 # that GPUs swap indices, or MIG is switched, costs nothing when it is told some seconds late.
 FULL_EVERY = 5
-MUTE = "NVML calls about this GPU do not return"
 
 
 class Rounds:
@@ -44,7 +43,7 @@ class Rounds:
         kept = [gpu for gpu in self._present if gpu.index in hung]
         mute = {gpu.uuid for gpu in kept}
         strangers = hung - {gpu.index for gpu in kept}
-        findings.unreadable.extend(Unreadable(int(index), MUTE) for index in strangers)
+        findings.unreadable.extend(Unreadable(int(index), HANGS) for index in strangers)
         if full:
             self._present = (*findings.gpus, *kept)
         asked = dict.fromkeys((*(gpu.uuid for gpu in self._present), *known))
@@ -65,7 +64,7 @@ class Rounds:
 
     def _judged(self, uuid: str, findings: Findings, mute: bool) -> Probed:
         if mute:
-            return Probed(uuid, Fault(FaultKind.HUNG), MUTE)
+            return Probed(uuid, Fault(FaultKind.HUNG), HANGS)
         if (probe := findings.probes.get(uuid)) is not None:
             return self._passed(uuid, probe)
         error = findings.failures[uuid]

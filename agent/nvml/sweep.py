@@ -18,6 +18,9 @@ R = TypeVar("R")
 # A trip that took longer ends before its next step, so that others get their turn in the lane.
 TRIP_SECONDS = 0.05
 
+# What is said of a step that `Sweep.over` answers as hanging.
+HANGS = "NVML calls about this GPU do not return"
+
 
 class Sweep(Generic[S, R]):
     """Puts `call` to one step after the other, a step being whatever names a GPU."""

@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Sample, SampleWish
-from agent.nvml.sweep import Sweep
+from agent.nvml.sweep import HANGS, Sweep
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
@@ -24,7 +24,6 @@ NO_WORK: Mapping[int, float] = MappingProxyType({})
 HELD_SECONDS = 2.0
 # Limits and counters are read less often than once a second: nobody scrapes faster.
 COUNTERS_SECONDS = 5.0
-HANGS = "NVML calls about this GPU do not return"
 
 
 @dataclass(frozen=True, slots=True)
