@@ -34,6 +34,8 @@ from agent.telemetry import pairs
 
 log = structlog.get_logger()
 
+USER_UNKNOWN = "its user is not known without the Kubernetes API"
+
 
 class MpsBackend:
     """Daemons as the mode switcher sees them."""
@@ -174,7 +176,7 @@ class _RootCheck:
     def named(self, namespace: str, pod: str, container: str) -> str | None:
         """See agent.plugins.mps.RootCheck."""
         if self._agent.cluster is None:
-            return "its user is not known without the Kubernetes API"
+            return USER_UNKNOWN
         found = self._agent.cluster.pods.find(namespace, pod)
         if found is None:
             return "its specification is not known yet"
@@ -183,13 +185,11 @@ class _RootCheck:
     def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
         """See agent.plugins.mps.RootCheck."""
         if self._agent.cluster is None:
-            return "its user is not known without the Kubernetes API"
-        from agent.cluster.pods import FINISHED  # noqa: PLC0415  loads the API client, which is there by now
-
+            return USER_UNKNOWN
         suspects = [
             (pod, container.name)
             for pod in self._agent.cluster.pods.pods().values()
-            if pod.status.phase not in FINISHED
+            if not pod.finished
             for container in (*pod.spec.init_containers, *pod.spec.containers)
             if container.resources.limits.get(MPS.core) == str(cores)
             and (pod.metadata.namespace, pod.metadata.name, container.name) not in known

@@ -27,7 +27,6 @@ PAGE = 500
 POLL_SECONDS = 1.0
 MOST_NAMED = 10
 REFUSED_EXIT_CODE = 3
-FINISHED = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,7 @@ class ClusterCleanup:
         held = [
             f"{pod.metadata.namespace}/{pod.metadata.name} (node {pod.spec.node_name})"
             async for pod in self._pods()
-            if pod.asks_for({MPS.core, MPS.memory})
-            and pod.spec.node_name
-            and pod.status.phase not in FINISHED
+            if pod.asks_for({MPS.core, MPS.memory}) and pod.spec.node_name and not pod.finished
         ]
         if held:
             more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""

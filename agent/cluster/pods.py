@@ -165,7 +165,7 @@ class PodCache:
         A copy that is ending may have a namesake that the watch has not told of yet: ask then, too.
         """
         pod = self.find(namespace, name)
-        if pod and not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
+        if pod and not pod.metadata.deletion_timestamp and not pod.finished:
             return pod
         try:
             with anyio.fail_after(MISS_SECONDS):
