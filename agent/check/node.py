@@ -131,23 +131,31 @@ def _runtime(settings: Settings, root: Path, devices: frozenset[str], software: 
         return Look("default runtime", Grade.OK, "not needed: GPUs are injected as CDI devices")
     if settings.injection.device_nodes:
         return Look("default runtime", Grade.OK, "not needed: injection.deviceNodes names the nodes")
-    found = node_files.default_runtime(root)
+    found = node_files.runtimes(root)
     if found is None:
         return Look(
             "default runtime",
             Grade.UNKNOWN,
             "no configuration of containerd, Docker or CRI-O is seen; it must be nvidia (nvidia-ctk runtime "
-            "configure --set-as-default), or GPUs must be injected by CDI",
+            "configure --set-as-default), or pods must name a RuntimeClass that leads to it, or GPUs must be "
+            "injected by CDI",
         )
-    file, name = found
-    if name != "nvidia":
+    if found.default == "nvidia":
+        return Look("default runtime", Grade.OK, f"nvidia, by {found.file}")
+    seen = f"{found.default} by {found.file}"
+    if "nvidia" in found.names:
         return Look(
             "default runtime",
-            Grade.FAILED,
-            f"{name} by {file}: pods would start without their GPUs; nvidia-ctk runtime configure "
-            "--set-as-default and a restart of the runtime set it, or use injection.strategy: cdi",
+            Grade.WARNING,
+            f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "
+            "nvidia-ctk runtime configure --set-as-default, or CDI, serves all pods",
         )
-    return Look("default runtime", Grade.OK, f"nvidia, by {file}")
+    return Look(
+        "default runtime",
+        Grade.FAILED,
+        f"{seen}: pods would start without their GPUs; nvidia-ctk runtime configure --set-as-default and a "
+        "restart of the runtime set it, or use injection.strategy: cdi",
+    )
 
 
 def _kubelet(software: NodeSoftware | None) -> Look:

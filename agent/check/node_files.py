@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import yaml
 TOOLKIT = ("nvidia-ctk", "nvidia-container-cli", "nvidia-container-runtime")
 FOLDERS = ("usr/bin", "usr/local/bin", "usr/local/nvidia/toolkit", "run/current-system/sw/bin")
 VERSION_SECONDS = 5.0
-CONTAINERD = ("etc/containerd/config.toml", "var/lib/rancher/k3s/agent/etc/containerd/config.toml")
+CONTAINERD = (
+    "etc/containerd/config.toml",
+    "var/lib/rancher/k3s/agent/etc/containerd/config.toml",
+    "var/lib/rancher/rke2/agent/etc/containerd/config.toml",
+)
 CRIO = "etc/crio"
 DOCKER = "etc/docker/daemon.json"
 KUBELET = (
@@ -62,22 +67,53 @@ def _version_of(program: Path, root: Path) -> tuple[int, ...] | None:
     return tuple(int(part) for part in found.groups() if part) if found else None
 
 
-def default_runtime(root: Path) -> tuple[str, str] | None:
-    """(configuration file, name of the default runtime) of containerd, Docker or CRI-O; None: not known."""
+@dataclass(frozen=True, slots=True)
+class Runtimes:
+    """What a node's container runtime starts containers with, by its configuration files."""
+
+    file: str  # the one that had the last word
+    default: str
+    names: frozenset[str] = frozenset()  # what a RuntimeClass may lead to, as far as it is told
+
+
+def runtimes(root: Path) -> Runtimes | None:
+    """Of containerd, Docker or CRI-O, whichever is found first; None: not known."""
     for name in CONTAINERD:
         if (found := _toml(root / name)) is not None:
-            runtime = next(_values(found, "default_runtime_name"), "runc")
-            return f"/{name}", str(runtime)
+            # nvidia-ctk writes a file of its own since 1.18, which comes in by `imports`.
+            return _merged(root, [root / name, *_imported(root, root / name, found)], "default_runtime_name")
     if (root / DOCKER).is_file():
         try:
             docker = json.loads((root / DOCKER).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return f"/{DOCKER}", str(docker.get("default-runtime", "runc"))
-    for file in (root / CRIO / "crio.conf", *sorted((root / CRIO / "crio.conf.d").glob("*.conf"))):
-        for runtime in _values(_toml(file) or {}, "default_runtime"):
-            return f"/{file.relative_to(root)}", str(runtime)
-    return None
+        names = docker.get("runtimes")
+        known = frozenset(names) if isinstance(names, dict) else frozenset()
+        return Runtimes(f"/{DOCKER}", str(docker.get("default-runtime", "runc")), known)
+    files = [root / CRIO / "crio.conf", *sorted((root / CRIO / "crio.conf.d").glob("*.conf"))]
+    found_files = [file for file in files if any(_values(_toml(file) or {}, "default_runtime"))]
+    return _merged(root, files, "default_runtime") if found_files else None
+
+
+def _merged(root: Path, files: list[Path], key: str) -> Runtimes:
+    """Files that go over each other: the last that names a default wins."""
+    where, default, names = files[0], "runc", set[str]()
+    for file in files:
+        document = _toml(file) or {}
+        for value in _values(document, key):
+            where, default = file, str(value)
+        for block in _values(document, "runtimes"):
+            names |= set(block) if isinstance(block, dict) else set()
+    return Runtimes(f"/{where.relative_to(root)}", default, frozenset(names))
+
+
+def _imported(root: Path, file: Path, document: dict[str, Any]) -> Iterator[Path]:
+    patterns = document.get("imports")
+    for pattern in patterns if isinstance(patterns, list) else []:
+        # Relative ones start at the file that names them.
+        start = root if str(pattern).startswith("/") else file.parent
+        if wanted := str(pattern).strip("/"):
+            yield from sorted(start.glob(wanted))
 
 
 def topology_manager(root: Path) -> tuple[str, str] | None:

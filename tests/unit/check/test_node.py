@@ -141,7 +141,46 @@ def test_other_agents_are_named(root: Path) -> None:
 def test_default_runtimes(tmp_path: Path, file: str, text: str, name: str) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
-    assert node_files.default_runtime(tmp_path) == (f"/{file}", name)
+    found = node_files.runtimes(tmp_path)
+    assert found is not None
+    assert (found.file, found.default) == (f"/{file}", name)
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("pattern", ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml"])
+def test_a_file_that_containerd_imports_has_the_last_word(tmp_path: Path, pattern: str) -> None:
+    main_file = f'imports = ["{pattern}"]\n' + CONTAINERD.format(runtime="runc")
+    drop_in = CONTAINERD.format(runtime="nvidia")
+    files = {"etc/containerd/config.toml": main_file, "etc/containerd/conf.d/99-nvidia.toml": drop_in}
+    found = node_files.runtimes(written(tmp_path, files))
+    assert found is not None
+    assert (found.file, found.default) == ("/etc/containerd/conf.d/99-nvidia.toml", "nvidia")
+
+
+def test_later_files_of_cri_o_go_over_earlier_ones(tmp_path: Path) -> None:
+    files = {
+        "etc/crio/crio.conf": '[crio.runtime]\ndefault_runtime = "runc"\n',
+        "etc/crio/crio.conf.d/10-crio.conf": '[crio.runtime]\ndefault_runtime = "crun"\n',
+        "etc/crio/crio.conf.d/99-nvidia.conf": '[crio.runtime]\ndefault_runtime = "nvidia"\n',
+    }
+    found = node_files.runtimes(written(tmp_path, files))
+    assert found is not None
+    assert (found.file, found.default) == ("/etc/crio/crio.conf.d/99-nvidia.conf", "nvidia")
+
+
+def test_a_runtime_that_pods_must_name_is_a_warning(root: Path) -> None:
+    runtime = '[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia]\nruntime_type = "x"\n'
+    (root / "run/cdi/nvidia.json").unlink()
+    (root / "etc/containerd/config.toml").write_text(CONTAINERD.format(runtime="runc") + runtime)
+    found = of(looked(root), "default runtime")
+    assert found.grade is Grade.WARNING
+    assert "RuntimeClass" in found.text
 
 
 def test_toolkit_tells_its_version(tmp_path: Path) -> None:
