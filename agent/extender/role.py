@@ -1,6 +1,5 @@
 """The extender's composition root: HTTP from the first moment on, a ledger only while it leads."""
 
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +13,11 @@ from agent import __version__
 from agent.cluster.api import KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
+from agent.extender.certificates import Certificates
 from agent.extender.feed import Feed
 from agent.extender.lease import NAMESPACE_FILE, Election
 from agent.extender.metrics import Metrics
-from agent.extender.settings import Settings, Tls
+from agent.extender.settings import Settings
 from agent.extender.verbs import Serving, Verbs
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
@@ -42,6 +42,7 @@ class Extender:
         self.metrics = Metrics()
         self.http = HttpServer(settings.http.address, settings.http.port)
         self.https: HttpServer | None = None
+        self.certificates: Certificates | None = None
         self.election = Election(api, settings.lease, namespace)
         self.feed: Feed | None = None
         self.fleet: Fleet | None = None
@@ -131,7 +132,8 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
     extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings))
     try:
         if settings.tls.port is not None:
-            context = await anyio.to_thread.run_sync(_mutual_tls, settings.tls)
+            extender.certificates = await anyio.to_thread.run_sync(Certificates, settings.tls)
+            context = extender.certificates.context
             extender.https = HttpServer(settings.http.address, settings.tls.port, context)
         extender.add_routes()
         log.info("extender_starting", version=__version__, identity=extender.election.identity)
@@ -140,6 +142,8 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
             await group.start(_serve, extender, "http", extender.http)
             if extender.https:
                 await group.start(_serve, extender, "https", extender.https)
+            if extender.certificates:
+                group.start_soon(spawn, "certificates", extender.certificates.follow)
             group.start_soon(spawn, "ledger", extender.follow)
             async with anyio.create_task_group() as electing:
                 electing.start_soon(spawn, "lease", extender.election.run)
@@ -175,16 +179,3 @@ def _namespace(settings: Settings) -> str:
         return Path(NAMESPACE_FILE).read_text(encoding="ascii").strip()
     except OSError:
         return "kube-system"
-
-
-def _mutual_tls(tls: Tls) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_authority)
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        named = f"{tls.certificate}, {tls.key} and {tls.client_authority}"
-        raise FatalError(
-            f"tls: {named} cannot be used: {error}; mount a certificate, or set tls.port: null"
-        ) from error
-    return context

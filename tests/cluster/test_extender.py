@@ -23,7 +23,9 @@ from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Replica, free_port
 from tests.cluster.made_up import GPUS
+from tests.cluster.pki import Authority
 from tests.cluster.rig import Cluster
+from tests.cluster.waiting import NotYet, eventually
 
 NODES = 3
 SMALL = {size: weight for size, weight in USUAL.items() if size <= CORES}
@@ -122,3 +124,21 @@ def test_nobody_without_a_certificate_is_heard(directed: Cluster, replica: Repli
         urllib.request.urlopen(url, data=b"{}", timeout=5, context=trusting)
     with answered.value as reply:
         assert reply.code == 400
+
+
+def test_a_renewed_certificate_is_taken_up(directed: Cluster, replica: Replica) -> None:
+    pki = directed.layout.certificates
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", replica.port), timeout=5)
+
+    former = shown()
+    Authority(pki).sign("extender", "/CN=extender", usage="serverAuth", alternatives="IP:127.0.0.1")
+
+    def renewed() -> None:
+        if shown() == former:
+            raise NotYet("it shows the former one")
+
+    eventually(renewed, timeout=30, what="the renewed certificate", interval=0.5)
+    made_up.pod(directed, "after", 60)
+    assert len(made_up.settled(directed)) == 1
