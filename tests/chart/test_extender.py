@@ -1,5 +1,6 @@
 """The extender's part of the chart: what it may do, who may come, and a configuration that it accepts."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from agent.extender import settings
+from agent.extender.metrics import PREFIX, Metrics
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -41,6 +43,7 @@ def test_it_accepts_its_configuration_and_serves_the_ports_named(secret: str, tm
     (tmp_path / "c.yaml").write_text(config["data"]["extender.yaml"])
     found = settings.load(tmp_path / "c.yaml", {})
     assert found.placement == "spread"
+    assert found.http.verbs  # for the Services under the former names
     (container,) = pod(objects)["containers"]
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert ports == {"http": found.http.port} | ({"https": found.tls.port} if secret else {})
@@ -48,6 +51,32 @@ def test_it_accepts_its_configuration_and_serves_the_ports_named(secret: str, tm
     assert not secret or str(Path(found.tls.certificate).parent) in mounts
     service = helm.one(objects, "Service", "-extender")
     assert {one["port"] for one in service["spec"]["ports"]} == set(ports.values())
+
+
+def test_where_certificates_are_asked_for_plain_http_has_no_verbs() -> None:
+    def verbs(*settings: str) -> bool:
+        objects = helm.template(settings=("extender.enabled=true", *settings))
+        config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
+        found: bool = yaml.safe_load(config["data"]["extender.yaml"])["http"]["verbs"]
+        return found
+
+    assert verbs()
+    assert not verbs('extender.tls.secret="pki"')
+    assert verbs('extender.tls.secret="pki"', 'extender.config={"http": {"verbs": true}}')
+
+
+def test_its_lease_goes_with_the_release() -> None:
+    objects = made()
+    lease = helm.one(objects, "Lease")
+    config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
+    assert lease["metadata"]["name"] == yaml.safe_load(config["data"]["extender.yaml"])["lease"]["name"]
+    assert "spec" not in lease, "whoever leads writes it"
+
+
+def test_replicas_that_wait_never_make_the_roll_out_fail() -> None:
+    spec = helm.one(made(), "Deployment")["spec"]
+    assert spec["progressDeadlineSeconds"] == 2**31 - 1  # none, to the deployment controller
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": "100%"}
 
 
 def test_it_may_do_what_it_does_and_no_more() -> None:
@@ -99,11 +128,35 @@ def test_the_product_s_services_lead_to_it() -> None:
 def test_scheduler_configurations_name_what_the_extender_serves(file: Path) -> None:
     document = yaml.safe_load(file.read_text())
     assert document["apiVersion"] == "kubescheduler.config.k8s.io/v1"
+    # The flag --kubeconfig counts for nothing beside --config.
+    assert document["clientConnection"]["kubeconfig"] == "/etc/kubernetes/scheduler.conf"
     named: list[str] = []
     for entry in document["extenders"]:
         verbs = {entry.get(key) for key in ("filterVerb", "prioritizeVerb", "bindVerb")} - {None}
         assert verbs <= {"predicates", "priorities", "bind"}
         assert entry["urlPrefix"].endswith("/scheduler")
+        if "//127.0.0.1:" in entry["urlPrefix"]:
+            # Not among the names in the certificate that kubeadm makes for the API server.
+            assert entry["tlsConfig"]["serverName"] == "kubernetes.default"
         named += [one["name"] for one in entry["managedResources"]]
     assert len(named) == len(set(named))
     assert sum("bindVerb" in entry for entry in document["extenders"]) <= 1
+
+
+def test_every_metric_stands_in_the_document() -> None:
+    text = (CONFIG.parents[1] / "docs" / "extender.md").read_text().partition("\n## Metrics\n")[2]
+    told: dict[str, tuple[str, set[str]]] = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            names, kind, labels = (cell.strip() for cell in line.strip("|").split("|")[:3])
+            for name in re.findall(r"`(\w+)`", names):
+                told[name] = (kind, set(re.findall(r"`(\w+)`", labels)))
+    metrics = Metrics()
+    metrics.requests.labels("bind", "ok")
+    metrics.seconds.labels("bind")
+    served = {}
+    for family in metrics.registry.collect():
+        name = family.name.removeprefix(PREFIX) + ("_total" if family.type == "counter" else "")
+        known = {label for sample in family.samples for label in sample.labels}
+        served[name] = (family.type, known - {"le"})
+    assert told == served

@@ -58,3 +58,22 @@ def test_dashboards_offer_the_times_and_stay_on_the_grid(path: Path) -> None:
         assert at["x"] + at["w"] <= 24
         assert not cells & taken, f"{panel['title']} lies over another panel"
         taken |= cells
+
+
+@pytest.mark.parametrize("way", ["podMonitor", "serviceMonitor"])
+def test_each_part_is_scraped_by_one_monitor_and_once(way: str) -> None:
+    on = ("extender.enabled=true", "extender.productServices=true", f"metrics.{way}.enabled=true")
+    objects = tuple(helm.template(settings=on))
+    targets = {
+        "podMonitor": [
+            each["spec"]["template"]["metadata"]["labels"]
+            for each in (*kind(objects, "DaemonSet"), *kind(objects, "Deployment"), *kind(objects, "Job"))
+        ],
+        "serviceMonitor": [each["metadata"]["labels"] for each in kind(objects, "Service")],
+    }[way]
+    monitors = kind(objects, f"{way[0].upper()}{way[1:]}")
+    wanted = [each["spec"]["selector"]["matchLabels"] for each in monitors]
+    taken = [[labels for labels in targets if match.items() <= labels.items()] for match in wanted]
+    parts = [labels["app.kubernetes.io/component"] for found in taken for labels in found]
+    assert sorted(parts) == ["agent", "extender"]
+    assert len({each["metadata"]["name"] for each in monitors}) == 2

@@ -61,6 +61,30 @@ def test_scheduler_configurations_are_named_with_what_they_need(told: Told) -> N
     full = told("extender.enabled=true", "extender.productServices=true", 'extender.tls.secret="pki"')
     assert "needs" not in full
     assert "(Secret pki)" in full
+    assert "needs extender.config.http.verbs: true" in told(
+        "extender.enabled=true", 'extender.tls.secret="pki"'
+    )
+
+
+def test_a_port_that_is_open_to_every_pod_is_told(told: Told) -> None:
+    words = "Every pod of the cluster can reach port 3456"
+    assert words not in told()
+    assert words in told("extender.enabled=true")
+    assert words in told("extender.enabled=true", "networkPolicy.enabled=true")
+    assert words not in told("extender.enabled=true", 'extender.tls.secret="pki"')
+    fenced = 'extender.from=[{"ipBlock": {"cidr": "10.0.0.0/28"}}]'
+    assert words not in told("extender.enabled=true", "networkPolicy.enabled=true", fenced)
+
+
+def test_an_image_that_no_registry_has_is_told(told: Told) -> None:
+    assert "ImagePullBackOff" in told()
+    assert "ImagePullBackOff" not in told('image.repository="registry.example/gpu-node-agent"')
+
+
+def test_the_agent_to_ask_is_that_of_the_node(told: Told) -> None:
+    """`exec ds/NAME` takes any of the DaemonSet's pods."""
+    assert "exec ds/" not in told()
+    assert "get pods -o wide -l app.kubernetes.io/component=agent" in told()
 
 
 def test_what_will_be_missed_is_said(told: Told) -> None:

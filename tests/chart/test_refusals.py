@@ -71,6 +71,19 @@ BAD = {
         'extender.config={"http": {"port": 9000}}',
         ["extender.config.http.port", "take it out"],
     ),
+    "an extender that nobody can ask": (
+        ["extender.enabled=true", 'extender.config={"http": {"verbs": false}}'],
+        ["extender.config.http.verbs is false", "name a Secret"],
+    ),
+    "services without verbs": (
+        [
+            "extender.enabled=true",
+            "extender.productServices=true",
+            'extender.tls.secret="pki"',
+            'extender.config={"http": {"verbs": false}}',
+        ],
+        ["extender.productServices leads to", "leave one of the two out"],
+    ),
     "services of nobody": ("extender.productServices=true", ["set extender.enabled to true"]),
     "driver root unsaid": (["mps.enabled=true", 'driver.hostRoot="/run/d"'], ["driver.source: host"]),
 }
@@ -98,6 +111,7 @@ GOOD = {
     "quantities": ['resources={"limits": {"cpu": 1, "memory": "0.5Gi"}, "requests": {"cpu": "50m"}}'],
     "extender": [
         "extender.enabled=true",
+        'extender.tls.secret="pki"',
         'extender.config={"http": {"verbs": false}, "placement": "spread"}',
     ],
     "image with a port": ['image.repository="reg.example:5000/team/gpu-node-agent"'],

@@ -60,6 +60,12 @@ system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Whether the extender answers kube-scheduler over plain HTTP, too, where nobody has to show who he is. */ -}}
+{{- define "gna.plainVerbs" -}}
+{{- $default := or (not .Values.extender.tls.secret) .Values.extender.productServices -}}
+{{- if dig "http" "verbs" $default .Values.extender.config }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.writesChoice" -}}
 {{- $vgpu := dig "vgpu" "writeChoice" true .Values.config -}}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}

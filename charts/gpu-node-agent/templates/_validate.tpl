@@ -88,6 +88,12 @@
 {{- if and $v.extender.productServices (not $v.extender.enabled) -}}
 {{- fail "extender.productServices makes Services of an extender that is not there: set extender.enabled to true, or leave it off" -}}
 {{- end -}}
+{{- if and $v.extender.enabled (not (include "gna.plainVerbs" .)) (not $v.extender.tls.secret) -}}
+{{- fail "extender.config.http.verbs is false and extender.tls.secret is empty: kube-scheduler could not ask anything; name a Secret, or leave the verbs on" -}}
+{{- end -}}
+{{- if and $v.extender.productServices (not (include "gna.plainVerbs" .)) -}}
+{{- fail "extender.productServices leads to the port of plain HTTP, where extender.config.http.verbs: false serves no verbs: leave one of the two out" -}}
+{{- end -}}
 {{- range $block, $keys := dict "http" (list "port" "address") "tls" (list "port" "certificate" "key" "clientAuthority") "lease" (list "name" "namespace" "identity") "cluster" (list "kubeconfig") -}}
 {{- range $key := $keys -}}
 {{- if hasKey (dig $block dict $v.extender.config) $key -}}
