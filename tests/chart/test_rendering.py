@@ -127,6 +127,14 @@ def test_only_what_needs_a_restart_restarts() -> None:
     assert digest() != digest("config.sampling.intervalSeconds=5")
 
 
+def test_agents_go_everywhere_where_the_affinity_is_taken_away() -> None:
+    """As the documents say it: helm keeps the default's keys under `affinity: {}`."""
+    plain = helm.template(helm.CHART / "ci" / "plain-values.yaml")
+    pod = helm.one(plain, "DaemonSet")["spec"]["template"]["spec"]
+    assert "affinity" not in pod
+    assert pod["nodeSelector"] == {"accelerator": "nvidia"}
+
+
 def test_old_kubernetes_gets_no_policies() -> None:
     kinds = {each["kind"] for each in helm.template(kubernetes="1.29.0")}
     assert not {kind for kind in kinds if kind.startswith("ValidatingAdmission")}
