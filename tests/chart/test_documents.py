@@ -27,7 +27,7 @@ def commands(document: Path) -> list[list[str]]:
 
 def rendered(words: list[str]) -> list[helm.Manifest]:
     """What helm makes of the flags of a command."""
-    own = ("--create-namespace", "--reuse-values")
+    own = ("--create-namespace", "--reset-then-reuse-values")
     flags = [word for word in words if word not in own]
     text = helm.run("template", "gpu-node-agent", str(helm.CHART), "--namespace=gpu-node-agent", *flags)
     return [found for found in yaml.safe_load_all(text) if found]
