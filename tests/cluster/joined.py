@@ -54,7 +54,7 @@ class Joined(Objects):
         host.make_cgroup(cgroup)
         shutil.copytree(cluster.layout.certificates, layout.certificates)
         node.make_certificates(Authority(layout.certificates), self.node, cluster.server)
-        node.install_cni(layout)
+        node.install_cni(layout, cluster.options)
         env = {"PATH": cluster.parts.search_path, "HOME": str(layout.root), "LANG": "C.UTF-8"}
         (port,) = free_ports(1)
         self._programs = node.programs(

@@ -12,7 +12,6 @@ from tests.cluster.options import Options
 from tests.cluster.pki import Authority
 
 CAP_SYS_RESOURCE = 24
-CNI_PLUGIN = Path(__file__).with_name("cni-none")
 
 
 def make_certificates(authority: Authority, node: str, server: str) -> None:
@@ -51,15 +50,16 @@ def programs(
     }
 
 
-def install_cni(layout: Layout) -> None:
-    """Give pods a network of their own with nothing but loopback in it."""
+def install_cni(layout: Layout, options: Options) -> None:
+    """Give pods a network of their own: with a way to the node's, or with nothing but loopback in it."""
+    plugin = "veth" if options.pod_network else "none"
     plugins, networks = layout.cni / "bin", layout.cni / "net.d"
     plugins.mkdir(parents=True)
     networks.mkdir()
-    shutil.copyfile(CNI_PLUGIN, plugins / "none")
-    (plugins / "none").chmod(0o755)
-    network = {"cniVersion": "1.0.0", "name": "test-pods", "plugins": [{"type": "none"}]}
-    (networks / "10-none.conflist").write_text(json.dumps(network))
+    shutil.copyfile(Path(__file__).with_name(f"cni-{plugin}"), plugins / plugin)
+    (plugins / plugin).chmod(0o755)
+    network = {"cniVersion": "1.0.0", "name": "test-pods", "plugins": [{"type": plugin}]}
+    (networks / f"10-{plugin}.conflist").write_text(json.dumps(network))
 
 
 def _snapshotter(namespace: Namespace, layout: Layout) -> str:

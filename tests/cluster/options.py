@@ -17,5 +17,7 @@ class Options:
     apiserver_flags: tuple[str, ...] = ()
     private_network: bool = False
     """Give the cluster a network of its own, where a pod on the node's network reaches the API server."""
+    pod_network: bool = False
+    """Wire every other pod to that network, too, with an address of its own; needs `private_network`."""
     scheduler_config: Mapping[str, Any] = field(default_factory=dict)
     """Merged over the rig's KubeSchedulerConfiguration; extenders go here."""

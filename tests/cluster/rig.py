@@ -119,7 +119,7 @@ class Cluster(Objects):
         authority.create()
         control_plane.make_certificates(authority, ports.server)
         node.make_certificates(authority, self.node, ports.server)
-        node.install_cni(self.layout)
+        node.install_cni(self.layout, self.options)
         env = {"PATH": self.parts.search_path, "HOME": str(self.layout.root), "LANG": "C.UTF-8"}
         self._programs = control_plane.programs(
             self.parts, self.namespace, self.layout, ports, self.options, env

@@ -20,8 +20,9 @@ __all__ = ["audit", "installation", "open_cluster"]
 
 KINDS = (
     ("v1", ("Pod", "ConfigMap", "ServiceAccount", "Service")),
-    ("apps/v1", ("DaemonSet",)),
+    ("apps/v1", ("DaemonSet", "Deployment")),
     ("batch/v1", ("Job",)),
+    ("coordination.k8s.io/v1", ("Lease",)),
     ("rbac.authorization.k8s.io/v1", ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")),
     (
         "admissionregistration.k8s.io/v1",
@@ -112,7 +113,7 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
         "upgrade",
         RELEASE,
         str(helm.CHART),
-        "--reuse-values",
+        "--reset-then-reuse-values",
         "--set",
         "config.sampling.intervalSeconds=2",
         "--wait",
