@@ -155,8 +155,14 @@ def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
         if agent.cluster is None:
             return ()
         return [
-            PodFacts(uid, pod.metadata.namespace, pod.metadata.name, _moment(pod.metadata.deletion_timestamp))
-            for uid, pod in agent.cluster.pods.pods().items()
+            PodFacts(
+                pod.cgroup_uid,
+                pod.metadata.namespace,
+                pod.metadata.name,
+                _moment(pod.metadata.deletion_timestamp),
+                pod.metadata.deletion_grace_period_seconds,
+            )
+            for pod in agent.cluster.pods.pods().values()
         ]
 
     return facts

@@ -37,6 +37,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
     deletion_timestamp: str | None = None
+    deletion_grace_period_seconds: int | None = None
 
 
 class ApiObject(Protocol):

@@ -14,9 +14,10 @@ from types import MappingProxyType
 import anyio
 import anyio.to_thread
 import structlog
+from anyio.abc import TaskGroup
 
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import Holder, holders_by_gpu
+from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
@@ -29,18 +30,23 @@ log = structlog.get_logger()
 LOOK_SECONDS = 5.0
 ENDING_LOOK_SECONDS = 0.5
 TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
+ENDED_SECONDS = 30.0  # after that: a pod that a finalizer keeps may stay for ever, and runs no more
 QUIET_SECONDS = 120.0  # a pod that has had no client for so long is told of
 PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """A pod as this room needs it; `dies_at` is when its grace period ends, None while nobody deletes it."""
+    """A pod as this room needs it; `uid` is the one that its cgroups carry.
+
+    `dies_at` is when its grace period ends by the API server's clock, None while nobody deletes it.
+    """
 
     uid: str
     namespace: str
     name: str
     dies_at: dt.datetime | None = None
+    grace_seconds: float | None = None
 
     @property
     def key(self) -> str:
@@ -67,7 +73,7 @@ class Overview:
     silent: frozenset[str] = frozenset()  # pods that hold shares and have had no client for a while
     crowded: frozenset[str] = frozenset()  # pods with several clients: each of them has the whole cap
     rooted: frozenset[str] = frozenset()  # pods whose clients run as root
-    strangers: frozenset[int] = frozenset()  # PIDs of clients whose pod holds no share
+    strangers: frozenset[int] = frozenset()  # PIDs of clients outside of pods, or whose pod holds no share
 
 
 Pods = Callable[[], Sequence[PodFacts]]
@@ -84,30 +90,37 @@ class ClientWatch:
     proc: Path = PROC
     _seen: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: set[tuple[str, int]] = field(default_factory=set)
+    _ending: set[str] = field(default_factory=set)  # GPUs whose clients are being ended
+    _staying: set[str] = field(default_factory=set)  # pods (UID) that nobody deleted as of the last look
+    _deadlines: dict[str, tuple[dt.datetime, float]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Look for ever."""
+        self._ending.clear()
         async with anyio.create_task_group() as group:
-            group.start_soon(self._end_clients_of_dying_pods)
+            group.start_soon(self._end_clients_of_dying_pods, group)
             while True:
                 await self.look()
                 await anyio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
         """Ask every serving daemon for its clients and publish what is found."""
-        held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
         found: dict[str, Overview] = {}
         for uuid, status in self.fleet.statuses.value.items():
             if not status.serving:
                 continue
             clients = await self._clients(uuid)
-            holders = [holder for holder in held.get(uuid, ()) if holder.mode is Mode.MPS]
-            found[uuid] = self._judged(uuid, clients, holders)
+            found[uuid] = self._judged(uuid, clients, self._holders(uuid))
         before = self.overviews.value
         if found != before:
             self.overviews.publish(MappingProxyType(found))
             for uuid, overview in found.items():
                 _tell(uuid, before.get(uuid, Overview()), overview)
+
+    def _holders(self, uuid: str) -> frozenset[str]:
+        """Pods (namespace/name) with shares of a GPU."""
+        held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
+        return frozenset(holder.pod for holder in held.get(uuid, ()) if holder.mode is Mode.MPS)
 
     async def _clients(self, uuid: str, anew: bool = False) -> tuple[MpsClient, ...]:
         """Clients of a GPU as of its daemon's last probe, or asked `anew`."""
@@ -140,15 +153,16 @@ class ClientWatch:
             found.append(MpsClient(pid, server, root, container, pod))
         return tuple(found)
 
-    def _judged(self, uuid: str, clients: tuple[MpsClient, ...], holders: Sequence[Holder]) -> Overview:
+    def _judged(self, uuid: str, clients: tuple[MpsClient, ...], pods: frozenset[str]) -> Overview:
         now = anyio.current_time()
-        pods = {holder.pod for holder in holders}
         per_pod: dict[str, int] = {}
         for client in clients:
             per_pod[client.pod] = per_pod.get(client.pod, 0) + 1
             self._seen[uuid, client.pod] = now
+        # A pod that the API server has not told of, as none is without it, may be any of those with shares.
+        unknown = any(client.container and not client.pod for client in clients)
         for pod in pods:
-            self._seen.setdefault((uuid, pod), now)
+            self._seen[uuid, pod] = now if unknown else self._seen.get((uuid, pod), now)
         for key in [key for key in self._seen if key[0] == uuid and key[1] not in pods]:
             del self._seen[key]
         return Overview(
@@ -156,29 +170,61 @@ class ClientWatch:
             silent=frozenset(pod for pod in pods if now - self._seen[uuid, pod] >= QUIET_SECONDS),
             crowded=frozenset(pod for pod, count in per_pod.items() if pod and count > 1),
             rooted=frozenset(client.pod for client in clients if client.pod and client.root),
-            strangers=frozenset(client.pid for client in clients if client.pod not in pods),
+            strangers=frozenset(
+                client.pid
+                for client in clients
+                if client.container is None or (client.pod and client.pod not in pods)
+            ),
         )
 
-    async def _end_clients_of_dying_pods(self) -> None:
+    async def _end_clients_of_dying_pods(self, group: TaskGroup) -> None:
         while True:
-            now = dt.datetime.now(dt.UTC)
-            due = {
-                pod.uid
-                for pod in self.pods()
-                if pod.dies_at and pod.dies_at - now <= dt.timedelta(seconds=TERMINATE_BEFORE_SECONDS)
-            }
-            if due:
-                await self._end(due)
-            else:
+            due = self._due()
+            if not due:
                 self._ended.clear()
+            for uuid in self.fleet.statuses.value if due else ():
+                # GPUs do not wait for each other: ending a client waits for its kernels.
+                if uuid not in self._ending and self._concerns(uuid, due):
+                    self._ending.add(uuid)
+                    group.start_soon(self._end, uuid, frozenset(due))
             await anyio.sleep(ENDING_LOOK_SECONDS)
 
-    async def _end(self, due: set[str]) -> None:
+    def _due(self) -> dict[str, str]:
+        """Pods (UID to namespace/name) whose time is nearly up, or was a moment ago."""
+        now, wall, pods = anyio.current_time(), dt.datetime.now(dt.UTC), self.pods()
+        deadlines = {}
+        for pod in pods:
+            if pod.dies_at is not None:
+                known, grace = self._deadlines.get(pod.uid), pod.grace_seconds
+                left = (pod.dies_at - wall).total_seconds()
+                if known and known[0] == pod.dies_at:
+                    left = known[1] - now
+                elif grace is not None:
+                    # As the kubelet counts, from when it hears of it: the clocks here and there may differ.
+                    left = grace if pod.uid in self._staying else min(left, grace)
+                deadlines[pod.uid] = (pod.dies_at, now + left)
+        self._deadlines = deadlines
+        self._staying = {pod.uid for pod in pods if pod.dies_at is None}
+        return {
+            pod.uid: pod.key
+            for pod in pods
+            if pod.uid in deadlines
+            and -ENDED_SECONDS <= deadlines[pod.uid][1] - now <= TERMINATE_BEFORE_SECONDS
+        }
+
+    def _concerns(self, uuid: str, due: Mapping[str, str]) -> bool:
+        """Whether one of these pods (UID to name) has to do with a GPU: others' daemons are left alone."""
+        if not self._holders(uuid).isdisjoint(due.values()):
+            return True
+        seen = self.overviews.value.get(uuid, Overview()).clients
+        return any(client.container and client.container.pod_uid in due for client in seen)
+
+    async def _end(self, uuid: str, due: frozenset[str]) -> None:
         """Terminate what clients of these pods there are now, once each."""
-        for uuid, status in self.fleet.statuses.value.items():
+        try:
             daemon = self.fleet.daemon(uuid)
-            if daemon is None or not status.serving:
-                continue
+            if daemon is None or not self.fleet.status(uuid).serving:
+                return
             for client in await self._clients(uuid, anew=True):
                 key = (uuid, client.pid)
                 if client.container is None or client.container.pod_uid not in due or key in self._ended:
@@ -190,6 +236,8 @@ class ClientWatch:
                     log.warning("mps_client_not_terminated", gpu=uuid, pod=client.pod, problem=str(error))
                 else:
                     log.info("mps_client_terminated", gpu=uuid, pod=client.pod, pid=client.pid)
+        finally:
+            self._ending.discard(uuid)
 
 
 def _tell(uuid: str, before: Overview, after: Overview) -> None:

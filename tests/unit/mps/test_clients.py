@@ -36,8 +36,11 @@ class Control:
     terminated: list[int] = field(default_factory=list)
     stubborn: bool = False
 
+    asked: int = 0
+
     async def client_pids(self, server: int) -> tuple[int, ...]:
         assert server == SERVER
+        self.asked += 1
         return self.pids
 
     async def terminate_client(self, server: int, client: int) -> None:
@@ -68,8 +71,8 @@ class Scene:
         self._proc = proc
         self.watch = ClientWatch(cast("Fleet", fleet), Cell(PodList(held, ())), lambda: self.pods, proc=proc)
 
-    def pod(self, number: int, dies_at: dt.datetime | None = None) -> None:
-        self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at))
+    def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
+        self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at, grace))
 
     def process(self, pid: int, pod: int | None, root: bool = False) -> None:
         folder = self._proc / str(pid)
@@ -152,3 +155,67 @@ async def test_clients_of_dying_pods_are_terminated_once_and_late(tmp_path: Path
     with anyio.move_on_after(1.2):
         await scene.watch.run()
     assert scene.control.terminated == [101]
+
+
+async def test_a_pod_that_does_not_go_is_not_asked_after_for_ever(tmp_path: Path) -> None:
+    """A finalizer may keep a pod for days: asking would keep every daemon busy twice a second."""
+    scene = Scene(tmp_path, ["p1"])
+    scene.pod(1, dies_at=dt.datetime.now(dt.UTC) - dt.timedelta(hours=1))
+    scene.process(101, 1)
+    with anyio.move_on_after(0.7):
+        await scene.watch.run()
+    assert scene.control.asked == 0
+    assert scene.control.terminated == []
+
+
+async def test_pods_without_shares_are_nobodys_business(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, ["p1"])
+    scene.pod(1)
+    scene.pod(2, dies_at=dt.datetime.now(dt.UTC))
+    scene.process(101, 1)
+    with anyio.move_on_after(0.7):
+        await scene.watch.run()
+    assert scene.control.asked == 0
+
+
+async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path: Path) -> None:
+    """The kubelet's records do not show what it holds."""
+    scene = Scene(tmp_path)
+    scene.pod(1, dies_at=dt.datetime.now(dt.UTC) + dt.timedelta(seconds=1))
+    scene.process(101, 1)
+    with anyio.move_on_after(1.2):
+        await scene.watch.run()
+    assert scene.control.terminated == [101]
+
+
+async def test_without_the_api_server_nothing_is_said_of_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone tells which pod a UID is of."""
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
+    scene = Scene(tmp_path, ["p1", "p2"])
+    scene.process(101, 1)
+    scene.process(102, None)
+    await scene.look()
+    await anyio.sleep(0.06)
+    seen = await scene.look()
+    assert not seen.silent
+    assert seen.strangers == {102}
+
+
+@pytest.mark.parametrize("skew", [-3600, 3600])
+async def test_the_grace_period_is_counted_as_the_kubelet_does(tmp_path: Path, skew: int) -> None:
+    """The API server's clock may be an hour off; a pod that was there a moment ago has all its time."""
+    scene = Scene(tmp_path, ["p1"])
+    scene.pod(1)
+    scene.process(101, 1)
+    async with anyio.create_task_group() as group:
+        group.start_soon(scene.watch.run)
+        await anyio.sleep(0.1)
+        del scene.pods[:]
+        scene.pod(1, dt.datetime.now(dt.UTC) + dt.timedelta(seconds=skew), grace=3.0)
+        await anyio.sleep(0.9)
+        assert scene.control.terminated == []
+        await anyio.sleep(1.3)
+        assert scene.control.terminated == [101]
+        group.cancel_scope.cancel()
