@@ -18,7 +18,7 @@ from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
-from agent.mps.binary import find
+from agent.mps.binary import NO_PROGRAM, Program, find
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
@@ -80,10 +80,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
         return
     lane = Lane("cleanup")
     try:
-        explicit = settings.mps.control_program
-        program = await anyio.to_thread.run_sync(
-            find, Path(settings.driver.root), Path(explicit) if explicit else None
-        )
+        program = await anyio.to_thread.run_sync(_program, settings)
         compute: ComputeModes = NoComputeModes()
         if settings.mps.exclusive_process:
             await lane.run(nvml.open, deadline=30.0)
@@ -91,7 +88,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
         options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
         for folders in left:
             await Daemon(folders.root.name, program, folders, compute, _no_report, options).stop()
-    except (ProgramMissing, MpsError, NvmlError) as error:
+    except (MpsError, NvmlError) as error:
         raise CleanupFailed(f"MPS daemons cannot be stopped: {error}") from error
     finally:
         lane.close()
@@ -99,6 +96,15 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
         running = await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
         if running or folders.existing():
             raise CleanupFailed(f"the MPS daemon in {folders.root} could not be stopped; the log tells why")
+
+
+def _program(settings: Settings) -> Program:
+    """The control program; none that can be run, where there is none: daemons are ended by signals then."""
+    explicit = settings.mps.control_program
+    try:
+        return find(Path(settings.driver.root), Path(explicit) if explicit else None)
+    except ProgramMissing:
+        return NO_PROGRAM
 
 
 def remove_files(settings: Settings) -> None:

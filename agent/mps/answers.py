@@ -6,6 +6,7 @@ from enum import Enum
 
 from agent.mps.errors import CommandRefused, NotSupported
 
+_PID = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
 _PERCENTAGE = re.compile(r"\d{1,3}\.\d+")
 _LIMIT = re.compile(r"(?i)(?<![\w.])(\d+)\s*([GMK])i?B?\b")
@@ -58,7 +59,7 @@ def parts(text: str) -> list[str]:
 def pids(answer: str) -> tuple[int, ...]:
     """Process IDs, one a line; anything else on a line is passed over."""
     found = (line.split() for line in answer.splitlines())
-    return tuple(int(words[0]) for words in found if words and words[0].isdigit())
+    return tuple(int(words[0]) for words in found if words and _PID.fullmatch(words[0]))
 
 
 def percentage(answer: str) -> float | None:
@@ -88,13 +89,13 @@ def clients(answer: str) -> tuple[Client, ...]:
     places = {name.upper(): place for place, name in enumerate(heading or ("PID",))}
     found = []
     for row in rows:
-        if not row[0].isdigit():
+        if not _PID.fullmatch(row[0]):
             continue
         server = _cell(row, places.get("SERVER"))
         found.append(
             Client(
                 int(row[0]),
-                int(server) if server.isdigit() else None,
+                int(server) if _PID.fullmatch(server) else None,
                 _cell(row, places.get("DEVICE")),
                 " ".join(row[places["COMMAND"] :]) if "COMMAND" in places else "",
             )

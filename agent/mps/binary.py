@@ -9,7 +9,12 @@ from agent.mps.errors import ProgramMissing
 
 CONTROL = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
-FOLDERS = ("usr/bin", "bin", "usr/local/bin", "opt/bin", "usr/sbin", "run/current-system/sw/bin")
+FOLDERS = (
+    *("usr/bin", "bin", "usr/local/bin", "opt/bin", "usr/sbin", "run/current-system/sw/bin"),
+    # Beside libraries that the system loader does not know.
+    *("usr/local/nvidia/bin", "home/kubernetes/bin/nvidia/bin"),
+)
+LIBRARY = "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +23,25 @@ class Program:
 
     path: Path  # as the agent sees it
     root: Path = Path("/")  # the driver root whose libraries it needs; "/" is the agent's own
+    # The folder of the driver's libraries, as seen inside `root`; empty: the system loader knows them.
+    libraries: str = ""
 
     @property
     def inner(self) -> str:
         """The path as seen inside `root`."""
-        return str(self.path) if self.root == Path("/") else f"/{self.path.relative_to(self.root)}"
+        return _inner(self.path, self.root)
+
+    def version(self) -> object:
+        """What tells this program from another one that takes its place, as a driver update does. Blocks."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return (self.path, found.st_dev, found.st_ino, found.st_mtime_ns)
+
+
+# Where none is found, what is left of its daemons can still be ended.
+NO_PROGRAM = Program(Path("/nonexistent") / CONTROL)
 
 
 def find(driver_root: Path, explicit: Path | None = None, search: str | None = None) -> Program:
@@ -32,16 +51,28 @@ def find(driver_root: Path, explicit: Path | None = None, search: str | None = N
             raise ProgramMissing(
                 f"mps.controlProgram names {explicit}, which is no program; correct the configuration"
             )
-        return Program(explicit)
+        return _program(explicit, Path("/"))
     for folder in FOLDERS:
         candidate = driver_root / folder / CONTROL
         if os.access(candidate, os.X_OK):
-            return Program(candidate, driver_root)
+            return _program(candidate, driver_root)
     on_path = shutil.which(CONTROL, path=search)
     if on_path:
-        return Program(Path(on_path))
+        return _program(Path(on_path), Path("/"))
     raise ProgramMissing(
         f"{CONTROL} is neither below {driver_root} nor on PATH: install the driver's MPS package "
         "(nvidia-cuda-mps on Debian, nvidia-compute-utils on Ubuntu), mount the driver root and set "
         "driver.root, or set mps.controlProgram"
     )
+
+
+def _program(path: Path, root: Path) -> Program:
+    prefix = path.parent.parent
+    folder = prefix / "lib64"
+    if prefix in (root, root / "usr") or not (folder / LIBRARY).exists():
+        return Program(path, root)
+    return Program(path, root, _inner(folder, root))
+
+
+def _inner(path: Path, root: Path) -> str:
+    return str(path) if root == Path("/") else f"/{path.relative_to(root)}"

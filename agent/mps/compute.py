@@ -5,10 +5,14 @@ Without it MPS fails open: a process that cannot reach the daemon would run besi
 
 from typing import Protocol
 
+import structlog
+
 from agent.mps.errors import MpsError
 from agent.nvml.errors import NvmlError, NvmlNotSupported
 from agent.nvml.lane import Lane
 from agent.nvml.port import ComputeMode, NvmlPort
+
+log = structlog.get_logger()
 
 
 class ComputeModes(Protocol):
@@ -56,3 +60,25 @@ class NoComputeModes:
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """Nothing to do."""
+
+
+async def hold(modes: ComputeModes, uuid: str, lost: bool = False) -> None:
+    """Have a GPU in the mode of MPS; `lost`: it has been before, and somebody took it. Raises MpsError."""
+    mode = await modes.get(uuid)
+    if mode in (None, ComputeMode.EXCLUSIVE_PROCESS):
+        return
+    if lost:
+        log.warning("mps_compute_mode_lost", gpu=uuid, found=mode.name if mode else None)
+    await modes.set(uuid, ComputeMode.EXCLUSIVE_PROCESS)
+
+
+async def give_back(modes: ComputeModes, uuid: str) -> None:
+    """Have a GPU out of the mode of MPS. Raises MpsError where that is known not to be so."""
+    try:
+        mode = await modes.get(uuid)
+    except MpsError as error:
+        # A GPU that is lost has no mode, and is not to be waited for.
+        log.error("mps_compute_mode_unknown", gpu=uuid, problem=str(error))
+        return
+    if mode is ComputeMode.EXCLUSIVE_PROCESS:
+        await modes.set(uuid, ComputeMode.DEFAULT)

@@ -34,20 +34,23 @@ def environment(program: Program, folders: Directories) -> dict[str, str]:
     """The environment in which the program finds its daemon and its server program; nothing else gets in."""
     inner = str(Path(program.inner).parent)
     inherited = os.environ.get("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-    return {
+    found = {
         "PATH": f"{inner}:{inherited}",
         PIPE_DIRECTORY: str(folders.pipe),
         LOG_DIRECTORY: str(folders.log),
     }
+    if program.libraries:
+        found["LD_LIBRARY_PATH"] = program.libraries
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A daemon at one moment. `state` None: no server, or a driver before 550."""
+    """A daemon at one moment. `state` None: no server, or a driver before 550; `clients` None: not told."""
 
     servers: tuple[int, ...]
     state: ServerState | None = None
-    clients: tuple[int, ...] = ()
+    clients: tuple[int, ...] | None = None
 
 
 class Control:
@@ -100,7 +103,8 @@ class Control:
                 state = answers.server_state(answers.check("get_server_status", status))
             except NotSupported:
                 self._lacking.add("get_server_status")
-        return Survey(servers, state, answers.pids(said.get(f"get_client_list {server:d}", "")))
+        listed = said.get(f"get_client_list {server:d}")
+        return Survey(servers, state, None if listed is None else answers.pids(listed))
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
         """PIDs of a server's clients."""
@@ -213,9 +217,10 @@ class Control:
         """Hold the session `text` until `read` finds it answered to the end. Raises Unanswered."""
         backoff = Backoff(first=0.02, longest=0.3)
         said = "no answer"
-        with anyio.move_on_after(seconds):
-            # One client at a time: a second is turned away, often with an empty answer.
-            async with self._turn:
+        # One client at a time: a second is turned away, often with an empty answer. Waiting for one's turn
+        # says nothing against the daemon, and all who are before have a bound.
+        async with self._turn:
+            with anyio.move_on_after(seconds):
                 while True:
                     out, complaint = await self._session(text, seconds)
                     found = read(out)

@@ -5,7 +5,6 @@ ends it.
 """
 
 import os
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,16 +17,16 @@ from agent.kit.cell import Cell
 from agent.mps import launch, processes
 from agent.mps.answers import ServerState
 from agent.mps.binary import Program
-from agent.mps.compute import ComputeModes
+from agent.mps.compute import ComputeModes, give_back, hold
 from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
+from agent.mps.ending import end, gone
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.following import Logs
 from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
 from agent.mps.processes import Process
 from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
-from agent.nvml.port import ComputeMode
 
 log = structlog.get_logger()
 
@@ -35,7 +34,6 @@ ANSWER_SECONDS = 5.0  # a daemon that just started
 HEALTHY_AFTER_SECONDS = 60.0  # it served this long: the next restart is tried at once
 HANG_SECONDS = 60.0  # without an answer, and without a server that clients could depend on
 SERVER_SECONDS = 15.0  # the first context on a cold GPU takes seconds
-GONE_SECONDS = 3.0
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # a server takes its own fault in
 
@@ -64,9 +62,9 @@ class Daemon:
         compute: ComputeModes,
         report: Reporter,
         options: Options,
-        multi_user: dict[Path, bool] | None = None,
+        multi_user: dict[object, bool] | None = None,
     ) -> None:
-        """`multi_user` remembers which programs have the flag, for all daemons that share it."""
+        """`multi_user` remembers which versions have the flag, for all daemons that share it."""
         self.uuid = uuid
         self.folders = folders
         self.control = Control(program, folders)
@@ -80,6 +78,7 @@ class Daemon:
         self._told: str | None = None  # the failure that people were told of last
         self._logs = Logs(folders.log, options.log_seconds)
         self._faulted = 0.0  # when the logs told of the newest fault
+        self._clients_known = False  # whether this daemon has told us of them
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""
@@ -91,7 +90,8 @@ class Daemon:
                     process = await self._adopted() or await self._started()
                     await self._watch(process)
                     problem = "the MPS control daemon ended"
-                except MpsError as error:
+                except (MpsError, OSError) as error:
+                    # A pod that runs as root may have made anything of what is in the pipe folder.
                     problem = str(error)
                 if anyio.current_time() - started >= HEALTHY_AFTER_SECONDS:
                     backoff.reset()
@@ -105,7 +105,7 @@ class Daemon:
         try:
             async with Locked(self.folders):
                 await self._stop()
-        except MpsError as error:
+        except (MpsError, OSError) as error:
             log.error("mps_stop_incomplete", gpu=self.uuid, problem=str(error))
         self._publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
 
@@ -119,8 +119,9 @@ class Daemon:
         process = min(found, key=lambda each: (each.started, each.pid))
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
         shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self.folders)
-        await self._logs.skip()
-        await self._exclusive()
+        servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
+        await self._logs.skip(but={each.pid for each in servers})
+        await hold(self._compute, self.uuid)
         self._publish(
             replace(
                 self.status.value,
@@ -145,17 +146,19 @@ class Daemon:
         await self._no_orphans()
         await anyio.to_thread.run_sync(self.folders.clear)
         await self._logs.skip()
-        await self._exclusive()
+        await hold(self._compute, self.uuid)
         variables = environment(self._program, self.folders) | {"CUDA_VISIBLE_DEVICES": self.uuid}
+        version = await anyio.to_thread.run_sync(self._program.version)
         launched = await launch.launch(
             self._program,
             self.folders,
             variables,
             options.cgroups,
             options.shared_memory,
-            self._multi_user.get(self._program.path),
+            self._multi_user.get(version),
         )
-        self._multi_user[self._program.path] = launched.multi_user
+        if launched.flag_known:
+            self._multi_user[version] = launched.multi_user
         process = await self._appeared()
         for what, problem in launched.problems.items():
             log.warning("mps_daemon_degraded", gpu=self.uuid, lacks=what, problem=problem)
@@ -184,7 +187,7 @@ class Daemon:
                 await anyio.sleep(5 * POLL_SECONDS)
             return
         log.warning("mps_orphans_ended", gpu=self.uuid, waited_seconds=self._options.orphan_seconds)
-        await self._end(orphans)
+        await end(orphans)
 
     async def _appeared(self) -> Process:
         with anyio.move_on_after(ANSWER_SECONDS):
@@ -198,11 +201,6 @@ class Daemon:
             f"the MPS control daemon of GPU {self.uuid} ended at once; see {self.folders.log}/control.log"
         )
 
-    async def _exclusive(self) -> None:
-        mode = await self._compute.get(self.uuid)
-        if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
-            await self._compute.set(self.uuid, ComputeMode.EXCLUSIVE_PROCESS)
-
     # -- watch -------------------------------------------------------------------------------------
 
     async def _watch(self, process: Process) -> None:
@@ -211,7 +209,10 @@ class Daemon:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
+        self.clients, self._clients_known = (), False
         try:
+            if not await anyio.to_thread.run_sync(process.alive):
+                return  # its PID is another process's by now
             async with anyio.create_task_group() as group:
                 group.start_soon(self._probing, process)
                 await anyio.wait_readable(descriptor)
@@ -251,13 +252,16 @@ class Daemon:
 
     async def _probe(self) -> None:
         """Look once and publish what was seen. Raises MpsError."""
-        mode = await self._compute.get(self.uuid)
-        if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
-            log.warning("mps_compute_mode_lost", gpu=self.uuid, found=mode.name if mode else None)
-            await self._compute.set(self.uuid, ComputeMode.EXCLUSIVE_PROCESS)
+        await hold(self._compute, self.uuid, lost=True)
         survey = await self._survey()
         server = survey.servers[0] if survey.servers else None
-        state, self.clients = survey.state, survey.clients
+        state = survey.state
+        if server is None or state is ServerState.INITIALIZING:
+            self.clients, self._clients_known = (), True
+        elif survey.clients is not None:
+            self.clients, self._clients_known = survey.clients, True
+        elif server != self.status.value.server:
+            self.clients, self._clients_known = (), False
         # A server may call itself ACTIVE for a moment after its log has told of the fault.
         if state is ServerState.ACTIVE and anyio.current_time() - self._faulted > SETTLE_SECONDS:
             self._logs.said.clear()
@@ -308,29 +312,31 @@ class Daemon:
 
     async def _end_hung(self, process: Process) -> None:
         """A daemon that answers nobody is of no use, unless clients live by its server."""
-        if not await anyio.to_thread.run_sync(processes.servers, self.folders.pipe):
-            log.error("mps_daemon_hangs", gpu=self.uuid, pid=process.pid, seconds=HANG_SECONDS)
-            await self._end((process,))
+        servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
+        if servers and not (self._clients_known and await anyio.to_thread.run_sync(self._deserted)):
+            return
+        log.error("mps_daemon_hangs", gpu=self.uuid, pid=process.pid, seconds=HANG_SECONDS)
+        await end((process, *servers))
+
+    def _deserted(self) -> bool:
+        """Whether all clients that were told of last have ended: without its daemon a server gets no more."""
+        return not any(processes.identify(pid) for pid in self.clients)
 
     async def _stop(self) -> None:
         found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
         if found:
-            await self.control.quit(self._options.quit_seconds)
-            with anyio.move_on_after(self._options.quit_seconds + GONE_SECONDS):
-                await _gone(found)
-            await self._end(found)
-        await self._end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
+            try:
+                await self.control.quit(self._options.quit_seconds)
+            except MpsError as error:
+                # Its program was taken away before it: then it is ended without being asked.
+                log.warning("mps_daemon_not_asked", gpu=self.uuid, problem=str(error))
+            else:
+                await gone(found, self._options.quit_seconds)
+            await end(found)
+        await end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
+        await give_back(self._compute, self.uuid)
+        # Last: as long as the folder is there, it is told that there is something to clear up.
         await anyio.to_thread.run_sync(self._clear_up)
-        if await self._compute.get(self.uuid) is ComputeMode.EXCLUSIVE_PROCESS:
-            await self._compute.set(self.uuid, ComputeMode.DEFAULT)
-
-    async def _end(self, doomed: tuple[Process, ...]) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            doomed = tuple([each for each in doomed if await anyio.to_thread.run_sync(each.alive)])
-            for process in doomed:
-                await anyio.to_thread.run_sync(process.send, number)
-            with anyio.move_on_after(GONE_SECONDS):
-                await _gone(doomed)
 
     def _clear_up(self) -> None:
         launch.unmount(self.folders.shm)
@@ -370,16 +376,10 @@ class Daemon:
         log.info(
             "mps_daemon", gpu=self.uuid, state=after.state.value, reason=after.reason or None, pid=after.pid
         )
+        mended = after.serving and (before.state is DaemonState.FAULT or self._told is not None)
         if after.serving:
             self._told = None
         if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
             self._report(Kind.FAULT, self.uuid, after.reason, frozenset(self._logs.said.culprits))
-        elif after.serving and (
-            before.state is DaemonState.FAULT or (before.restarts and not before.serving)
-        ):
+        elif mended:
             self._report(Kind.RECOVERED, self.uuid, "the MPS control daemon serves again")
-
-
-async def _gone(doomed: tuple[Process, ...]) -> None:
-    while any([await anyio.to_thread.run_sync(each.alive) for each in doomed]):
-        await anyio.sleep(POLL_SECONDS / 2)

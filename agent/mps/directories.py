@@ -15,6 +15,8 @@ from agent.mps.errors import BadFolder
 # sun_path holds 108 bytes with its end; the longest socket below the pipe folder is control_privileged.
 LONGEST_SOCKET_PATH = 107
 SOCKETS = ("control", "control_privileged")
+# The type of what pods write to, and no category, so that those of every pod may: container-selinux's policy.
+SELINUX, POD_LABEL = "security.selinux", b"system_u:object_r:container_file_t:s0\0"
 LEFTOVERS = (*SOCKETS, "control_lock", "log", "nvidia-cuda-mps-control.pid")
 
 
@@ -77,10 +79,29 @@ class Directories:
         except OSError as error:
             raise BadFolder(f"{error.filename or self.root}: cannot be prepared: {error.strerror}") from error
 
+    def label(self) -> str | None:
+        """Have SELinux let pods through to the daemon. Blocks. What stands in the way; None: nothing."""
+        try:
+            os.getxattr(self.root, SELINUX)
+        except OSError:
+            return None  # this kernel has no SELinux
+        for folder in (self.pipe, self.shm):
+            try:
+                os.setxattr(folder, SELINUX, POD_LABEL)
+            except OSError as error:
+                return f"{folder} cannot be labelled for pods: {error.strerror}"
+        return None
+
     def clear(self) -> None:
-        """Remove what a daemon left in its pipe folder. Blocks. Only while no daemon runs on it."""
+        """Remove what a daemon left in its pipe folder. Blocks. Only while no daemon runs on it.
+
+        A pod that ran as root may have put folders in its place.
+        """
         for name in LEFTOVERS:
-            (self.pipe / name).unlink(missing_ok=True)
+            try:
+                (self.pipe / name).unlink(missing_ok=True)
+            except IsADirectoryError:
+                shutil.rmtree(self.pipe / name)
 
     def remove(self) -> None:
         """Take the pipe and shm folders away; logs stay for whoever asks why. Blocks."""

@@ -14,8 +14,8 @@ from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import refusal
-from agent.mps import launch
-from agent.mps.binary import Program
+from agent.mps import launch, processes
+from agent.mps.binary import NO_PROGRAM, Program
 from agent.mps.compute import ComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
@@ -34,7 +34,7 @@ Finder = Callable[[], Program]
 
 @dataclass
 class _Kept:
-    """One daemon under supervision."""
+    """One daemon under supervision; a new supervision gets a new scope."""
 
     daemon: Daemon
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -62,27 +62,28 @@ class Fleet:
         self._set_up_seconds = set_up_seconds
         self._kept: dict[str, _Kept] = {}
         self._tasks: TaskGroup | None = None
-        self._running = anyio.Event()
+        self._assignment: Cell[Assignment] = Cell(Assignment())
+        self._stopping: set[str] = set()
         self._problem: str | None = None
-        self._multi_user: dict[Path, bool] = {}
+        self._multi_user: dict[object, bool] = {}
 
     async def run(self, assignment: Cell[Assignment]) -> None:
         """Supervise until cancelled, which leaves the daemons to the next agent."""
+        self._assignment = assignment
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 for kept in self._kept.values():
                     self._supervise(kept)
-                self._running.set()
                 await self._sweep(assignment)
         finally:
-            self._tasks, self._running = None, anyio.Event()
+            self._tasks = None
 
     async def look(self) -> None:
         """Find the program, so that `refusal` can tell whether it is there."""
         try:
             await anyio.to_thread.run_sync(self._find)
-            self._problem = None
+            self._problem = processes.kernel_problem()
         except ProgramMissing as error:
             self._problem = str(error)
 
@@ -117,7 +118,11 @@ class Fleet:
         await self.statuses.wait_for(lambda statuses: statuses.get(uuid, NOBODY).serving)
 
     async def set_up(self, gpu: Gpu) -> None:
-        """Start or adopt the daemon of a GPU and wait until it serves. Raises MpsError, leaving nothing."""
+        """Start or adopt the daemon of a GPU and wait until it serves. Raises MpsError.
+
+        A failure leaves nothing, except on a GPU that is in mode MPS already: pods may be at work there, by a
+        server that outlived the agent, and their daemon stays under supervision.
+        """
         uuid = gpu.uuid
         if uuid not in self._kept:
             program = await anyio.to_thread.run_sync(self._find)
@@ -128,7 +133,8 @@ class Fleet:
             await self.wait_serving(uuid)
             return
         reason = self.unready(uuid)
-        await self.tear_down(gpu)
+        if self._assignment.value.of(uuid).mode is not Mode.MPS:
+            await self.tear_down(gpu)
         raise StartFailed(f"GPU {uuid} (index {gpu.index}) cannot be set up for MPS: {reason}")
 
     async def tear_down(self, gpu: Gpu) -> None:
@@ -136,21 +142,27 @@ class Fleet:
         await self._stop(gpu.uuid)
 
     async def _stop(self, uuid: str) -> None:
-        kept = self._kept.pop(uuid, None)
-        if kept:
-            kept.scope.cancel()
-            if self._tasks:
-                await kept.over.wait()
-            daemon = kept.daemon
-        else:
-            try:
-                program = await anyio.to_thread.run_sync(self._find)
-            except ProgramMissing as error:
-                log.error("mps_stop_incomplete", gpu=uuid, problem=str(error))
-                return
-            daemon = self._daemon(uuid, program)
-        await daemon.stop()
-        self._publish()
+        self._stopping.add(uuid)
+        try:
+            kept = self._kept.pop(uuid, None)
+            if kept:
+                kept.scope.cancel()
+                if self._tasks:
+                    await kept.over.wait()
+                daemon = kept.daemon
+            else:
+                daemon = self._daemon(uuid, await anyio.to_thread.run_sync(self._any_program))
+            await daemon.stop()
+            self._publish()
+        finally:
+            self._stopping.discard(uuid)
+
+    def _any_program(self) -> Program:
+        """The program, or none that can be run: a daemon without it is ended by signals."""
+        try:
+            return self._find()
+        except ProgramMissing:
+            return NO_PROGRAM
 
     def _daemon(self, uuid: str, program: Program) -> Daemon:
         folders = Directories.of(self._run, uuid)
@@ -158,19 +170,22 @@ class Fleet:
 
     def _supervise(self, kept: _Kept) -> None:
         assert self._tasks is not None
+        kept.scope, kept.over = anyio.CancelScope(), anyio.Event()
         self._tasks.start_soon(self._supervised, kept)
 
     async def _supervised(self, kept: _Kept) -> None:
-        with kept.scope:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._follow, kept.daemon)
-                while True:
-                    try:
-                        await kept.daemon.run()
-                    except MpsError as error:
-                        log.error("mps_daemon_not_ours", gpu=kept.daemon.uuid, problem=str(error))
-                    await anyio.sleep(RETRY_SECONDS)
-        kept.over.set()
+        try:
+            with kept.scope:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._follow, kept.daemon)
+                    while True:
+                        try:
+                            await kept.daemon.run()
+                        except MpsError as error:
+                            log.error("mps_daemon_not_ours", gpu=kept.daemon.uuid, problem=str(error))
+                        await anyio.sleep(RETRY_SECONDS)
+        finally:
+            kept.over.set()
 
     async def _follow(self, daemon: Daemon) -> None:
         async for _ in daemon.status.values():
@@ -185,15 +200,19 @@ class Fleet:
         """Stop daemons that an earlier agent left on GPUs which are no longer sold as MPS shares."""
         seen_off: set[str] = set()
         while True:
-            found = await anyio.to_thread.run_sync(self._leftovers)
             off = set()
-            for uuid in found - set(self._kept):
-                mode = assignment.value.of(uuid).mode
-                if mode in (Mode.PGPU, Mode.VGPU) or (mode is Mode.OFF and uuid in seen_off):
-                    log.info("mps_leftover", gpu=uuid, mode=mode.value)
+            for uuid in await anyio.to_thread.run_sync(self._leftovers):
+                # Looked up for each: stopping the one before took seconds, in which this one may be set up.
+                mode = assignment.value.gpus.get(uuid)
+                if mode is None or uuid in self._kept or uuid in self._stopping:
+                    # One that the switcher has not judged yet may be in use: with the kubelet or the driver
+                    # away that takes as long as they are.
+                    continue
+                if mode.mode in (Mode.PGPU, Mode.VGPU) or (mode.mode is Mode.OFF and uuid in seen_off):
+                    log.info("mps_leftover", gpu=uuid, mode=mode.mode.value)
                     await self._stop(uuid)
-                elif mode is Mode.OFF:
-                    # Before the switcher has had its say every GPU is off.
+                elif mode.mode is Mode.OFF:
+                    # Off is also what a GPU is for a moment before it is set up.
                     off.add(uuid)
             seen_off = off
             await self.look()  # the program may have been installed, or taken away, since
@@ -206,8 +225,8 @@ class Fleet:
                 if seen_off:
                     await anyio.sleep(LEFTOVER_SECONDS)
 
-    def _leftovers(self) -> set[str]:
+    def _leftovers(self) -> list[str]:
         folder = self._run / "mps"
         if not folder.is_dir():
-            return set()
-        return {entry.name for entry in folder.iterdir() if Directories(entry).existing()}
+            return []
+        return sorted(entry.name for entry in folder.iterdir() if Directories(entry).existing())

@@ -1,6 +1,6 @@
 """Following a daemon's logs: the kernel tells of each write, so what they say is known in milliseconds."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import anyio.to_thread
 import structlog
 
 from agent.kit.inotify import FolderGone, FolderWatch, watching
-from agent.mps.serverlog import ServerLog, Tail
+from agent.mps.serverlog import ServerLog, Tail, writer
 
 log = structlog.get_logger()
 
@@ -62,9 +62,12 @@ class Logs:
         # Fed in the thread: what is read is taken in, though the caller be cancelled meanwhile.
         await anyio.to_thread.run_sync(self._read)
 
-    async def skip(self) -> None:
-        """Pass over what stands there now."""
-        await anyio.to_thread.run_sync(self._lines)
+    async def skip(self, but: Collection[int] = ()) -> None:
+        """Pass over what stands there now, `but` for lines of these processes: a fault may not be over."""
+        await anyio.to_thread.run_sync(self._skip, but)
+
+    def _skip(self, but: Collection[int]) -> None:
+        self.said.feed([line for line in self._lines() if writer(line) in but])
 
     def _read(self) -> None:
         self._unread = False

@@ -34,6 +34,7 @@ class Launched:
 
     multi_user: bool
     problems: Mapping[str, str]
+    flag_known: bool = True  # False: it failed with the flag in words that do not say that it lacks it
 
 
 async def launch(
@@ -46,6 +47,9 @@ async def launch(
 ) -> Launched:
     """Start the daemon detached. `multi_user` None: find out whether it has the flag. Raises StartFailed."""
     problems = dict(await anyio.to_thread.run_sync(prepare_shared_memory, folders, shared_memory))
+    if problem := await anyio.to_thread.run_sync(folders.label):
+        problems["selinux"] = problem
+    known = True
     for flagged in (True, False) if multi_user is None else (multi_user,):
         order = {
             "program": program.inner,
@@ -61,9 +65,9 @@ async def launch(
         }
         code, out, complaint = await _run(order)
         if code == 0:
-            return Launched(flagged, problems | dict(_problems(out)))
-        if not (flagged and NOT_A_DAEMON in complaint.lower()):
-            break
+            return Launched(flagged, problems | dict(_problems(out)), known)
+        # Whatever a version says to a flag that it lacks: what is wrong besides shows without the flag, too.
+        known = NOT_A_DAEMON in complaint.lower()
     said = complaint or "it said nothing"
     raise StartFailed(f"{program.path} -d ended with {code}: {said}; see {folders.log}/control.log")
 

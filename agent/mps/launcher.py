@@ -10,11 +10,13 @@ this program's. Standard output gets one line of JSON first: what could not be h
 # ruff: noqa: PTH103, PTH110, PTH118, PTH120, PTH121, PTH123
 
 import ctypes
+import errno
 import json
 import os
 import sys
 from typing import Any
 
+TRIES = 5
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  where libcuda looks
@@ -46,6 +48,18 @@ def main(order: dict[str, Any]) -> None:
 
 def join(folder: str) -> None:
     """Move this process into a cgroup, made if absent."""
+    for _ in range(TRIES):
+        try:
+            return enter(folder)
+        except OSError as error:
+            # The last daemon of another GPU ended, and its agent took the empty cgroup away.
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
+    return enter(folder)
+
+
+def enter(folder: str) -> None:
+    """One try of that. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     parent = os.path.dirname(folder)
     # On v1 a new cpuset admits no process until it is given what its parent has.

@@ -38,6 +38,18 @@ class Process:
             os.close(descriptor)
 
 
+def kernel_problem() -> str | None:
+    """Why processes cannot be held on to on this kernel, with the remedy; None: they can."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        kernel = f"{os.uname().sysname} {os.uname().release}"
+        return (
+            f"{kernel} has no descriptors of processes ({error.strerror}): MPS mode needs Linux 5.3 or newer"
+        )
+    return None
+
+
 def identify(pid: int) -> Process | None:
     """The process of that PID; None: there is none, or it is a zombie."""
     try:
@@ -68,6 +80,7 @@ def arguments(pid: int) -> tuple[str, ...]:
 
 def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
+    own = _pid_namespace("self")
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
             continue
@@ -79,7 +92,14 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
                 continue
             if variable not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
+            # Any pod can give a process of its own this name and this environment.
+            if _pid_namespace(entry.name) != own:
+                continue
         except OSError:
             continue  # gone, or a kernel thread
         if fits([os.fsdecode(word) for word in words]) and (found := identify(int(entry.name))):
             yield found
+
+
+def _pid_namespace(pid: str) -> Path:
+    return (PROC / pid / "ns" / "pid").readlink()

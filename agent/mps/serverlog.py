@@ -13,7 +13,7 @@ from pathlib import Path
 MOST_BYTES = 1 << 20  # of one look; a log that grew by more is read from its last MiB on
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
-_PREFIX = re.compile(r"^\[[^\]]*?(\w+)\s+\d+\]\s*")
+_PREFIX = re.compile(r"^\[[^\]]*?\w+\s+(\d+)\]\s*")
 _CLIENT = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _EXITED = re.compile(r"(?i)server (\d+) exited with status (-?\d+)")
 
@@ -56,6 +56,12 @@ class Tail:
         except OSError:
             return  # tried again at the next look
         self._offset = 0
+
+
+def writer(line: str) -> int | None:
+    """The process that wrote a line; None: it does not say."""
+    found = _PREFIX.match(line.strip())
+    return int(found[1]) if found else None
 
 
 @dataclass

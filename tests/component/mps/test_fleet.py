@@ -1,6 +1,8 @@
 """All daemons of a node: set up, taken back, left over, refused."""
 
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,11 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.mps import fleet as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
+from agent.mps.control import environment
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing
 from agent.mps.fleet import Fleet
@@ -120,6 +125,126 @@ async def test_leftovers_on_gpus_of_another_mode_are_stopped(newest: Program, ru
         await second.tear_down(gpu(1))
 
 
+async def test_daemons_are_left_alone_until_the_switcher_has_judged_their_gpus(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kubelet or the driver away that takes as long as they are; pods are at work meanwhile."""
+    monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
+    modes, one = Modes(), gpu(0)
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(one)
+        pid = first.status(one.uuid).pid
+    second = fleet_of(run_folder, newest, modes)
+    async with running(second) as assignment:
+        await anyio.sleep(1)
+        assert await daemons(run_folder, one.uuid) == [pid]
+        assignment.publish(Assignment({one.uuid: GpuMode(Mode.OFF)}))
+        with anyio.fail_after(20):
+            while await anyio.Path(Directories.of(run_folder, one.uuid).pipe).exists():
+                await anyio.sleep(0.05)
+    assert not await daemons(run_folder, one.uuid)
+
+
+async def test_what_is_set_up_while_leftovers_are_stopped_is_none(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, uuids = Modes(), {gpu(0).uuid: gpu(0), gpu(1).uuid: gpu(1)}
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        for each in uuids.values():
+            await first.set_up(each)
+    stopping, go_on = list[str](), anyio.Event()
+    stop = Daemon.stop
+
+    async def slow(daemon: Daemon) -> None:
+        stopping.append(daemon.uuid)
+        await go_on.wait()
+        await stop(daemon)
+
+    monkeypatch.setattr(Daemon, "stop", slow)
+    second = fleet_of(run_folder, newest, modes)
+    async with running(second, Cell(Assignment(dict.fromkeys(uuids, GpuMode(Mode.PGPU))))) as assignment:
+        with anyio.fail_after(20):
+            while not stopping:
+                await anyio.sleep(0.01)
+        (kept,) = set(uuids) - set(stopping)
+        await second.set_up(uuids[kept])
+        pid = second.status(kept).pid
+        go_on.set()
+        with anyio.fail_after(20):
+            while await daemons(run_folder, stopping[0]):
+                await anyio.sleep(0.05)
+        await anyio.sleep(0.5)
+        assert second.status(kept).pid == pid
+        assert await daemons(run_folder, kept) == [pid]
+        assignment.publish(Assignment({kept: GpuMode(Mode.MPS)}))
+        await second.tear_down(uuids[kept])
+
+
+async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
+    newest: Program, run_folder: Path
+) -> None:
+    modes, one = Modes(), gpu(0)
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(one)
+        pid = first.status(one.uuid).pid
+    assert pid
+    second = fleet_of(run_folder, newest, modes, seconds=1.0)
+    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, selling=False)})
+    async with running(second, Cell(in_use)):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(MpsError, match="cannot be set up"):
+                await second.set_up(one)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with anyio.fail_after(20):
+            await second.wait_serving(one.uuid)
+        await second.set_up(one)
+        assert (second.status(one.uuid).pid, second.status(one.uuid).adopted) == (pid, True)
+        await second.tear_down(one)
+
+
+async def test_supervision_that_crashed_is_taken_up_again(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, one = Modes(), gpu(0)
+    fleet = fleet_of(run_folder, newest, modes)
+    crashed = anyio.Event()
+
+    async def crash(_: Daemon) -> None:
+        crashed.set()
+        raise RuntimeError("a fault of ours")
+
+    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True), monkeypatch.context() as patch:
+        patch.setattr(Daemon, "_probe", crash)
+        async with running(fleet):
+            await fleet.set_up(one)
+    assert crashed.is_set()
+    async with running(fleet):
+        with anyio.fail_after(20):
+            await fleet.wait_serving(one.uuid)
+        await fleet.tear_down(one)
+    assert not await daemons(run_folder, one.uuid)
+
+
+async def test_leftovers_are_ended_without_their_program(newest: Program, run_folder: Path) -> None:
+    def nowhere() -> Program:
+        raise ProgramMissing("it was taken away")
+
+    modes, one = Modes(), gpu(0)
+    first = fleet_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(one)
+    second = Fleet(run_folder, nowhere, modes, Reports(), OPTIONS)
+    async with running(second):
+        await second.tear_down(one)
+    assert not await daemons(run_folder, one.uuid)
+    assert modes.modes[one.uuid] is ComputeMode.DEFAULT
+
+
 async def test_missing_program_refuses_the_mode_with_the_remedy(tmp_path: Path, run_folder: Path) -> None:
     def finder() -> Program:
         return find(tmp_path, search=str(tmp_path))
@@ -147,3 +272,34 @@ def test_program_is_found_in_the_driver_root_before_path(newest: Program, tmp_pa
     assert found.inner == "/usr/bin/nvidia-cuda-mps-control"
     with pytest.raises(ProgramMissing, match=r"mps\.controlProgram"):
         find(tmp_path, explicit=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("prefix", ["usr/local/nvidia", "home/kubernetes/bin/nvidia"])
+def test_server_of_a_driver_in_a_folder_of_its_own_finds_its_libraries(tmp_path: Path, prefix: str) -> None:
+    for name in ("bin/nvidia-cuda-mps-control", "lib64/libcuda.so.1"):
+        file = tmp_path / prefix / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o755)
+    program = find(tmp_path, search="/nonexistent")
+    folders = Directories(tmp_path / "gpu")
+    assert environment(program, folders)["LD_LIBRARY_PATH"] == f"/{prefix}/lib64"
+    explicit = find(tmp_path, explicit=program.path)
+    assert environment(explicit, folders)["LD_LIBRARY_PATH"] == f"{tmp_path}/{prefix}/lib64"
+    # Where the system loader knows the library nothing is said of it.
+    (tmp_path / "usr" / "bin").mkdir(parents=True)
+    (tmp_path / "usr" / "bin" / "nvidia-cuda-mps-control").touch(mode=0o755)
+    assert "LD_LIBRARY_PATH" not in environment(find(tmp_path, search="/nonexistent"), folders)
+
+
+async def test_a_kernel_that_holds_no_processes_is_refused_with_the_remedy(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    fleet = fleet_of(run_folder, newest, Modes())
+    await fleet.look()
+    assert fleet.refusal(gpu(0), DRIVER) is None
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    await fleet.look()
+    assert "needs Linux 5.3" in (fleet.refusal(gpu(0), DRIVER) or "")

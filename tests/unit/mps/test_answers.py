@@ -81,3 +81,9 @@ def test_a_sessions_answers_are_told_apart_by_the_question_after_each() -> None:
     assert answers.parts("100.0\n100.0") == ["", ""]
     assert answers.parts("") == []
     assert answers.parts("17797\n100.0\n97") == []  # cut short
+
+
+@pytest.mark.parametrize("garbage", ["\u00b2", "\u0663\u0664", "9" * 5000, "-5", "\ufffd\ufffd 12", "0x10"])
+def test_garbage_is_no_process(garbage: str) -> None:
+    assert answers.pids(f"{garbage}\n6472\n") == (6472,)
+    assert answers.clients(f"PID ID SERVER\n{garbage} 1 {garbage}\n") == ()
