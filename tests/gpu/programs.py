@@ -4,16 +4,46 @@ In turn: the driver's own (they fit it for certain), those in the folder that `G
 machine without network: `python -m tests.gpu.kit` fills one), those of Debian's package.
 """
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
 
 from agent.mps.binary import CONTROL, SERVER
+from agent.nvml import library as nvml_library
+from agent.nvml.binding import Binding
 from tests.mps_binaries import SUITES, MpsBinaryMissing, both_programs
 
 VARIABLE = "GPU_TEST_MPS"
 DRIVER_FOLDERS = "/usr/local/nvidia/bin:/run/nvidia/driver/usr/bin:/opt/nvidia/bin"
 LIBRARY = "libcuda.so.1"
+# Where images keep a driver that their loader is told of by a variable only, if at all.
+LIBRARY_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib")
+
+
+def load() -> str:
+    """Load the driver's CUDA library; the name or path that did. Blocks. Raises OSError with the remedy."""
+    problem = ""
+    for name in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in LIBRARY_FOLDERS)):
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            problem = problem or str(error)
+        else:
+            return name
+    raise OSError(
+        f"{problem}, nor is it in {', '.join(LIBRARY_FOLDERS)}: the tier needs a GPU with its driver; "
+        "name the driver's folder in LD_LIBRARY_PATH where it is elsewhere"
+    )
+
+
+def binding() -> Binding:
+    """NVML as the loader finds it, else as a driver root's; not opened yet."""
+    try:
+        ctypes.CDLL(nvml_library.SONAME)
+    except OSError:
+        return Binding(roots=(Path("/"),))
+    return Binding()
 
 
 def lay_out(folder: Path, library: Path) -> Path:

@@ -5,7 +5,6 @@ MIG. What was started is ended by its PID.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -29,8 +28,7 @@ from agent.mps.compute import NoComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
 from agent.mps.status import DaemonState, Kind, shared_memory_source
-from agent.nvml.binding import Binding
-from tests.gpu.programs import LIBRARY, lay_out, library_in_use
+from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = Options(
@@ -38,6 +36,11 @@ OPTIONS = Options(
 )
 ANSWER_SECONDS = 60.0  # the first context on a cold GPU takes seconds; seven at once take more
 SERVING_SECONDS = 60.0
+NO_START = "does not start"  # as the supervisor says it of a server
+REMEDY = (
+    "MPS cannot be shown on this machine. It needs a plain Linux kernel from 5.3 on (no gVisor), and "
+    "programs that fit the driver: install the driver's own, or name their folder in GPU_TEST_MPS"
+)
 NO_MPS = "/nonexistent"  # a pipe folder without a daemon: the process runs without MPS
 
 
@@ -99,12 +102,20 @@ class Rig:
     told: Told = field(default_factory=Told)
     daemon: Daemon | None = None
 
+    # Once a server did not start none will: the others say so without a minute's wait each.
+    hopeless: ClassVar[dict[str, str]] = {}
+
     @contextlib.asynccontextmanager
     async def client(
         self, job: str, *numbers: int, caps: Mapping[str, str] | None = None
     ) -> AsyncIterator[Client]:
         """A CUDA process, MPS client if there is a daemon; ended with the context."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
+        if self.library != LIBRARY:
+            # Its own libraries are beside it.
+            known = environment.get("LD_LIBRARY_PATH")
+            folder = str(Path(self.library).parent)
+            environment["LD_LIBRARY_PATH"] = f"{folder}:{known}" if known else folder
         command = [sys.executable, "-m", "tests.gpu.client", "--library", self.library]
         if self.daemon:
             status = self.daemon.status.value
@@ -133,13 +144,15 @@ class Rig:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Daemon]:
         """The daemon under supervision, its server up; stopped with the context."""
+        if why := self.hopeless.get(self.gpu.uuid) or processes.kernel_problem():
+            raise AssertionError(f"{why}\n{REMEDY}")
         program = await anyio.to_thread.run_sync(self._program)
         folders = Directories.of(self.folder, self.gpu.uuid)
         daemon = Daemon(self.gpu.uuid, program, folders, NoComputeModes(), self.told, OPTIONS)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(daemon.run)
-                await reached(daemon, DaemonState.SERVING)
+                await self._served(daemon)
                 self.daemon = daemon
                 yield daemon
                 group.cancel_scope.cancel()
@@ -150,6 +163,18 @@ class Rig:
                 await daemon.stop()
         assert not await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
         assert not await anyio.to_thread.run_sync(processes.servers, folders.pipe)
+
+    async def _served(self, daemon: Daemon) -> None:
+        """Wait until it serves; the first failure to is final, and told with what the logs say."""
+        with anyio.move_on_after(SERVING_SECONDS):
+            status = await daemon.status.wait_for(
+                lambda status: status.serving or status.restarts > 0 or NO_START in status.reason
+            )
+            if status.serving:
+                return
+        why = daemon.status.value.reason or "it does not serve in time"
+        self.hopeless[self.gpu.uuid] = why
+        raise AssertionError(f"{why}\n{logs(daemon)}\n{REMEDY}")
 
     def _program(self) -> Program:
         folder = self.folder / "programs"
@@ -181,7 +206,7 @@ def logs(daemon: Daemon) -> str:
 
 def describe() -> tuple[Gpu, str]:
     """The first GPU and the driver's version. Blocks."""
-    nvml = Binding()
+    nvml = binding()
     try:
         driver = nvml.open()
         return nvml.describe(0), driver.version
@@ -191,9 +216,9 @@ def describe() -> tuple[Gpu, str]:
 
 def make() -> Rig:
     """A rig in a folder of its own with a short path; give it to `remove`. Blocks."""
-    ctypes.CDLL(LIBRARY)
+    library = load()
     gpu, driver = describe()
-    return Rig(gpu, driver, Path(tempfile.mkdtemp(prefix="gg-", dir="/tmp")))
+    return Rig(gpu, driver, Path(tempfile.mkdtemp(prefix="gg-", dir="/tmp")), library)
 
 
 def remove(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from agent.model.gpu import Driver, Gpu
 from agent.nvml.binding import Binding
 from agent.nvml.errors import NvmlNotSupported
 from agent.nvml.port import PcieLevel
+from tests.gpu.programs import binding
 
 pytestmark = pytest.mark.gpu
 
@@ -18,9 +19,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def nvml() -> Iterator[Binding]:
     """Not opened yet; closed at the end."""
-    binding = Binding()
-    yield binding
-    binding.close()
+    found = binding()
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from agent.model.mps import limits
 from agent.mps.answers import ServerState
 from agent.mps.status import DaemonState, Kind
-from agent.nvml.binding import Binding
 from agent.nvml.port import ComputeMode
 from tests.gpu.cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY
+from tests.gpu.programs import binding
 from tests.gpu.rig import Rig, logs, make, reached, remove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -20,7 +20,7 @@ MIB_OF_CONTEXT = 1024  # a client's own context counts: some hundreds of MiB, by
 
 
 def compute_mode(uuid: str) -> ComputeMode:
-    nvml = Binding()
+    nvml = binding()
     try:
         nvml.open()
         return nvml.compute_mode(uuid)
