@@ -60,9 +60,12 @@ def identify(pid: int) -> Process | None:
     return None if fields[0] in ("Z", "X") else Process(pid, int(fields[19]))
 
 
-def daemons(pipe: Path) -> tuple[Process, ...]:
-    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment."""
-    return tuple(_found(CONTROL, pipe, lambda words: any(word in ("-d", "-f") for word in words)))
+def daemons(pipe: Path, below: bool = False) -> tuple[Process, ...]:
+    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment.
+
+    `below`: those in PID namespaces below ours, too, for somebody who looks on from outside.
+    """
+    return tuple(_found(CONTROL, pipe, lambda words: any(word in ("-d", "-f") for word in words), below))
 
 
 def servers(pipe: Path) -> tuple[Process, ...]:
@@ -78,7 +81,9 @@ def arguments(pid: int) -> tuple[str, ...]:
         return ()
 
 
-def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
+def _found(
+    program: str, pipe: Path, fits: Callable[[list[str]], bool], below: bool = False
+) -> Iterator[Process]:
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
     own = _pid_namespace("self")
     for entry in os.scandir(PROC):
@@ -93,7 +98,7 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
             if variable not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             # Any pod can give a process of its own this name and this environment.
-            if _pid_namespace(entry.name) != own:
+            if not below and _pid_namespace(entry.name) != own:
                 continue
         except OSError:
             continue  # gone, or a kernel thread

@@ -55,7 +55,7 @@ class Node:
     def daemons(self) -> Mapping[str, tuple[Process, ...]]:
         """MPS control daemons of the agent's, by GPU."""
         run = Path("/run/gpu-node-agent/mps")  # as the daemons themselves know it
-        found = {uuid: processes.daemons(run / uuid / "pipe") for uuid in self.machine.uuids}
+        found = {uuid: processes.daemons(run / uuid / "pipe", below=True) for uuid in self.machine.uuids}
         return {uuid: each for uuid, each in found.items() if each}
 
 

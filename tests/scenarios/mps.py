@@ -64,7 +64,8 @@ class MpsNode:
         def look() -> dict[str, int]:
             found = {}
             for uuid in self.rig.gpu_uuids():
-                daemons = processes.daemons(Directories.of(self.run, uuid).pipe)
+                # A cluster has a PID namespace of its own.
+                daemons = processes.daemons(Directories.of(self.run, uuid).pipe, below=True)
                 assert len(daemons) <= 1, f"two daemons on one pipe folder: {daemons}"
                 if daemons:
                     found[uuid] = daemons[0].pid
