@@ -9,13 +9,13 @@ from functools import partial
 import anyio.to_thread
 
 from tests.cluster.api import Object
-from tests.cluster.joined import AnyNode
+from tests.cluster.rig_node import RigNode
 
 CATCH_UP_SECONDS = 5.0
 
 
 class _Recorder:
-    def __init__(self, cluster: AnyNode, part: str, resource: str) -> None:
+    def __init__(self, cluster: RigNode, part: str, resource: str) -> None:
         self._cluster = cluster
         self._part, self._resource = part, resource
         self._node = cluster.api.path("v1", "Node", None, cluster.node)
@@ -67,7 +67,7 @@ class _Recorder:
 
 
 @asynccontextmanager
-async def watching(cluster: AnyNode, part: str, resource: str) -> AsyncIterator[Sequence[int | None]]:
+async def watching(cluster: RigNode, part: str, resource: str) -> AsyncIterator[Sequence[int | None]]:
     """Values of `status.<part>[resource]`, the present one first, each change once; None: no such key."""
     recorder = await anyio.to_thread.run_sync(partial(_Recorder, cluster, part, resource))
     try:

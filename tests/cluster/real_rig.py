@@ -24,8 +24,8 @@ from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
-from tests.cluster.joined import AnyNode
 from tests.cluster.node_watch import watching
+from tests.cluster.rig_node import RigNode
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.scenarios.rig import GPU, NodeView
 
@@ -40,7 +40,7 @@ API_SECONDS = 60.0
 class RealRig:
     """One scenario's view of the cluster. Made by `real_rig`, which also cleans up after it."""
 
-    def __init__(self, cluster: AnyNode, folder: Path, profile: str) -> None:
+    def __init__(self, cluster: RigNode, folder: Path, profile: str) -> None:
         self._cluster = cluster
         self._folder = folder
         self._pods: list[PodSpec] = []
@@ -389,7 +389,7 @@ def _process_in(container_id: str) -> int:
 
 
 @asynccontextmanager
-async def real_rig(cluster: AnyNode, profile: str = PROFILE) -> AsyncIterator[RealRig]:
+async def real_rig(cluster: RigNode, profile: str = PROFILE) -> AsyncIterator[RealRig]:
     """A rig on a node without agent, pods and GPUs; afterwards the node is so again."""
     with tempfile.TemporaryDirectory(prefix="rig-", dir=cluster.layout.root) as folder:
         rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder), profile)  # it writes files

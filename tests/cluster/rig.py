@@ -10,7 +10,6 @@ All calls block; a test on an event loop wraps them in a thread.
 import os
 import random
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,32 +25,28 @@ from tests.cluster import control_plane, host, network, node
 from tests.cluster.api import ApiClient, ApiError
 from tests.cluster.build import Parts
 from tests.cluster.layout import Layout
-from tests.cluster.namespace import Namespace, Program
-from tests.cluster.objects import Objects
+from tests.cluster.namespace import Namespace
 from tests.cluster.options import Options
 from tests.cluster.pki import Authority
 from tests.cluster.processes import Identity, alive, identify, resident_mib
+from tests.cluster.rig_node import RigNode
 from tests.cluster.waiting import NotYet, RigError, eventually
 
 NODE = "node1"
 REPOSITORY = Path(__file__).parents[2]
 
 
-class Cluster(Objects):
+class Cluster(RigNode):
     """One Kubernetes cluster with one node; `up()` and `down()` once each, or use it as a context manager."""
 
     def __init__(self, parts: Parts, options: Options | None = None) -> None:
-        self.parts = parts
-        self.options = options or Options()
-        self.node = NODE
+        self._record = host.Record(secrets.token_hex(2), host.boot_id(), _this_process())
+        options = options or Options()
+        namespace = Namespace(parts.program("pause"), options.private_network)
+        super().__init__(NODE, parts, Layout(self._record.folder), namespace)
+        self.options = options
         self.timings: dict[str, float] = {}
         """Seconds from the start until each stage was reached."""
-        owner = identify(os.getpid())
-        assert owner is not None
-        self._record = host.Record(secrets.token_hex(2), host.boot_id(), owner)
-        self.layout = Layout(self._record.folder)
-        self.namespace = Namespace(parts.program("pause"), self.options.private_network)
-        self._programs: dict[str, Program] = {}
         self._reaper: subprocess.Popen[bytes] | None = None
         self._api: ApiClient | None = None
         self._ports: control_plane.Ports | None = None
@@ -86,11 +81,7 @@ class Cluster(Objects):
 
     def _start(self, reached: Callable[[str], None]) -> None:
         self._start_reaper()
-        self.layout.make(self.node)
-        self.namespace.start()
-        self._must_end(self.namespace.init)
-        for source, target in self.layout.binds().items():
-            self.namespace.bind(source, target)
+        self._lay_out()
         api, etcd_client, etcd_peer, kubelet = free_ports(4)
         if self.options.private_network:
             api = 443  # what pods are told; without kube-proxy nobody translates
@@ -101,7 +92,7 @@ class Cluster(Objects):
         reached("prepared")
         for name in ("etcd", "containerd", "api"):
             self.start(name)
-        self._import_images()
+        self._import_images(self.parts.images)
         reached("images imported")
         self._ports = ports
         self._api = self.client()
@@ -143,10 +134,7 @@ class Cluster(Objects):
     def down(self) -> None:
         """Stop everything and remove every trace; harmless when called again."""
         try:
-            # Nothing is gained by stopping in order: process 1 dies and takes every program and pod with it.
-            self.namespace.stop()
-            for program in self._programs.values():
-                program.stop()
+            self._end_programs()
         finally:
             if self.layout.root.exists():
                 host.release(self._record)
@@ -157,34 +145,11 @@ class Cluster(Objects):
                 self._reaper = None
 
     def adopt(self, pid: int) -> None:
-        """Have a process outside the namespace end with the cluster at the latest, pytest killed or not."""
+        """See RigNode."""
         if identity := identify(pid):
-            self._must_end(identity)
-
-    def _must_end(self, identity: Identity) -> None:
-        living = tuple(process for process in self._record.processes if alive(process))
-        self._record = replace(self._record, processes=(*living, identity))
-        self._record.write()
-
-    # Single programs
-
-    def start(self, name: str) -> None:
-        """Start one of etcd, api, kcm, sched, containerd, kubelet."""
-        self._program(name).start()
-
-    def stop(self, name: str) -> None:
-        """Stop one program and wait until it is gone; pods run on."""
-        self._program(name).stop()
-
-    def restart_kubelet(self, down_seconds: float = 0) -> None:
-        """Stop the kubelet, wait, start it; returns when it exists, not when it is ready."""
-        self.stop("kubelet")
-        time.sleep(down_seconds)
-        self.start("kubelet")
-
-    def pid(self, name: str) -> int:
-        """Pid (on the host) of one program."""
-        return self._program(name).pid
+            living = tuple(process for process in self._record.processes if alive(process))
+            self._record = replace(self._record, processes=(*living, identity))
+            self._record.write()
 
     def resident_mib(self) -> dict[str, float]:
         """Resident memory of every running program, in MiB."""
@@ -192,21 +157,7 @@ class Cluster(Objects):
             name: resident_mib(program.pid) for name, program in self._programs.items() if program.running
         }
 
-    def log_tail(self, name: str, lines: int = 15) -> str:
-        """The last lines of one program's log."""
-        return self._program(name).log_tail(lines)
-
-    def save_logs(self, folder: Path) -> None:
-        """Copy every program's log into `folder`, where they outlive the cluster."""
-        if self.layout.logs.exists():
-            shutil.copytree(self.layout.logs, folder, dirs_exist_ok=True)
-
-    def _program(self, name: str) -> Program:
-        if name not in self._programs:
-            raise RigError(f"no program {name} in this cluster; there are: {', '.join(self._programs)}")
-        return self._programs[name]
-
-    # Where things are, as seen from outside the namespace
+    # How it is reached
 
     @property
     def name(self) -> str:
@@ -216,20 +167,6 @@ class Cluster(Objects):
     def cgroup(self) -> str:
         """Name of the cluster's cgroup in every hierarchy."""
         return self._record.cgroup
-
-    @property
-    def kubelet_root(self) -> Path:
-        """What the kubelet calls /var/lib/kubelet."""
-        return self.layout.kubelet
-
-    @property
-    def podresources_socket(self) -> Path:
-        return self.kubelet_root / "pod-resources" / "kubelet.sock"
-
-    @property
-    def cdi_dir(self) -> Path:
-        """The container runtime reads CDI specifications here, at every container creation."""
-        return self.layout.cdi
 
     @property
     def kubeconfig(self) -> Path:
@@ -280,27 +217,7 @@ class Cluster(Objects):
             return list(argv)
         return ["nsenter", f"--target={self.namespace.init.pid}", "--net", "--", *argv]
 
-    def import_image(self, archive: Path) -> None:
-        """Give the node an image (OCI archive)."""
-        ctr = [str(self.parts.program("ctr")), "--address", str(self.layout.containerd_socket)]
-        self.namespace.run([*ctr, "--namespace", "k8s.io", "images", "import", str(archive)], timeout=120)
-
     # Stages of the start
-
-    def _import_images(self) -> None:
-        ctr = [str(self.parts.program("ctr")), "--address", str(self.layout.containerd_socket)]
-
-        def answers() -> None:
-            if not self._programs["containerd"].running:
-                raise RigError(f"containerd ended; end of its log:\n{self.log_tail('containerd')}")
-            try:
-                self.namespace.run([*ctr, "version"])
-            except RigError as error:
-                raise NotYet(str(error)) from error
-
-        eventually(answers, timeout=30, what="containerd answers", interval=0.1)
-        for archive in self.parts.images:
-            self.import_image(archive)
 
     def _api_ready(self) -> None:
         for name in ("etcd", "api"):
@@ -312,10 +229,15 @@ class Cluster(Objects):
             raise NotYet(str(error)) from error
 
     def _schedulable(self) -> None:
-        if taints := self.get("Node", self.node)["spec"].get("taints"):
-            raise NotYet(f"node has taints {taints}")
+        self._untainted()
         if self.find("ServiceAccount", "default") is None:
             raise NotYet("no default service account")
+
+
+def _this_process() -> Identity:
+    identity = identify(os.getpid())
+    assert identity is not None
+    return identity
 
 
 def free_ports(count: int) -> list[int]:

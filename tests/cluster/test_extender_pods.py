@@ -19,9 +19,10 @@ from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Pair, Replica, free_port, pair
-from tests.cluster.joined import AnyNode, Joined
+from tests.cluster.joined import Joined
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster
+from tests.cluster.rig_node import RigNode
 from tests.scenarios.vgpu import CORE, CORES, MEMORY, share, start
 
 POLICY = "gpu-node-agent.io/placement"
@@ -94,7 +95,7 @@ class Site:
 
 
 @contextmanager
-def three(cluster: Cluster) -> Iterator[Sequence[AnyNode]]:
+def three(cluster: Cluster) -> Iterator[Sequence[RigNode]]:
     """A cluster's own node and two that join it."""
     with ExitStack() as stack:
         joined = [stack.enter_context(Joined(cluster, f"node{number}")) for number in range(2, NODES + 1)]
@@ -115,14 +116,14 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def nodes(directed: Cluster) -> Iterator[Sequence[AnyNode]]:
+def nodes(directed: Cluster) -> Iterator[Sequence[RigNode]]:
     """Its three nodes."""
     with three(directed) as found:
         yield found
 
 
 @asynccontextmanager
-async def sited(cluster: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Site]:
+async def sited(cluster: Cluster, nodes: Sequence[RigNode]) -> AsyncIterator[Site]:
     """The nodes with their machines; afterwards they are as before."""
     async with AsyncExitStack() as stack:
         # The last one is cleaned up first, and takes the pods of all nodes with it.
@@ -133,7 +134,7 @@ async def sited(cluster: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Sit
 
 
 @pytest.fixture
-async def site(directed: Cluster, nodes: Sequence[AnyNode]) -> AsyncIterator[Site]:
+async def site(directed: Cluster, nodes: Sequence[RigNode]) -> AsyncIterator[Site]:
     """Three nodes, whose agents are not started yet."""
     async with sited(directed, nodes) as made:
         yield made
