@@ -37,6 +37,7 @@ class AgentProcess:
         self._env = dict(env)
         self._started = started
         self._process: subprocess.Popen[bytes] | None = None
+        self._told_to_end = False
 
     @property
     def log(self) -> Path:
@@ -47,6 +48,11 @@ class AgentProcess:
     def pid(self) -> int | None:
         """Pid of the running agent."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the agent ended although nobody told it to."""
+        return self._process is not None and not self._told_to_end and self._process.poll() is not None
 
     def start(self, settings: Mapping[str, object]) -> None:
         """Start it with `settings` (values by key path, such as `injection.strategy`)."""
@@ -59,6 +65,7 @@ class AgentProcess:
         }
         if self.record:
             environment["RECORD_LISTS"] = str(self.record)
+        self._told_to_end = False
         module = "tests.recording_agent" if self.record else "agent"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -79,7 +86,7 @@ class AgentProcess:
 
     def assert_not_crashed(self) -> None:
         """AssertionError when the agent ended although nobody told it to."""
-        code = None if self._process is None else self._process.poll()
+        code = self._process.returncode if self._process and self.crashed else None
         assert code is None, f"the agent ended by itself with {code}; end of its log:\n{self.log_tail()}"
 
     async def end(self, number: signal.Signals, deadline: float) -> int | None:
@@ -90,6 +97,7 @@ class AgentProcess:
         process = self._process
         if process is None:
             return None
+        self._told_to_end = True
         if process.poll() is None:
             process.send_signal(number)
         with anyio.move_on_after(deadline):

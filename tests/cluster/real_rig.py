@@ -28,6 +28,7 @@ from tests.cluster.node_watch import watching
 from tests.cluster.rig_node import RigNode
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.scenarios.rig import GPU, NodeView
+from tests.scenarios.rig_base import RigBase
 
 T = TypeVar("T")
 PROFILE = "dgx-h200"
@@ -37,43 +38,30 @@ PODRESOURCES_SECONDS = 30.0
 API_SECONDS = 60.0
 
 
-class RealRig:
+class RealRig(RigBase):
     """One scenario's view of the cluster. Made by `real_rig`, which also cleans up after it."""
 
     def __init__(self, cluster: RigNode, folder: Path, profile: str) -> None:
+        machine = SimulatedMachine.create(profile, folder / "machine")
+        environment = {STATE_VARIABLE: str(folder / "machine")}
+        super().__init__(folder, machine, AgentProcess(folder, environment, cluster.adopt))
         self._cluster = cluster
-        self._folder = folder
         self._pods: list[PodSpec] = []
         self._labels: set[str] = set()
-        self.machine = SimulatedMachine.create(profile, folder / "machine")
-        self._minors = {uuid: int(self.machine.gpu(uuid).minor) for uuid in self.machine.uuids}
-        self.machine.write_sysfs(folder / "sys")
+        machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
         toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)
         self._library = build(cache_root() / "nvml")
-        self.agent = AgentProcess(folder, {STATE_VARIABLE: str(folder / "machine")}, cluster.adopt)
 
     # The agent
 
     def _settings(self) -> dict[str, object]:
-        return {
-            "defaultMode": "pgpu",
-            "logging.format": "json",
-            "http.address": "127.0.0.1",
-            "http.port": 0,
+        return super()._settings() | {
             "kubelet.root": str(self._cluster.kubelet_root),
-            "driver.root": str(self._folder),
             "driver.library": str(self._library),
             "host.sysfs": str(self._folder / "sys"),
-            "host.state": str(self._folder / "state"),
-            "host.run": str(self._folder / "run"),
             "host.cdi": str(self._cluster.cdi_dir),
-            # Plain runc ignores NVIDIA_VISIBLE_DEVICES, so nothing but CDI shows a GPU to a container here.
-            "injection.strategy": "cdi",
         }
-
-    async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
-        self.agent.start(self._settings() | dict(settings or {}))
 
     async def api_access(self) -> Mapping[str, object]:
         return {
@@ -81,25 +69,6 @@ class RealRig:
             "cluster.kubeconfig": str(self._cluster.kubeconfig),
             "cluster.nodeName": self._cluster.node,
         }
-
-    async def kill_agent(self) -> None:
-        await self.agent.end(signal.SIGKILL, 5)
-
-    async def stop_agent(self, deadline: float = 10.0) -> int:
-        code = await self.agent.end(signal.SIGTERM, deadline)
-        if code is None:
-            raise AssertionError("the agent was not started")
-        return code
-
-    def agent_running(self) -> bool:
-        return self.agent.pid is not None
-
-    def record_lists(self) -> Path:
-        self.agent.record = self._folder / "lists"
-        return self.agent.record
-
-    def agent_log(self) -> Path:
-        return self.agent.log
 
     # The node
 
@@ -174,12 +143,6 @@ class RealRig:
         before = await self._known_devices()
         await self._blocking(partial(self._cluster.restart_kubelet, down_seconds))
         await self._wait_known_devices(before)
-
-    def gpu_uuids(self) -> tuple[str, ...]:
-        return self.machine.uuids
-
-    def device_node(self, uuid: str) -> str:
-        return f"/dev/nvidia{self._minors[uuid]}"
 
     # Pods
 

@@ -1,7 +1,6 @@
 """The scenario suite's rig on the embedded kubelet: the agent a real process, the kubelet in the test's."""
 
 import shutil
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.component.kubelet.peer import PodResources, pod_resources
 from tests.scenarios.rig import GPU, NodeView
+from tests.scenarios.rig_base import RigBase
 
 T = TypeVar("T")
 Face = Literal["1.36", "1.33"]
@@ -28,13 +28,14 @@ RESTART_SECONDS = 30.0
 FIRST_PID = 5_000_000  # beyond the kernel's own
 
 
-class EmbeddedRig:
+class EmbeddedRig(RigBase):
     """See `tests.scenarios.rig.Rig`. Made by `embedded_rig`."""
 
     def __init__(self, folder: Path, face: Face, status_tick: float) -> None:
         """Blocks: it writes the node's files."""
-        self._folder = folder
-        self.machine = machine = SimulatedMachine.create(PROFILE, folder / "machine")
+        machine = SimulatedMachine.create(PROFILE, folder / "machine")
+        arguments = [f"--simulated-machine={folder / 'machine'}"]
+        super().__init__(folder, machine, AgentProcess(folder, {}, lambda _: None, arguments))
         self.kubelet = EmbeddedKubelet(
             folder / "k",
             pod_resources_face=face,
@@ -43,34 +44,18 @@ class EmbeddedRig:
             cdi_folder=folder / "cdi",
         )
         self.http = HttpApi(self.kubelet.api)
-        self._minors = {uuid: int(machine.gpu(uuid).minor) for uuid in machine.uuids}
         (folder / "cdi").mkdir()
         toolkit.write_cdi_spec(folder / "cdi", folder, self._minors)
-        arguments = [f"--simulated-machine={folder / 'machine'}"]
-        self.agent = AgentProcess(folder, {}, lambda _: None, arguments)
-        self._agent_wanted = False
         self._pids: dict[tuple[str, str], int] = {}  # pod UID, container
 
     # The agent
 
     def _settings(self) -> dict[str, object]:
-        return {
-            "defaultMode": "pgpu",
-            "logging.format": "json",
-            "http.address": "127.0.0.1",
-            "http.port": 0,
+        return super()._settings() | {
             "kubelet.root": str(self.kubelet.root),
-            "driver.root": str(self._folder),
-            "host.state": str(self._folder / "state"),
-            "host.run": str(self._folder / "run"),
             "host.proc": str(self._folder / "proc"),
             "host.cdi": str(self._folder / "cdi"),
-            "injection.strategy": "cdi",
         }
-
-    async def start_agent(self, settings: Mapping[str, object] | None = None) -> None:
-        await anyio.to_thread.run_sync(self.agent.start, self._settings() | dict(settings or {}))
-        self._agent_wanted = True
 
     async def api_access(self) -> Mapping[str, object]:
         kubeconfig = self._folder / "kubeconfig"
@@ -80,27 +65,6 @@ class EmbeddedRig:
             "cluster.kubeconfig": str(kubeconfig),
             "cluster.nodeName": self.kubelet.api.node_name,
         }
-
-    async def kill_agent(self) -> None:
-        self._agent_wanted = False
-        await self.agent.end(signal.SIGKILL, 5)
-
-    async def stop_agent(self, deadline: float = 10.0) -> int:
-        self._agent_wanted = False
-        code = await self.agent.end(signal.SIGTERM, deadline)
-        if code is None:
-            raise AssertionError("the agent was not started")
-        return code
-
-    def agent_running(self) -> bool:
-        return self.agent.pid is not None
-
-    def record_lists(self) -> Path:
-        self.agent.record = self._folder / "lists"
-        return self.agent.record
-
-    def agent_log(self) -> Path:
-        return self.agent.log
 
     # The node
 
@@ -168,12 +132,6 @@ class EmbeddedRig:
             while await self._ask(lambda lister: len(lister.allocatable())) < before:
                 await anyio.sleep(0.02)
 
-    def gpu_uuids(self) -> tuple[str, ...]:
-        return self.machine.uuids
-
-    def device_node(self, uuid: str) -> str:
-        return f"/dev/nvidia{self._minors[uuid]}"
-
     # Pods
 
     async def create_pod(self, pod: PodSpec) -> None:
@@ -239,7 +197,7 @@ class EmbeddedRig:
             try:
                 await self.kubelet.wait_for(reached, min(left, 0.5), seen)
             except TimeoutError as error:
-                died = self._agent_wanted and not self.agent_running()
+                died = self.agent.crashed
                 if left > 0.5 and not died:
                     continue
                 log = await anyio.to_thread.run_sync(partial(self.agent.log.read_text, errors="replace"))
