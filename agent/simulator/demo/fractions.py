@@ -7,7 +7,6 @@ from agent.model.demand import CORES, VGPU
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec
-from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.nvml import SimulatedNvml
 
 LARGE, SMALL, TOO_LARGE = 60, 30, 50  # cores of the act's pods
@@ -15,18 +14,9 @@ LARGE, SMALL, TOO_LARGE = 60, 30, 50  # cores of the act's pods
 
 async def fractions(stage: Stage, screen: Screen, number: int) -> None:
     """Clear the node, start the agent in mode vgpu, and share the GPUs."""
-    for pod in list(stage.pods):
-        await stage.delete(pod)
-    async with HttpApi(stage.kubelet.api).serving() as http:
-        kubeconfig = stage.folder / "kubeconfig"
-        await anyio.to_thread.run_sync(http.write_kubeconfig, kubeconfig)
-        more = {
-            "defaultMode": "vgpu",
-            "cluster.access": "required",
-            "cluster.kubeconfig": str(kubeconfig),
-            "cluster.nodeName": stage.kubelet.api.node_name,
-        }
-        configuration = await anyio.to_thread.run_sync(stage.settings, more)
+    await stage.clear()
+    async with stage.api() as (_, access):
+        configuration = await anyio.to_thread.run_sync(stage.settings, {"defaultMode": "vgpu", **access})
         screen.act(number, "The agent is back, in mode vgpu: pods share GPUs")
         async with app.running(configuration, SimulatedNvml(stage.machine)):
             await _Act(stage, screen).play()

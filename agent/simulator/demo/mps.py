@@ -12,11 +12,9 @@ from agent.model.demand import CORES, MPS
 from agent.model.mps import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.nvml.port import ComputeMode
 from agent.rooms import Agent
-from agent.simulator import mps_control
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import NotAsTold, Stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec
-from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.nvml import SimulatedNvml
 
 SHARES = (("chat", 50, 6), ("embed", 30, 4), ("probe", 5, 1))  # pod, cores, GiB
@@ -24,24 +22,9 @@ SHARES = (("chat", 50, 6), ("embed", 30, 4), ("probe", 5, 1))  # pod, cores, GiB
 
 async def mps_shares(stage: Stage, screen: Screen, number: int) -> None:
     """Clear the node, start the agent in mode mps, share a GPU, and hand all GPUs back."""
-    for pod in list(stage.pods):
-        await stage.delete(pod)
-    program = await anyio.to_thread.run_sync(mps_control.install, stage.folder / "bin")
-    async with HttpApi(stage.kubelet.api).serving() as http:
-        kubeconfig = stage.folder / "kubeconfig"
-        await anyio.to_thread.run_sync(http.write_kubeconfig, kubeconfig)
-        more = {
-            "defaultMode": "mps",
-            "cluster.access": "required",
-            "cluster.kubeconfig": str(kubeconfig),
-            "cluster.nodeName": stage.kubelet.api.node_name,
-            "host.cdi": str(stage.kubelet.root / "cdi"),  # where its container runtime looks
-            "host.cgroups": str(stage.folder / "cgroups"),
-            "mps.controlProgram": str(program),
-            "mps.prestartServer": "false",
-            "mps.sharedMemory": "directory",
-            "mps.quitSeconds": "0",
-        }
+    await stage.clear()
+    async with stage.api() as (_, access):
+        more = {"defaultMode": "mps", **access, **await stage.with_mps()}
         configuration = await anyio.to_thread.run_sync(stage.settings, more)
         screen.act(number, "The agent is back, in mode mps: one supervised MPS daemon per GPU")
         async with app.running(configuration, SimulatedNvml(stage.machine)) as agent:

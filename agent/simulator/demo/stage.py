@@ -11,7 +11,9 @@ import anyio
 import anyio.to_thread
 
 from agent import settings
+from agent.simulator import mps_control
 from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, Phase, PodSpec, Timings
+from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import Profile
 from agent.simulator.profiles import profile_named
@@ -116,6 +118,38 @@ class Stage:
                     self.check(uuid not in found, f"GPU {uuid} is held by {found.get(uuid)} and {spec.name}")
                     found[uuid] = spec.name if len(spec.containers) == 1 else f"{spec.name}/{container.name}"
         return found
+
+    async def clear(self) -> None:
+        """Delete every pod."""
+        for pod in list(self.pods):
+            await self.delete(pod)
+
+    @asynccontextmanager
+    async def api(self) -> AsyncIterator[tuple[HttpApi, dict[str, str]]]:
+        """Serve the Kubernetes API, and the keys that give an agent access to it."""
+        async with HttpApi(self.kubelet.api).serving() as http:
+            kubeconfig = self.folder / "kubeconfig"
+            await anyio.to_thread.run_sync(http.write_kubeconfig, kubeconfig)
+            yield (
+                http,
+                {
+                    "cluster.access": "required",
+                    "cluster.kubeconfig": str(kubeconfig),
+                    "cluster.nodeName": self.kubelet.api.node_name,
+                },
+            )
+
+    async def with_mps(self) -> dict[str, str]:
+        """Install a control program that needs no GPU, and the keys that have an agent use it."""
+        program = await anyio.to_thread.run_sync(mps_control.install, self.folder / "bin")
+        return {
+            "host.cdi": str(self.kubelet.root / "cdi"),  # where its container runtime looks
+            "host.cgroups": str(self.folder / "cgroups"),
+            "mps.controlProgram": str(program),
+            "mps.prestartServer": "false",
+            "mps.sharedMemory": "directory",
+            "mps.quitSeconds": "0",
+        }
 
     def settings(self, more: Mapping[str, str] | None = None) -> settings.Settings:
         """The agent's configuration for this node, with `more` keys. Blocks: call it from a thread."""

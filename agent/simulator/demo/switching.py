@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,7 +12,6 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
 from agent.rooms import Agent
-from agent.simulator import mps_control
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, Stage, gpu_pod
 from agent.simulator.kubelet.http_api import HttpApi
@@ -26,13 +24,10 @@ TITLES = {"pgpu": "whole GPUs", "vgpu": "fractions", "mps": "MPS shares"}
 
 async def switching(stage: Stage, screen: Screen, number: int) -> None:
     """Clear the node, start the agent with no mode of its own, and let the label speak."""
-    for pod in list(stage.pods):
-        await stage.delete(pod)
-    program = await anyio.to_thread.run_sync(mps_control.install, stage.folder / "bin")
-    async with HttpApi(stage.kubelet.api).serving() as http:
-        kubeconfig = stage.folder / "kubeconfig"
-        await anyio.to_thread.run_sync(http.write_kubeconfig, kubeconfig)
-        configuration = await anyio.to_thread.run_sync(stage.settings, _settings(stage, kubeconfig, program))
+    await stage.clear()
+    async with stage.api() as (http, access):
+        more = {"defaultMode": "none", **access, **await stage.with_mps()}
+        configuration = await anyio.to_thread.run_sync(stage.settings, more)
         screen.act(number, "One label switches the node, live")
         async with app.running(configuration, SimulatedNvml(stage.machine)) as agent:
             act = _Act(stage, screen, http, agent)
@@ -41,21 +36,6 @@ async def switching(stage: Stage, screen: Screen, number: int) -> None:
             finally:
                 with anyio.CancelScope(shield=True):
                     await act.hand_back()
-
-
-def _settings(stage: Stage, kubeconfig: Path, program: Path) -> Mapping[str, str]:
-    return {
-        "defaultMode": "none",
-        "cluster.access": "required",
-        "cluster.kubeconfig": str(kubeconfig),
-        "cluster.nodeName": stage.kubelet.api.node_name,
-        "host.cdi": str(stage.kubelet.root / "cdi"),
-        "host.cgroups": str(stage.folder / "cgroups"),
-        "mps.controlProgram": str(program),
-        "mps.prestartServer": "false",
-        "mps.sharedMemory": "directory",
-        "mps.quitSeconds": "0",
-    }
 
 
 class _Act:
