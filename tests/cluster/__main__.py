@@ -21,7 +21,9 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _up() -> None:
-    signal.signal(signal.SIGTERM, _end)
+    # SIGINT, too: what a shell starts in the background inherits that it is ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     cluster = Cluster(build_parts(_say))
     with cluster:
         for stage, seconds in cluster.timings.items():

@@ -146,7 +146,11 @@ def test_interrupted_start_leaves_nothing_behind(parts: Parts) -> None:
                 return record
         raise NotYet("no API server yet")
 
-    record = eventually(half_up, timeout=30, what="cluster half up")
-    owner.send_signal(signal.SIGINT)
-    owner.wait(30)
-    assert_no_trace(record, before)
+    try:
+        record = eventually(half_up, timeout=30, what="cluster half up")
+        owner.send_signal(signal.SIGINT)
+        owner.wait(30)
+        assert_no_trace(record, before)
+    finally:
+        owner.kill()
+        owner.wait()
