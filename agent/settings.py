@@ -11,7 +11,7 @@ from msgspec import Meta
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.model.layout import Entry, faults_of
-from agent.model.modes import Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, SWITCHING, Mode
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
@@ -280,10 +280,16 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
 def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
     modes = [mode.value for mode in Mode if mode is not Mode.OFF]
     words = ("none", "disable", *modes)
+    # What the label would never be taken for, if a layout had such a name.
+    meanings = dict.fromkeys(words, "the name of a mode") | {
+        **{alias: f"a name that is read as {mode}" for alias, mode in ALIASES.items()},
+        **{word: f"a name that leaves the node to {owner}" for word, owner in FOREIGN_VALUES.items()},
+        SWITCHING: "the word that nodes show during a switch",
+    }
     faults = [
-        (f"layouts.{name}", "has the name of a mode; call the layout otherwise")
+        (f"layouts.{name}", f"has {meanings[name]}; call the layout otherwise")
         for name in settings.layouts
-        if name in words
+        if name in meanings
     ]
     default = settings.default_mode
     if default not in (*words, *settings.layouts):
@@ -292,7 +298,7 @@ def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
     if default in modes and not getattr(settings.modes, default):
         faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
     for name, entries in settings.layouts.items():
-        if not entries and name not in words:
+        if not entries and name not in meanings:
             faults.append(
                 (f"layouts.{name}", "has no entry; a node that is to sell nothing is labelled disable")
             )

@@ -15,6 +15,14 @@ class Mode(Enum):
     MPS = "mps"
 
 
+# Words of the node label beside modes and layouts. gpu-manager's nodes carry nvidia-device-enable=enable.
+ALIASES = {"enable": Mode.VGPU.value}
+# By these another agent claims the node's GPUs.
+FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
+# What the label of the mode in force says while GPUs differ from it.
+SWITCHING = "switching"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuMode:
     """The mode in force on one GPU.

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent.model.layout import Entry, everywhere
-from agent.model.modes import Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, Mode
 
 LABEL = "nvidia-device-enable"
-# Values of our label, and labels of others, by which another agent claims the node's GPUs.
-FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
+# Labels of others by which another agent claims the node's GPUs.
 FOREIGN_LABELS = {("gpu", "on"): "another GPU device plugin (label gpu=on)"}
-ALIASES = {"enable": "vgpu"}  # gpu-manager's nodes carry nvidia-device-enable=enable
 NOTHING = ("disable", "none", "")
 
 

@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from agent.kit.cell import Cell
-from agent.model.modes import Mode
+from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 
 log = structlog.get_logger()
@@ -148,7 +148,7 @@ def mode_in_force(state: SwitchState) -> str:
     """The value of the mode label: the applied word, or `switching` while GPUs differ from it."""
     if state.phase in (Phase.APPLIED, Phase.BLOCKED):
         return state.applied
-    return "switching"
+    return SWITCHING
 
 
 def encode(state: SwitchState) -> str:

@@ -53,8 +53,21 @@ BAD = {
         'config.layouts={"vgpu": [{"gpus": [0], "mode": "pgpu"}]}',
         ["config.layouts.vgpu", "call the layout otherwise"],
     ),
+    "layout with a name that is read as a mode": (
+        'config.layouts={"enable": [{"gpus": [0], "mode": "pgpu"}]}',
+        ["config.layouts.enable", "call the layout otherwise"],
+    ),
     "empty layout": ('config.layouts={"idle": []}', ["config.layouts.idle has no entry"]),
     "image with a scheme": ('image.repository="https://reg.example/x"', ["image.repository", "https://"]),
+    "image with a tag": ('image.repository="reg.example:5000/x:1.0"', ["image.repository", "set image.tag"]),
+    "image with a digest": (
+        'image.repository="reg.example/x@sha256:0"',
+        ["image.repository", "set image.tag"],
+    ),
+    "driver root without effect": (
+        'driver.hostRoot="/run/d"',
+        ["driver.source is runtime", "leave hostRoot out"],
+    ),
     "name with capitals": ('fullnameOverride="GPU_Agent"', ["fullnameOverride", 'use "gpu-agent"']),
     "no quantity": ('resources.limits={"memory": "much"}', ["resources.limits.memory", "256Mi"]),
     "timeout beyond the interval": (

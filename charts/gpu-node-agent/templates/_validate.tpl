@@ -35,10 +35,12 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "pgpu" "vgpu" "mps" -}}
+{{- range $name := list "pgpu" "vgpu" "mps" "none" "disable" "enable" "pgpu-dra" "switching" -}}
 {{- if hasKey $layouts $name -}}
-{{- fail (printf "config.layouts.%s has the name of a mode: call the layout otherwise" $name) -}}
+{{- fail (printf "config.layouts.%s has the name of a mode or a word with a meaning of its own: call the layout otherwise" $name) -}}
 {{- end -}}
+{{- end -}}
+{{- range $name := list "pgpu" "vgpu" "mps" -}}
 {{- if and (eq $mode $name) (not (get $v $name).enabled) -}}
 {{- fail (printf "config.defaultMode is %s, but %s.enabled is false: switch the mode on, or choose another default" $name $name) -}}
 {{- end -}}
@@ -73,6 +75,10 @@
 {{- if regexMatch "^[a-z]+://|\\s" $v.image.repository -}}
 {{- fail (printf "image.repository is %q: write it as container runtimes do, without https:// and blanks, for instance registry.example.com/team/gpu-node-agent" $v.image.repository) -}}
 {{- end -}}
+{{- $last := last (splitList "/" $v.image.repository) -}}
+{{- if or (contains ":" $last) (contains "@" $last) -}}
+{{- fail (printf "image.repository is %q, which has a tag or a digest in it: leave it out there, and set image.tag" $v.image.repository) -}}
+{{- end -}}
 {{- range $v.extraEnv -}}
 {{- if or (eq .name "GPU_NODE_AGENT_CONFIG") (eq .name "GPU_NODE_AGENT_CLUSTER_NODE_NAME") -}}
 {{- fail (printf "extraEnv sets %s, which the chart itself sets: take it out" .name) -}}
@@ -100,6 +106,10 @@
 {{- fail (printf "extender.config.%s.%s must fit the Deployment, its Services and rights, so the chart sets it: take it out" $block $key) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- $nodes := dig "injection" "deviceNodes" false $v.config -}}
+{{- if and (not (include "gna.hostDriver" .)) (ne $v.driver.hostRoot "/") (not $nodes) -}}
+{{- fail "driver.hostRoot is set and driver.source is runtime, which takes the driver from NVIDIA's container runtime and not from there: set driver.source: host, or leave hostRoot out" -}}
 {{- end -}}
 {{- if and $v.mps.enabled (ne $v.driver.source "host") (ne $v.driver.hostRoot "/") -}}
 {{- fail "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host" -}}
