@@ -88,8 +88,11 @@ async def build_mps(
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
         return mps.mounts(fleet, uuid)
 
+    def allowed() -> bool:
+        return agent.desired is not None and Mode.MPS in agent.desired.vocabulary.modes
+
     keeper = SpecificationKeeper(
-        Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER
+        Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
     group.start_soon(spawn, "mps daemons", fleet.run, assignment)
     group.start_soon(spawn, "mps clients", clients.run)

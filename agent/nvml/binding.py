@@ -79,7 +79,8 @@ class Binding:
                 error.code,
                 error.call,
                 f"{library.SONAME} is neither below {where} nor known to the system loader: "
-                "install the NVIDIA driver, or mount its root",
+                "install the NVIDIA driver, mount its root, or have NVIDIA's container runtime start this "
+                "container",
             ) from error
         self._open = True
         try:

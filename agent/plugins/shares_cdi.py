@@ -76,12 +76,15 @@ class SpecificationKeeper:
         changes: Cell[Mapping[str, Any]],
         mounts_of: Callable[[str], tuple[Mount, ...]],
         pipe: str,
+        needed: Callable[[], bool],
     ) -> None:
+        """`needed`: whether there may be shares; without, the folder is left alone: it may be read-only."""
         self._folder = folder
         self._inventory = inventory
         self._changes = changes
         self._mounts_of = mounts_of
         self._pipe = pipe
+        self._needed = needed
         self._written: dict[str, object] | None = None
         self._wake = anyio.Event()
 
@@ -102,6 +105,8 @@ class SpecificationKeeper:
 
     async def keep(self) -> None:
         """Write the file now if it is not as it should be. Raises OSError."""
+        if not self._needed():
+            return
         gpus = [state.gpu for state in self._inventory.value.gpus]
         if not gpus:
             return  # not looked at yet: the file of the agent before is better than an empty one

@@ -1,5 +1,6 @@
 """The chart with the extender on: its pods as they come, kube-scheduler as docs/extender.md says."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -116,6 +117,19 @@ def _logs(installation: Installation) -> str:
     return "\n".join(found)
 
 
+def troubles(installation: Installation) -> list[str]:
+    """Errors in the logs of the release's pods."""
+    return [
+        line
+        for component in ("agent", "extender")
+        for pod in installation.pods(component)
+        for line in installation.cluster.logs(
+            pod["metadata"]["name"], component, namespace=NAMESPACE
+        ).splitlines()
+        if json.loads(line)["level"] in ("error", "critical")
+    ]
+
+
 def run(installation: Installation, name: str) -> str:
     """Run a pod with a share; the GPU that was chosen for it."""
     cluster = installation.cluster
@@ -148,6 +162,7 @@ def test_extender_as_the_chart_installs_it(installation: Installation) -> None:
     second = leader(installation, other_than=first)
     assert run(installation, "three") in chosen
 
+    assert troubles(installation) == []
     changed = ("--reset-then-reuse-values", "--set", "extender.config.placement=spread", "--wait")
     installation.helm("upgrade", RELEASE, str(helm.CHART), *changed)
     leader(installation, other_than=second)

@@ -65,7 +65,7 @@ async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
         return (Mount("/dev/shm", f"{source[0]}/{uuid}"),)
 
-    keeper = shares_cdi.SpecificationKeeper(tmp_path, inventory, changes, mounts_of, "/pipe")
+    keeper = shares_cdi.SpecificationKeeper(tmp_path, inventory, changes, mounts_of, "/pipe", lambda: True)
     path = anyio.Path(tmp_path / "gpu-node-agent.json")
     await path.write_text("what the agent before wrote")
 
@@ -88,3 +88,19 @@ async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path
         changes.publish({"a": "daemon without a namespace of its own"})
         assert "/host/shm" not in await holding("/elsewhere")
         group.cancel_scope.cancel()
+
+
+async def test_without_shares_the_folder_is_left_alone(tmp_path: Path) -> None:
+    """As the chart mounts it without MPS: read-only."""
+    inventory: Cell[Snapshot] = Cell(machine(gpus=2, blocks=40))
+    changes: Cell[Mapping[str, Any]] = Cell({})
+    allowed = False
+    folder = tmp_path / "cdi"
+    keeper = shares_cdi.SpecificationKeeper(
+        folder, inventory, changes, lambda _: (), "/pipe", lambda: allowed
+    )
+    await keeper.keep()
+    assert not folder.exists()
+    allowed = True  # by a changed configuration
+    await keeper.keep()
+    assert (folder / "gpu-node-agent.json").exists()
