@@ -25,7 +25,7 @@ from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes import inventory_note
 from agent.modes.desired import Vocabulary
-from agent.modes.figures import NodeFigures
+from agent.modes.figures import KubeletMute, NodeFigures
 from agent.modes.hold import SchedulingHold
 from agent.modes.memory import ModeMemory
 from agent.modes.metrics import Patching
@@ -77,7 +77,9 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
-        agent.holdings.ended = agent.cluster.pods.ended
+        pods = agent.cluster.pods
+        agent.holdings.ended, agent.holdings.api_away = pods.ended, lambda: pods.reflector.away
+        agent.holdings.node = agent.cluster.node.name
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))
@@ -151,6 +153,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
             SchedulingHold(own),
             resources.delivered,
             _taken_in(agent),
+            resources.names,
         )
         writers |= {"status": agent.figures, "taint": agent.figures.hold}
     agent.switcher = ModeSwitcher(
@@ -327,8 +330,10 @@ def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]
     async def taken_in() -> Mapping[str, int] | None:
         try:
             return await agent.holdings.client.allocatable()
-        except PodResourcesUnavailable:
-            return None  # the holdings watch tells why
+        except PodResourcesUnavailable as error:
+            if error.unsupported:
+                return None
+            raise KubeletMute from error  # the holdings watch tells why
 
     return taken_in
 

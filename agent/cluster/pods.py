@@ -150,7 +150,9 @@ class PodCache:
         """Whether the pod that the kubelet knows by `uid` is gone or has finished; False: not known."""
         if not self.reflector.synced:
             return False
-        return all(pod.finished for pod in self.pods().values() if pod.cgroup_uid == uid)
+        known = [pod for pod in self.pods().values() if pod.cgroup_uid == uid]
+        # One that is not there may have come while the watch was interrupted.
+        return all(pod.finished for pod in known) if known else self.reflector.problem is None
 
     def find(self, namespace: str, name: str) -> Pod | None:
         """A pod as last seen."""

@@ -24,6 +24,7 @@ SILENCE_MARGIN_SECONDS = 15.0
 STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure is a new one
 LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
 LIST_SECONDS = 30.0
+TOO_MANY_REQUESTS = 429
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
@@ -92,6 +93,7 @@ class Reflector(Generic[Item]):
         self.items: Cell[Mapping[str, Item]] = Cell(MappingProxyType({}))
         self.synced = False
         self.problem: str | None = "not connected yet"
+        self.away = True  # the server does not answer, or not for now; one that refuses us is there
         self._told: str | None = None  # the kind of failure that the log knows of
         # Called after each publication of `items`.
         self.on_change: Callable[[], None] | None = None
@@ -131,6 +133,8 @@ class Reflector(Generic[Item]):
         if kind != self._told:
             log.warning("watch_interrupted", of=self._name, problem=str(error))
         self._told, self.problem = kind, str(error)
+        status = error.status if isinstance(error, ApiRefused) else 0
+        self.away = isinstance(error, ApiUnavailable) or status >= 500 or status == TOO_MANY_REQUESTS
 
     async def _watch(self) -> None:
         """One watch, from where the last one ended or from the beginning."""
@@ -207,6 +211,7 @@ class Reflector(Generic[Item]):
         if self.problem is not None:
             log.info("watch_established", of=self._name)
         self.problem = self._told = None
+        self.away = False
         self.synced = True
 
 

@@ -1,5 +1,6 @@
 """Keeps the newest PodResources list at hand for whoever reports on pods; decisions ask anew."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ RETRY_SECONDS = 0.5
 SOON_SECONDS = 0.5
 BURST_SECONDS = 3.0
 # A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
+# It is given so long from its start, or from the end of an outage of the API server.
 NEW_KUBELET_SECONDS = 30.0
 
 MODE_OF_UNIT: Mapping[Unit, Mode] = {
@@ -85,6 +87,11 @@ class HoldingsWatch:
         # Whether the pod of a UID is known to have ended: the checkpoint goes on naming it until it is
         # written anew, which takes until the next pod comes.
         self.ended: Callable[[str], bool] = lambda _: False
+        # Whether the API server does not answer: a new kubelet then knows the pods of its own files only,
+        # which it lists as NAME-NODE.
+        self.api_away: Callable[[], bool] = lambda: False
+        self.node = ""
+        self._blind_until = -math.inf  # on the event loop's clock
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
@@ -125,7 +132,8 @@ class HoldingsWatch:
             holdings = None
         else:
             if missing := await self._unlisted(listed):
-                self._told(f"the kubelet has just started and does not list {missing} devices in use yet")
+                text = f"the kubelet has just started and does not list {missing} devices in use yet"
+                self._told(text + ("; the API server is away" if self.api_away() else ""))
                 return None
             self._told(None)
         if holdings != self.cell.value:
@@ -144,7 +152,12 @@ class HoldingsWatch:
         except OSError:
             return 0
         kubelet = (stat.st_ino, stat.st_ctime_ns)
-        if kubelet != self._known and time() - stat.st_ctime < NEW_KUBELET_SECONDS:
+        if kubelet == self._known:
+            return 0
+        if self.api_away() and not self._lists_api_pods(found):
+            self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
+        young = time() - stat.st_ctime < NEW_KUBELET_SECONDS
+        if young or anyio.current_time() < self._blind_until:
             # Read each time: entries of pods that have ended go when it is written anew.
             recorded = await anyio.to_thread.run_sync(checkpoint.read, self._checkpoints)
             listed = {text for holding in found.holdings for text in holding.ids}
@@ -159,6 +172,10 @@ class HoldingsWatch:
                 return missing
         self._known = kubelet
         return 0
+
+    def _lists_api_pods(self, found: PodList) -> bool:
+        """Whether the kubelet has heard of its pods: the API server names them all at once."""
+        return any(not pod.endswith(f"-{self.node}") for _, pod, _ in found.containers)
 
     def _told(self, problem: str | None) -> None:
         if problem != self.problem:

@@ -22,8 +22,17 @@ T_co = TypeVar("T_co", covariant=True)
 LIST_SECONDS = 2.0
 
 
+# What a kubelet says to a call that it has not, or that is turned off in it (1.21, 1.22: a plain Go error).
+UNSUPPORTED = (Status.UNIMPLEMENTED, Status.UNKNOWN)
+
+
 class PodResourcesUnavailable(Exception):
     """The kubelet did not answer; the text says what was tried and what was said."""
+
+    def __init__(self, message: str, *, unsupported: bool = False) -> None:
+        """`unsupported`: it did answer, and does not offer the call."""
+        self.unsupported = unsupported
+        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ class PodResources:
 
     async def _asked(self, call: str, parser: _Parser[T], deadline: float) -> T:
         backoff = Backoff(first=0.012, longest=0.2)
-        said = "no answer"
+        said, unsupported = "no answer", False
         with anyio.move_on_after(deadline):
             while True:
                 reused = self._kept is not None
@@ -150,6 +159,7 @@ class PodResources:
                 except GRPCError as error:
                     said = f"{error.message} ({error.status.name})"
                     if error.status is not Status.RESOURCE_EXHAUSTED:
+                        unsupported = error.status in UNSUPPORTED
                         break
                 except (OSError, StreamTerminatedError, wire.MalformedMessage) as error:
                     said = str(error) or type(error).__name__
@@ -157,7 +167,8 @@ class PodResources:
                         continue  # the kubelet that was at the other end may be gone, and another there
                     break
                 await anyio.sleep(backoff.next())
-        raise PodResourcesUnavailable(f"PodResources {call} on {self.path}: {said}; is the kubelet running?")
+        text = f"PodResources {call} on {self.path}: {said}; is the kubelet running?"
+        raise PodResourcesUnavailable(text, unsupported=unsupported)
 
     async def _ask(self, call: str, parser: _Parser[T]) -> T:
         channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())

@@ -11,6 +11,7 @@ Between a list that shrinks and its patch nothing may be bound by the old figure
 (`agent.modes.hold`). Where it cannot be set, the smaller figures are patched before the list: the next best.
 """
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
@@ -36,16 +37,20 @@ HOLD_SECONDS = 2 * SHRINK_SECONDS  # how long scheduling is held at all
 LOOK_SECONDS = 0.05  # how often they are looked for
 # Where the kubelet cannot be asked: what it needs to read a list of thousands and to write its checkpoint.
 TAKEN_IN_SECONDS = 0.1
-MOST_UNANSWERED = 2  # one that is busy answers the next time
+CLOSING_ARRIVE_SECONDS = 2.0  # of an agent that is about to stop
 ARRIVE_SECONDS = 10.0  # what a busy kubelet is given
 ASK_SECONDS = 0.02  # until the kubelet is asked again whether it has; its socket takes 100 calls a second
 LONGEST_PAUSE_SECONDS = 0.5
 RELEASE_SECONDS = 1.0  # of an agent that is about to stop
-INHERITED_SECONDS = 10.0  # an agent before us left its taint: until there are lists to go by, at most
+INHERITED_SECONDS = 10.0  # an agent before us left its taint, its figures: until there are lists to go by
 
 
 class FiguresFailed(Exception):
     """The node's status could not be patched; the text says why."""
+
+
+class KubeletMute(Exception):
+    """The kubelet does not say now what it knows of."""
 
 
 class NodeStatusPort(Protocol):
@@ -82,10 +87,12 @@ class NodeFigures:
         hold: SchedulingHold,
         delivered: Callable[[], Awaitable[None]] = _nothing,
         taken_in: Callable[[], Awaitable[Mapping[str, int] | None]] = _not_known,
+        inherited: AbstractSet[str] = frozenset(),
     ) -> None:
         """`caught`: pods that are bound here and have not got their devices yet. `delivered`: returns when
         all lists have left for the kubelet. `taken_in`: how many healthy devices the kubelet knows of each
-        resource; None: it cannot be asked.
+        resource; None: it has no such call. Raises KubeletMute. `inherited`: resources that an agent before
+        this one may have offered.
         """
         self._node = node
         self._lists = lists
@@ -94,6 +101,7 @@ class NodeFigures:
         self.hold = hold
         self._delivered = delivered
         self._taken_in = taken_in
+        self._inherited = frozenset(inherited)
         self._late = False  # the kubelet has not taken in the lists for long
         self._settled = False  # the lists have shrunk, for which scheduling is held
         self._held_since = 0.0
@@ -122,6 +130,8 @@ class NodeFigures:
                 refilled = now
                 if allowed < 1:
                     await anyio.sleep((1 - allowed) * PATCH_SPACING_SECONDS)
+                elif await self._renounce():
+                    allowed -= 1
                 elif self._follows_lists() and not await self._arrived():
                     continue
                 elif await self._patch_differences() or await self._let_go():
@@ -141,24 +151,50 @@ class NodeFigures:
 
         False: they have changed meanwhile.
         """
-        wanted = self._wanted()
-        unanswered, pause = 0, ASK_SECONDS
+        wanted, pause = self._wanted(), ASK_SECONDS
         self._late = True
         with anyio.move_on_after(ARRIVE_SECONDS):
             await self._delivered()
             while self._wanted() == wanted:
-                known = await self._taken_in()
-                unanswered += known is None
-                if unanswered == MOST_UNANSWERED or (
-                    known is not None
-                    and all(known.get(name, 0) == left for name, (_, left) in wanted.items())
-                ):
-                    self._late = False
-                    break
-                # Thousands of IDs take a while to read.
-                await anyio.sleep(TAKEN_IN_SECONDS if known is None else pause)
+                # One that does not answer may be reading thousands of IDs: more is offered when it says so.
+                with contextlib.suppress(KubeletMute):
+                    known = await self._taken_in()
+                    if known is None:
+                        await anyio.sleep(TAKEN_IN_SECONDS)
+                    if known is None or all(known.get(name, 0) == left for name, (_, left) in wanted.items()):
+                        self._late = False
+                        break
+                await anyio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return self._wanted() == wanted
+
+    async def _renounce(self) -> bool:
+        """Take back what an agent before this one offered and the kubelet lost with it; whether it was done.
+
+        One that was killed leaves its figures in node.status until the kubelet's next tick. Whatever is bound
+        by them dies at admission, for this agent may sell something else, or not be registered yet.
+        """
+        self._inherited -= self._lists(self._assignment.value).keys()
+        if anyio.current_time() - self._began > INHERITED_SECONDS:
+            self._inherited = frozenset()  # the kubelet's tick has come by now
+        found = self._node.figures(self._inherited) if self._inherited else {}
+        if found is None:
+            return False
+        offered = {name: (capacity, 0) for name, (capacity, left) in found.items() if left > 0}
+        try:
+            known = await self._taken_in() if offered else None
+        except KubeletMute:
+            return False
+        if known is None:
+            self._inherited = frozenset()
+            return False
+        # What it knows of is somebody else's, or it has not heard of that agent's end yet.
+        gone = {name: figures for name, figures in offered.items() if not known.get(name)}
+        if not gone or not await self._patch(gone):
+            return False
+        log.info("stale_figures_taken_back", resources=sorted(gone))
+        self._inherited -= gone.keys()
+        return True
 
     async def _let_go(self) -> bool:
         """Let the scheduler send pods again once the node's status tells of nothing that is gone."""
@@ -171,7 +207,7 @@ class NodeFigures:
         found = self._node.figures(frozenset(wanted))
         if found is None or any(left < found[name][1] for name, (_, left) in wanted.items()):
             return False
-        if not ours and not wanted and now - self._began < INHERITED_SECONDS:
+        if not ours and (self._inherited or not wanted) and now - self._began < INHERITED_SECONDS:
             return False
         if await self.hold.release():
             return True
@@ -226,7 +262,8 @@ class NodeFigures:
                 await self._all_served()
             if ending:
                 await ending()
-                await (self._arrived() if held else anyio.sleep(SECOND_LOOK_SECONDS))
+                with anyio.move_on_after(CLOSING_ARRIVE_SECONDS if held else SECOND_LOOK_SECONDS):
+                    await (self._arrived() if held else anyio.sleep_forever())
             self._closing = True
             await self._patch_differences(blindly=True)
         finally:
@@ -305,10 +342,11 @@ class NodeFigures:
         growing, differing = self._differing(blindly=blindly)
         if not self.hold.wanted and not self._late:
             differing = {**growing, **differing}
-        if not differing:
-            return False
+        return bool(differing) and await self._patch(differing)
+
+    async def _patch(self, figures: Figures) -> bool:
         try:
-            await self._node.patch_resources(differing)
+            await self._node.patch_resources(figures)
         except FiguresFailed as error:
             self.failures += 1
             if self.problem is None:

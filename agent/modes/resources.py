@@ -39,6 +39,11 @@ class ResourceSet:
         self.before_first: Callable[[], Awaitable[None]] | None = None
         self.endpoints = endpoints  # grows as modes are first used
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All resources that this agent may ever sell, in use or not."""
+        return frozenset(plugin.resource for plugins in self._plugins.values() for plugin in plugins)
+
     def enable(self, mode: Mode) -> None:
         """Have the resources of a mode registered; their first list goes out with the next `refresh`."""
         if mode not in self._enabled:
