@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
+from agent.kit.small_file import read_text
 from agent.modes.desired import Desired
 
 log = structlog.get_logger()
@@ -22,7 +24,7 @@ class ModeMemory:
     async def read(self) -> str | None:
         """The word; None: there is none."""
         try:
-            word = (await anyio.Path(self._file).read_text(encoding="utf-8")).strip()[:LONGEST_WORD]
+            word = (await anyio.to_thread.run_sync(read_text, self._file)).strip()[:LONGEST_WORD]
         except (OSError, UnicodeDecodeError):
             return None
         return word or None

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
 from agent.kit.inotify import FolderGone, watching
+from agent.kit.small_file import read_text
 from agent.modes.desired import Desired, Vocabulary
 from agent.modes.memory import LONGEST_WORD
 
@@ -92,7 +94,7 @@ class DesiredSource:
 
     async def _read(self, file: Path) -> Callable[[Vocabulary], Desired]:
         try:
-            word = (await anyio.Path(file).read_text(encoding="utf-8")).strip()
+            word = (await anyio.to_thread.run_sync(read_text, file)).strip()
         except FileNotFoundError:
             word = ""
         except (OSError, UnicodeDecodeError) as error:

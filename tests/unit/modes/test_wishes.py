@@ -1,9 +1,11 @@
 """Layouts, the words of the label, and where wishes come from."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
@@ -138,7 +140,7 @@ async def test_a_mode_file_is_followed(tmp_path: Path) -> None:
     file, source = tmp_path / "mode", DesiredSource(WORDS)
     async with anyio.create_task_group() as group:
         group.start_soon(source.follow_file, file)
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             await source.known.wait()
             assert source.cell.value.name == "none"
             await anyio.Path(file).write_text("pgpu\n")
@@ -148,6 +150,20 @@ async def test_a_mode_file_is_followed(tmp_path: Path) -> None:
             assert str(file) in (source.cell.value.problem or "")
             await anyio.Path(file).unlink()
             await source.cell.wait_for(lambda desired: desired.name == "none")
+            # Whatever takes its place holds nothing up and moves no GPU.
+            await anyio.Path(file).mkdir()
+            await source.cell.wait_for(lambda desired: desired.name == "?")
+            assert (source.cell.value.entries, source.cell.value.problem) == (
+                (),
+                f"mode file {file} cannot be read: {file} is no regular file",
+            )
+            await anyio.Path(file).rmdir()
+            await anyio.to_thread.run_sync(os.mkfifo, file.with_suffix(".new"))
+            await anyio.Path(file.with_suffix(".new")).rename(file)
+            await anyio.sleep(0.1)
+            await anyio.Path(file).unlink()
+            await anyio.Path(file).write_text("mps")
+            await source.cell.wait_for(lambda desired: desired.name == "mps")
         group.cancel_scope.cancel()
 
 
