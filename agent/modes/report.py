@@ -105,6 +105,8 @@ class Reporter:
         known = self._node.labels()
         if known is None:
             return 0.0
+        if MODE_LABEL not in known:
+            self._condition = None  # the node was made anew, or is new to us: it lacks the condition, too
         labels = {MODE_LABEL: mode_in_force(state), **self._extra.value}
         wrong = {key: value for key, value in labels.items() if known.get(key) != value}
         notes, there = {STATE_ANNOTATION: encode(state), **self._notes.value}, self._node.annotations()

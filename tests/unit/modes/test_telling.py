@@ -341,3 +341,19 @@ async def test_annotations_of_other_rooms_are_written_once_each() -> None:
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
     assert STATE_ANNOTATION in node.notes
+
+
+async def test_a_node_that_is_made_anew_gets_its_condition_back() -> None:
+    node, state = OwnNode(), Cell(SwitchState(Phase.APPLIED, "pgpu", "", (), "pgpu"))
+    async with anyio.create_task_group() as group:
+        group.start_soon(Reporter(node, state, Cell[Mapping[str, str]]({})).run)
+        with anyio.fail_after(10):
+            while not node.conditions:
+                await anyio.sleep(0.005)
+            node.known, node.notes = {}, {}
+            node.changes.publish(object())
+            while len(node.conditions) < 2:
+                await anyio.sleep(0.005)
+        group.cancel_scope.cancel()
+    assert node.known == {MODE_LABEL: "pgpu"}
+    assert node.conditions[1][:3] == (CONDITION, "True", "Applied")
