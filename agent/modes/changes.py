@@ -83,6 +83,11 @@ class Changes:
             if (change := self._by_gpu.get(uuid)) and not change.running:
                 del self._by_gpu[uuid]
 
+    def forget_running(self) -> None:
+        """Drop what was under way in a task group that has ended: nobody would ever end it."""
+        for uuid in [uuid for uuid, change in self._by_gpu.items() if change.running]:
+            del self._by_gpu[uuid]
+
     def forget_failed(self, targets: Mapping[str, GpuMode]) -> None:
         """Drop failures of what nobody wants any more."""
         for uuid, change in tuple(self._by_gpu.items()):

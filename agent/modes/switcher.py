@@ -81,7 +81,8 @@ class ModeSwitcher:
         self.state: Cell[SwitchState] = Cell(STARTING)
 
     async def run(self) -> None:
-        """Switch for ever."""
+        """Switch for ever; may be started again after a failure."""
+        self._changes.forget_running()
         async with anyio.create_task_group() as group:
             group.start_soon(self._wake_on, self._inventory)
             group.start_soon(self._wake_on, self._desired)
@@ -242,7 +243,7 @@ class ModeSwitcher:
         waiting: dict[str, tuple[str, ...]] = {}
         left: dict[str, GpuMode] = {}
         begun: list[Change] = []
-        for uuid in differing:
+        for uuid in (each for each in differing if each in gpus):  # one may have been forgotten meanwhile
             active, wanted, known = self._of(uuid), targets[uuid], self._changes.of(uuid)
             if must_drain(active, wanted) and (holders.get(uuid) or uuid in granted):
                 waiting[uuid] = pods_of(holders.get(uuid, ())) or ("a pod that is being admitted",)

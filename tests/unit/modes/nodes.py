@@ -162,8 +162,12 @@ async def switching(
     wish: Desired | None = None,
     standing: Desired | None = None,
     gate: Gate = no_gate,
+    run: bool = True,
 ) -> AsyncIterator[Node]:
-    """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere."""
+    """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere.
+
+    Without `run` its test runs it.
+    """
     inventory = Cell(snapshot_of(*gpus))
     desired = Cell(wish or Desired(first.value, everywhere(first)))
     assignment = Cell(Assignment())
@@ -181,6 +185,7 @@ async def switching(
         gate=gate,
     )
     async with anyio.create_task_group() as group:
-        group.start_soon(switcher.run)
+        if run:
+            group.start_soon(switcher.run)
         yield Node(inventory, desired, assignment, kubelet, lists, switcher)
         group.cancel_scope.cancel()

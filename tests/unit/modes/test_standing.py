@@ -174,3 +174,22 @@ async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
             while await memory.read() != "none":
                 await anyio.sleep(0.005)
         group.cancel_scope.cancel()
+
+
+async def test_a_switcher_that_failed_goes_on_where_it_was() -> None:
+    daemon = Daemon()
+    daemon.gate = anyio.Event()
+    async with switching(gpu(0), backends={Mode.MPS: daemon}, run=False) as node:
+        async with anyio.create_task_group() as group:
+            group.start_soon(node.switcher.run)
+            node.want(Mode.MPS)
+            with anyio.fail_after(5):
+                while not daemon.log:
+                    await anyio.sleep(0.005)
+            group.cancel_scope.cancel()
+        daemon.gate.set()
+        async with anyio.create_task_group() as group:
+            group.start_soon(node.switcher.run)
+            await node.reach("mps")
+            group.cancel_scope.cancel()
+    assert daemon.log == ["up 0", "up 0"]
