@@ -278,12 +278,15 @@ class NodeFigures:
         busy = True
         while busy:
             busy, before = False, frozenset[str]()
+            asked = anyio.current_time()
             while caught := frozenset(await self._caught()):
                 if before - caught and deadline:
                     self._held_since = anyio.current_time()
                     deadline.deadline = self._held_since + SHRINK_SECONDS
                 busy, before = True, caught
-                await anyio.sleep(LOOK_SECONDS)
+                # A kubelet that answers slowly has pods to admit, and every question holds it up.
+                await anyio.sleep(max(LOOK_SECONDS, 2 * (anyio.current_time() - asked)))
+                asked = anyio.current_time()
                 if self._ahead:
                     await self._patch_differences()
             if busy:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import anyio
 import pytest
@@ -145,6 +146,21 @@ async def test_a_slow_kubelet_gets_through_all_pods_and_a_stuck_one_holds_nothin
     left["stuck"] = 60
     with anyio.fail_after(5):
         await figures.shrink(DRAINING)
+
+
+async def test_a_kubelet_that_answers_slowly_is_asked_less_often() -> None:
+    asked: list[float] = []
+
+    async def caught() -> set[str]:
+        asked.append(anyio.current_time())
+        await anyio.sleep(0.2)
+        return {"a"} if len(asked) < 3 else set()
+
+    node = OwnNode(status={"nvidia.com/gpu": (8, 8)})
+    with anyio.fail_after(10):
+        await NodeFigures(node, lists, Cell(SELLING), caught, SchedulingHold(node)).shrink(DRAINING)
+    # Twice the time of an answer between two questions.
+    assert min(after - before for before, after in pairwise(asked[:3])) >= 0.59
 
 
 async def test_more_is_offered_after_scheduling_was_let_go() -> None:

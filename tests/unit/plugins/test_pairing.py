@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from agent.kubelet.api import PreferenceRequest, Reason, Refused
+from agent.kubelet.podresources import PodList, PodResourcesUnavailable
 from agent.model.demand import MPS, Pod, Stage
 from agent.model.ledger import Half
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -137,6 +138,25 @@ async def test_two_readings_are_refused_unless_they_come_to_the_same() -> None:
         await first(kubelet, pod("new", share("main", 10, 5)), Half.CORE)
     assert refusal.value.reason is Reason.UNAVAILABLE
     await first(kubelet, pod("same", share("main", 20, 7)), Half.CORE)
+
+
+async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agent.plugins.pairing_facts.LIST_SECONDS", 0.05)
+    kubelet = KubeletModel()
+
+    async def late(deadline: float = 0.05) -> PodList:
+        kubelet.lists += 1
+        await anyio.sleep(deadline)
+        raise PodResourcesUnavailable("no answer")
+
+    kubelet.list = late  # type: ignore[method-assign]
+    # Either may be asking, and it makes no difference: four questions would have used up the call's time.
+    waiting = pod("next", share("main", 20, 7))
+    kubelet.api[waiting.key] = waiting
+    await first(kubelet, pod("same", share("main", 20, 7)), Half.CORE)
+    assert kubelet.lists <= 2  # GetPreferredAllocation, Allocate
 
 
 async def first(kubelet: KubeletModel, new: Pod, half: Half) -> None:
