@@ -64,6 +64,11 @@ def _late(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
+def _readable(file: Path) -> None:
+    with file.open("rb"):
+        pass
+
+
 async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the client's own untyped class
     """The client's Configuration: from `kubeconfig` where given, else from the pod's service account.
 
@@ -78,6 +83,8 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
         if kubeconfig is None:
             await anyio.to_thread.run_sync(_service_account, made)
         else:
+            # The client prints that there is no file, and then complains of what it does not hold.
+            await anyio.to_thread.run_sync(_readable, kubeconfig)
             loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
             await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=made)
     except Exception as error:

@@ -33,7 +33,8 @@ async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[
     try:
         api = await connect(kubeconfig)
     except NoClusterAccess as error:
-        raise CannotExplain(str(error)) from error
+        remedy = "" if kubeconfig else "; name one with --kubeconfig, or run this in the agent's pod"
+        raise CannotExplain(f"{error}{remedy}") from error
     try:
         return await explain(api, namespace, name)
     except (ApiError, msgspec.DecodeError) as error:

@@ -83,4 +83,4 @@ def test_a_kubeconfig_that_is_none(tmp_path: Path) -> None:
     )
     root = Path(__file__).parents[3]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("kubeconfig /nonexistent/config cannot be used: ")
+    assert run.stdout.startswith("kubeconfig /nonexistent/config cannot be used: [Errno 2]")
