@@ -50,6 +50,7 @@ class Endpoint:
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._folders = {Way.REGISTRY: kubelet_root / "plugins_registry", Way.SOCKET: device_plugins}
         self._obstacle: str | None = "it has not been tried yet"
+        self._told: set[str] = set()  # the obstacles since the kubelet listened last
         vendor, _, name = plugin.resource.partition("/")
         self._file = f"gna-{vendor.split('.')[0]}-{name}.sock"
 
@@ -95,8 +96,10 @@ class Endpoint:
 
     def _hinder(self, obstacle: str, *, usual: bool = False) -> None:
         """Remember what stands in the way; `usual`: it does at every start, for a moment."""
-        if obstacle != self._obstacle:
-            self._obstacle = obstacle
+        self._obstacle = obstacle
+        # Each is told once until the kubelet listens: two that take turns would fill the log.
+        if obstacle not in self._told:
+            self._told.add(obstacle)
             tell = log.info if usual else log.warning
             tell("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
 
@@ -182,6 +185,7 @@ class Endpoint:
     async def _while_registered(self, server: DrainableServer) -> None:
         """Return when the kubelet stopped listening for good, or our socket is gone."""
         self._obstacle = "the kubelet stopped listening; it may be restarting"
+        self._told.clear()
         async with anyio.create_task_group() as group:
             group.start_soon(self._until_silent, group.cancel_scope)
             group.start_soon(self._until_socket_gone, server, group.cancel_scope)

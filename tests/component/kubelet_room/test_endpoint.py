@@ -232,6 +232,24 @@ async def test_a_refused_registration_is_told_and_tried_again_ever_more_slowly(
         assert endpoint.service.infos_given.value < 30
 
 
+async def test_a_kubelet_socket_that_comes_and_goes_fills_no_log(folder: Path, logs: Any) -> None:
+    (folder / "device-plugins").mkdir()
+    place = folder / "device-plugins" / "kubelet.sock"
+    async with _life(_endpoint(folder, "socket")):
+        for _ in range(10):
+            dead = socket.socket(socket.AF_UNIX)
+            dead.bind(str(place))
+            dead.close()
+            await anyio.sleep(0.05)
+            place.unlink()
+            await anyio.sleep(0.05)
+        kubelet = _kubelet(folder)
+        async with kubelet.running():
+            await eventually(lambda: _listed(kubelet))
+    told = [event["obstacle"] for event in logs if event["event"] == "registration_waits"]
+    assert len(told) == len(set(told)) <= 3
+
+
 async def test_the_socket_of_a_dead_agent_is_replaced(folder: Path) -> None:
     (folder / "plugins_registry").mkdir()
     stale = socket.socket(socket.AF_UNIX)
