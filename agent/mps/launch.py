@@ -22,8 +22,11 @@ CGROUP = "gpu-node-agent-mps"
 START_SECONDS = 10.0
 MNT_DETACH = 2
 MULTI_USER = "-multiuser-server"
-# What a version without the flag says: it takes any further argument for a wish to be a client.
-NOT_A_DAEMON = "cannot find mps control daemon"
+# What a version without the flag says: up to driver 550 it takes any further argument for a wish to be a
+# client, since 580 it explains its usage and ends with 0.
+NO_SUCH_FLAG = ("cannot find mps control daemon", "unrecognized option")
+# Since driver 580 the daemon itself loads libcuda, and without it ends so, saying nothing: CUDA error 500.
+NO_LIBRARY = 500 & 0xFF
 
 SharedMemory = Literal["auto", "tmpfs", "directory"]
 
@@ -64,11 +67,17 @@ async def launch(
             "namespace_required": shared_memory == "tmpfs",
         }
         code, out, complaint = await _run(order)
-        if code == 0:
+        lacks_flag = any(words in f"{out} {complaint}".lower() for words in NO_SUCH_FLAG)
+        if code == 0 and not lacks_flag:
             return Launched(flagged, problems | dict(_problems(out)), known)
         # Whatever a version says to a flag that it lacks: what is wrong besides shows without the flag, too.
-        known = NOT_A_DAEMON in complaint.lower()
+        known = lacks_flag
     said = complaint or "it said nothing"
+    if code == NO_LIBRARY:
+        said += (
+            ", as it does where it finds no libcuda.so.1: have the driver's libraries beside the program, in "
+            "the driver root or known to the loader"
+        )
     raise StartFailed(f"{program.path} -d ended with {code}: {said}; see {folders.log}/control.log")
 
 

@@ -49,8 +49,8 @@ def binding() -> Binding:
 def lay_out(folder: Path, library: Path) -> Path:
     """Put both programs into `folder`; the control program. Raises MpsBinaryMissing.
 
-    The daemon gets a clean environment from the agent, so its server finds a driver library that only
-    LD_LIBRARY_PATH leads to by way of a wrapper.
+    The daemon gets a clean environment from the agent, so a server finds a driver library that only
+    LD_LIBRARY_PATH leads to by way of a wrapper, whatever its daemon hands on.
     """
     control, server = _found()
     (folder / CONTROL).symlink_to(control)

@@ -101,6 +101,7 @@ class Rig:
     library: str = LIBRARY
     told: Told = field(default_factory=Told)
     daemon: Daemon | None = None
+    library_folder: str = ""
 
     # Once a server did not start none will: the others say so without a minute's wait each.
     hopeless: ClassVar[dict[str, str]] = {}
@@ -178,10 +179,13 @@ class Rig:
 
     def _program(self) -> Program:
         folder = self.folder / "programs"
+        control = folder / "nvidia-cuda-mps-control"
         if not folder.is_dir():
             folder.mkdir()
+            self.library_folder = str(library_in_use().parent)
             lay_out(folder, library_in_use())
-        return Program(folder / "nvidia-cuda-mps-control")
+        # Since driver 580 the control daemon loads the library, too.
+        return Program(control, libraries=self.library_folder)
 
 
 async def reached(daemon: Daemon, state: DaemonState, deadline: float = SERVING_SECONDS) -> None:

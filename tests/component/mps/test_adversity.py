@@ -192,17 +192,31 @@ async def refused(control: Control) -> None:
         await control.terminate_client(1, 2)
 
 
+@pytest.mark.parametrize("code", [0, 2])
 async def test_whatever_a_version_says_to_an_unknown_flag_it_is_started_without(
-    newest: Program, run_folder: Path, tmp_path: Path
+    newest: Program, run_folder: Path, tmp_path: Path, code: int
 ) -> None:
+    """Real ones of 580 and 595 end with 0 on an unknown flag; the one that they have is another."""
     newer = script(
         tmp_path / CONTROL,
-        f'case "$*" in *multiuser*) echo "Unrecognized option" >&2; exit 2;; esac; exec {newest.path} "$@"',
+        f'case "$*" in *multiuser*) echo "Unrecognized option" >&2; exit {code};; esac\n'
+        f'exec {newest.path} "$@"',
     )
     bench = Bench(run_folder, newer)
     daemon = bench.daemon()
     async with bench.kept(daemon):
         assert (await reached(daemon, DaemonState.SERVING)).multi_user is False
+    await daemon.stop()
+
+
+async def test_a_daemon_without_its_library_is_told_with_the_remedy(run_folder: Path, tmp_path: Path) -> None:
+    """As 580.178.04 and 595 end where there is no libcuda: with 244, and not a word."""
+    mute = script(tmp_path / CONTROL, "exit 244")
+    daemon = (bench := Bench(run_folder, mute)).daemon()
+    async with bench.kept(daemon):
+        with anyio.fail_after(20):
+            status = await daemon.status.wait_for(lambda status: status.restarts > 0)
+    assert "finds no libcuda.so.1: have the driver's libraries" in status.reason
     await daemon.stop()
 
 

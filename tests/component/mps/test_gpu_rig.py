@@ -95,6 +95,24 @@ async def test_the_table_has_a_row_for_each_measurement(rig: Rig, monkeypatch: p
     assert page.count("\n| ") == len(rows) + 2 * 2
 
 
+async def test_where_no_server_starts_it_is_said_once_and_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose driver and programs do not fit: the other tests wait for nothing."""
+    monkeypatch.setattr(Rig, "hopeless", {})
+    server = rig.folder / "programs" / SERVER
+    await anyio.Path(server).write_text("#!/bin/sh\nexit 1\n")
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(AssertionError, match=r"does not start[\s\S]*needs a plain Linux")
+    ):
+        async with rig.serving():
+            pass
+    monkeypatch.setattr(rig, "_program", None)
+    with pytest.raises(AssertionError, match=r"does not start[\s\S]*GPU_TEST_MPS"):
+        async with rig.serving():
+            pass
+
+
 def test_programs_are_laid_out_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought, laid_out = tmp_path / "brought", tmp_path / "laid out"
     for folder in (brought, laid_out):
