@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agent.mps.binary import CONTROL, SERVER
 from tests.mps_binaries import SUITES, both_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,15 +28,19 @@ def pinned(lock: str, names: Sequence[str]) -> list[str]:
     return [f"{name}=={versions[name]}" for name in names]
 
 
-def make(folder: Path, python: str) -> None:
-    """Fill the folder. Blocks. Raises CalledProcessError, MpsBinaryMissing."""
+def make(folder: Path, python: str, programs: Path | None = None) -> None:
+    """Fill the folder, with the MPS programs of `programs`, or Debian's. Blocks.
+
+    Raises CalledProcessError, MpsBinaryMissing, FileNotFoundError.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "mps").mkdir(parents=True)
     wishes = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *wishes]
     subprocess.run(command, check=True)
-    for program in both_programs(max(SUITES)):
+    found = (programs / CONTROL, programs / SERVER) if programs else both_programs(max(SUITES))
+    for program in found:
         shutil.copy2(program, folder / "mps")
 
 
@@ -44,8 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.kit")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of Python there (default: %(default)s)")
+    parser.add_argument(
+        "--mps", type=Path, help="folder of the driver's own MPS programs (default: Debian's)"
+    )
     options = parser.parse_args(arguments)
-    make(options.folder, options.python)
+    make(options.folder, options.python, options.mps)
     return 0
 
 
