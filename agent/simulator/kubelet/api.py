@@ -47,6 +47,8 @@ class Api:
 
     def __init__(self, node_name: str, rng: random.Random) -> None:
         self.node_name = node_name
+        # A kubelet that starts while this is False hears of no pod; one that runs knows its own.
+        self.reachable = True
         self.capacity: dict[str, int] = {}
         self.allocatable: dict[str, int] = {}
         self.taints: list[dict[str, str]] = []

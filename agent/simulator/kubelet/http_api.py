@@ -31,7 +31,6 @@ class HttpApi:
         self.labels: dict[str, str] = {}
         self.annotations: dict[str, str] = {}
         self.events: list[Object] = []
-        self.reachable = True  # False: every call fails, open watches end
         self.conditions: dict[str, Object] = {}
         self.port = 0
 
@@ -64,6 +63,16 @@ class HttpApi:
         finally:
             with anyio.CancelScope(shield=True):
                 await runner.cleanup()
+
+    @property
+    def reachable(self) -> bool:
+        """False: every call fails, open watches end."""
+        return self._api.reachable
+
+    @reachable.setter
+    def reachable(self, value: bool) -> None:
+        self._api.reachable = value
+        self._api.changed()
 
     def write_kubeconfig(self, path: Path) -> None:
         """A kubeconfig for this server. Blocks."""

@@ -168,6 +168,8 @@ class Life:
 
     async def _sync(self) -> None:
         """The sync loop: pods one after another, oldest first; what one waits for all wait for."""
+        while not self._api.reachable:
+            await self._api.changes.wait_change(self._api.changes.version)
         while True:
             seen = self._api.changes.version
             for pod in self._api.bound_pods():
