@@ -13,6 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ class Cluster(RigNode):
         self.options = options
         self.timings: dict[str, float] = {}
         """Seconds from the start until each stage was reached."""
+        self._recording = threading.Lock()
         self._reaper: subprocess.Popen[bytes] | None = None
         self._api: ApiClient | None = None
         self._ports: control_plane.Ports | None = None
@@ -146,7 +148,9 @@ class Cluster(RigNode):
 
     def adopt(self, pid: int) -> None:
         """See RigNode."""
-        if identity := identify(pid):
+        if not (identity := identify(pid)):
+            return
+        with self._recording:  # agents of several nodes start side by side
             living = tuple(process for process in self._record.processes if alive(process))
             self._record = replace(self._record, processes=(*living, identity))
             self._record.write()

@@ -115,13 +115,15 @@ def test_cluster_leaves_nothing_behind(parts: Parts) -> None:
 def test_killed_owner_is_cleaned_up_after(parts: Parts) -> None:
     before = traces()
     with cluster_of_another_process() as (owner, record):
+        reaper = identify(reaper_of(owner.pid))
+        assert reaper
         owner.kill()
 
-        def cleaned() -> None:
-            if record in host.records() or processes_naming(str(record.folder)):
-                raise NotYet("the cluster is still there")
+        def ended() -> None:
+            if alive(reaper):
+                raise NotYet("the reaper is at work")
 
-        eventually(cleaned, timeout=20, what="clean-up by the reaper")
+        eventually(ended, timeout=20, what="clean-up by the reaper")
     assert_no_trace(record, before)
 
 
