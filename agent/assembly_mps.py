@@ -1,7 +1,7 @@
 """Builds MPS: the daemons, their resources, what the switcher needs of them, and who is told what."""
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from agent.rooms import Agent, MpsParts
 from agent.settings import Settings
 from agent.telemetry import mps as mps_metrics
 from agent.telemetry import pairs
+from agent.telemetry.containers import above_limit
 
 log = structlog.get_logger()
 
@@ -71,7 +72,13 @@ async def build_mps(
     )
     fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
     await fleet.look()
-    clients = ClientWatch(fleet, agent.holdings.cell, _pod_facts(agent), proc=Path(settings.host.proc))
+    clients = ClientWatch(
+        fleet,
+        agent.holdings.cell,
+        _pod_facts(agent),
+        proc=Path(settings.host.proc),
+        exceeding=_exceeding(agent),
+    )
     pairing, conditions, plugins = mps.build(
         settings,
         fleet,
@@ -151,6 +158,14 @@ class _Told:
         held = self._agent.holdings.cell.value
         holders = holders_by_gpu(held).get(uuid, []) if held else []
         return {holder.pod for holder in holders if holder.mode is Mode.MPS}
+
+
+def _exceeding(agent: Agent) -> Callable[[], Mapping[str, AbstractSet[str]]]:
+    def exceeding() -> Mapping[str, AbstractSet[str]]:
+        uses = agent.sources.uses if agent.sources else None
+        return above_limit(uses.value, Mode.MPS) if uses else {}
+
+    return exceeding
 
 
 def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:

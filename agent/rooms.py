@@ -62,6 +62,7 @@ class MpsParts:
             "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
             "podsWithoutClient": sorted(overview.silent),
             "podsWithManyClients": sorted(overview.crowded),
+            "podsAboveCap": sorted(overview.exceeding),
             "rootPods": sorted(overview.rooted),
         }
 

@@ -6,8 +6,10 @@ in the middle of its work harms its neighbours, so clients of ending pods are as
 """
 
 import datetime as dt
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -71,12 +73,20 @@ class Overview:
 
     clients: tuple[MpsClient, ...] = ()
     silent: frozenset[str] = frozenset()  # pods that hold shares and have had no client for a while
-    crowded: frozenset[str] = frozenset()  # pods with several clients: each of them has the whole cap
+    # Pods with several clients in a container: each of them has the container's whole cap ...
+    crowded: frozenset[str] = frozenset()
+    exceeding: frozenset[str] = frozenset()  # ... and those that together use more memory than that
     rooted: frozenset[str] = frozenset()  # pods whose clients run as root
     strangers: frozenset[int] = frozenset()  # PIDs of clients outside of pods, or whose pod holds no share
 
 
 Pods = Callable[[], Sequence[PodFacts]]
+# Pods (namespace/name) by UUID of the GPU of which they use more memory than their caps allow a process.
+Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
+
+
+def _not_measured() -> Mapping[str, AbstractSet[str]]:
+    return {}
 
 
 @dataclass
@@ -88,6 +98,7 @@ class ClientWatch:
     pods: Pods
     overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
     proc: Path = PROC
+    exceeding: Exceeding = _not_measured
     _seen: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: set[tuple[str, int]] = field(default_factory=set)
     _ending: set[str] = field(default_factory=set)  # GPUs whose clients are being ended
@@ -106,11 +117,13 @@ class ClientWatch:
     async def look(self) -> None:
         """Ask every serving daemon for its clients and publish what is found."""
         found: dict[str, Overview] = {}
+        exceeding = self.exceeding()
         for uuid, status in self.fleet.statuses.value.items():
             if not status.serving:
                 continue
             clients = await self._clients(uuid)
-            found[uuid] = self._judged(uuid, clients, self._holders(uuid))
+            judged = self._judged(uuid, clients, self._holders(uuid))
+            found[uuid] = replace(judged, exceeding=frozenset(exceeding.get(uuid, ())))
         before = self.overviews.value
         if found != before:
             self.overviews.publish(MappingProxyType(found))
@@ -155,9 +168,8 @@ class ClientWatch:
 
     def _judged(self, uuid: str, clients: tuple[MpsClient, ...], pods: frozenset[str]) -> Overview:
         now = anyio.current_time()
-        per_pod: dict[str, int] = {}
+        together = Counter((client.pod, client.container) for client in clients)
         for client in clients:
-            per_pod[client.pod] = per_pod.get(client.pod, 0) + 1
             self._seen[uuid, client.pod] = now
         # A pod that the API server has not told of, as none is without it, may be any of those with shares.
         unknown = any(client.container and not client.pod for client in clients)
@@ -168,7 +180,7 @@ class ClientWatch:
         return Overview(
             clients,
             silent=frozenset(pod for pod in pods if now - self._seen[uuid, pod] >= QUIET_SECONDS),
-            crowded=frozenset(pod for pod, count in per_pod.items() if pod and count > 1),
+            crowded=frozenset(pod for (pod, _), count in together.items() if pod and count > 1),
             rooted=frozenset(client.pod for client in clients if client.pod and client.root),
             strangers=frozenset(
                 client.pid
@@ -245,6 +257,8 @@ def _tell(uuid: str, before: Overview, after: Overview) -> None:
         log.warning("mps_pod_without_client", gpu=uuid, pod=pod, quiet_seconds=QUIET_SECONDS)
     for pod in sorted(after.crowded - before.crowded):
         log.warning("mps_pod_with_many_clients", gpu=uuid, pod=pod)
+    for pod in sorted(after.exceeding - before.exceeding):
+        log.warning("mps_pod_above_its_cap", gpu=uuid, pod=pod)
     for pod in sorted(after.rooted - before.rooted):
         log.warning("mps_pod_runs_as_root", gpu=uuid, pod=pod)
     for pid in sorted(after.strangers - before.strangers):

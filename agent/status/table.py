@@ -107,6 +107,8 @@ def _mps_notes(mps: Document | None) -> Iterator[str]:
         yield f"pod {pod} holds MPS shares and has no client: it may run without MPS, or not use the GPU"
     for pod in mps["podsWithManyClients"]:
         yield f"pod {pod} has several MPS clients, and each of them may use the pod's whole share"
+    for pod in mps["podsAboveCap"]:
+        yield f"pod {pod} uses more memory than its share: its processes have a cap each, not one together"
     for pod in mps["rootPods"]:
         yield f"pod {pod} runs as root and reaches the MPS control socket"
 

@@ -1,6 +1,7 @@
 """Keeps the use of GPUs by container, worked out anew with each sampling round in a thread of its own."""
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,7 +12,8 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.owners import Owners
 from agent.kubelet.podresources import PodList
-from agent.telemetry.attribution import NO_PODS, KnownPod, Use, attribute
+from agent.model.modes import Mode
+from agent.telemetry.attribution import NO_PODS, Grade, KnownPod, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.telemetry.shares import Share, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
@@ -116,6 +118,19 @@ class ContainerWatch:
         memory.add(use.memory, now)
         utilization.add(use.utilization, now)
         return ContainerUse(use, memory.span, utilization.span)
+
+
+def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
+    """Pods (namespace/name) whose processes together use more memory of a GPU (by UUID) than they were given.
+
+    Only what the driver tells by process counts: an estimate never goes above a limit.
+    """
+    found: dict[str, set[str]] = {}
+    for each in uses.containers:
+        use, share = each.use, each.use.share
+        if share.mode is mode and use.memory_grade is Grade.MEASURED and use.memory > share.memory_limit:
+            found.setdefault(share.gpu, set()).add(f"{share.namespace}/{share.pod}")
+    return found
 
 
 def _anybody(samples: Samples) -> bool:

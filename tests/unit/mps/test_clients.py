@@ -105,6 +105,27 @@ async def test_clients_are_mapped_to_their_pods(tmp_path: Path) -> None:
     assert not seen.strangers
 
 
+async def test_containers_with_a_process_each_are_no_crowd(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, ["p1"])
+    scene.pod(1)
+    scene.process(101, 1)
+    scene.process(102, 1)
+    (tmp_path / "102" / "cgroup").write_text(f"0::/kubepods/pod{uid(1)}/{ID[::-1]}\n")
+    assert not (await scene.look()).crowded
+
+
+async def test_pods_above_their_cap_are_told_once(tmp_path: Path, logs: list[Any]) -> None:
+    scene = Scene(tmp_path, ["p1"])
+    scene.pod(1)
+    scene.process(101, 1)
+    scene.watch.exceeding = lambda: {GPU: {"default/p1"}, "GPU-other": {"default/p2"}}
+    assert (await scene.look()).exceeding == {"default/p1"}
+    await scene.look()
+    assert [each["pod"] for each in logs if each["event"] == "mps_pod_above_its_cap"] == ["default/p1"]
+    scene.watch.exceeding = dict
+    assert not (await scene.look()).exceeding
+
+
 async def test_what_is_wrong_among_clients_is_told(tmp_path: Path, logs: list[Any]) -> None:
     scene = Scene(tmp_path, ["p1", "p2"])
     for number in (1, 2, 3):

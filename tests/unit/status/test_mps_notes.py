@@ -9,6 +9,7 @@ QUIET: dict[str, Any] = {
     "reason": "",
     "podsWithoutClient": [],
     "podsWithManyClients": [],
+    "podsAboveCap": [],
     "rootPods": [],
 }
 
@@ -27,10 +28,12 @@ def test_daemon_and_pods_that_need_somebody_are_named() -> None:
                 "reason": "a client's fatal error: Server is handling a fatal GPU error.",
                 "podsWithoutClient": ["a/silent"],
                 "podsWithManyClients": ["a/crowd"],
+                "podsAboveCap": ["a/greedy"],
                 "rootPods": ["a/root"],
             }
         )
     )
     assert told[0] == "its MPS daemon is fault: a client's fatal error: Server is handling a fatal GPU error."
-    assert ["a/silent" in told[1], "a/crowd" in told[2], "a/root" in told[3]] == [True] * 3
+    pods = ("a/silent", "a/crowd", "a/greedy", "a/root")
+    assert [pod in line for pod, line in zip(pods, told[1:], strict=True)] == [True] * 4
     assert "each of them may use the pod's whole share" in told[2]

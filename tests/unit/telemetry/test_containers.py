@@ -13,7 +13,7 @@ from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry.attribution import Grade, KnownPod, Use
 from agent.telemetry.container_page import compatible_page, container_page
-from agent.telemetry.containers import ContainerUse, ContainerWatch
+from agent.telemetry.containers import ContainerUse, ContainerWatch, Uses, above_limit
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
 from tests.unit.telemetry.agents import Parts
@@ -119,6 +119,23 @@ def test_processes_are_looked_up_once_and_forgotten_with_the_last_question(tmp_p
     assert owners.of([7]) == {7: None}
     with pytest.raises(ProcessUnreadable, match="process 8 cannot be looked up"):
         container_of_process(8, tmp_path)
+
+
+def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() -> None:
+    def one(pod: str, mebibytes: int, grade: Grade, mode: Mode = Mode.MPS) -> ContainerUse:
+        share = Share("team", pod, "main", "GPU-0", 0, mode, 0.5, 512 * MIB)
+        return ContainerUse(Use(share, mebibytes * MIB, grade), Span(0, 0), Span(0, 0))
+
+    uses = Uses(
+        (
+            one("full", 512, Grade.MEASURED),
+            one("greedy", 513, Grade.MEASURED),
+            one("guessed", 600, Grade.ESTIMATED),
+            one("fraction", 600, Grade.MEASURED, Mode.VGPU),
+        )
+    )
+    assert above_limit(uses, Mode.MPS) == {"GPU-0": {"team/greedy"}}
+    assert above_limit(Uses(), Mode.MPS) == {}
 
 
 def use(container: str, gpu: int, cores: float | None, utilization: float, memory: int) -> ContainerUse:
