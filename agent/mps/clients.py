@@ -117,12 +117,12 @@ class ClientWatch:
     async def look(self) -> None:
         """Ask every serving daemon for its clients and publish what is found."""
         found: dict[str, Overview] = {}
-        exceeding = self.exceeding()
+        exceeding, holders = self.exceeding(), self._holders()
         for uuid, status in self.fleet.statuses.value.items():
             if not status.serving:
                 continue
             clients = await self._clients(uuid)
-            judged = self._judged(uuid, clients, self._holders(uuid))
+            judged = self._judged(uuid, clients, holders.get(uuid, frozenset()))
             found[uuid] = replace(judged, exceeding=frozenset(exceeding.get(uuid, ())))
         before = self.overviews.value
         if found != before:
@@ -130,10 +130,13 @@ class ClientWatch:
             for uuid, overview in found.items():
                 _tell(uuid, before.get(uuid, Overview()), overview)
 
-    def _holders(self, uuid: str) -> frozenset[str]:
-        """Pods (namespace/name) with shares of a GPU."""
+    def _holders(self) -> dict[str, frozenset[str]]:
+        """Pods (namespace/name) with shares, by UUID of the GPU."""
         held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
-        return frozenset(holder.pod for holder in held.get(uuid, ()) if holder.mode is Mode.MPS)
+        return {
+            uuid: frozenset(holder.pod for holder in holders if holder.mode is Mode.MPS)
+            for uuid, holders in held.items()
+        }
 
     async def _clients(self, uuid: str, anew: bool = False) -> tuple[MpsClient, ...]:
         """Clients of a GPU as of its daemon's last probe, or asked `anew`."""
@@ -192,11 +195,12 @@ class ClientWatch:
     async def _end_clients_of_dying_pods(self, group: TaskGroup) -> None:
         while True:
             due = self._due()
+            holders = self._holders() if due else {}
             if not due:
                 self._ended.clear()
             for uuid in self.fleet.statuses.value if due else ():
                 # GPUs do not wait for each other: ending a client waits for its kernels.
-                if uuid not in self._ending and self._concerns(uuid, due):
+                if uuid not in self._ending and self._concerns(uuid, due, holders.get(uuid, frozenset())):
                     self._ending.add(uuid)
                     group.start_soon(self._end, uuid, frozenset(due))
             await anyio.sleep(ENDING_LOOK_SECONDS)
@@ -224,9 +228,9 @@ class ClientWatch:
             and -ENDED_SECONDS <= deadlines[pod.uid][1] - now <= TERMINATE_BEFORE_SECONDS
         }
 
-    def _concerns(self, uuid: str, due: Mapping[str, str]) -> bool:
+    def _concerns(self, uuid: str, due: Mapping[str, str], holders: frozenset[str]) -> bool:
         """Whether one of these pods (UID to name) has to do with a GPU: others' daemons are left alone."""
-        if not self._holders(uuid).isdisjoint(due.values()):
+        if not holders.isdisjoint(due.values()):
             return True
         seen = self.overviews.value.get(uuid, Overview()).clients
         return any(client.container and client.container.pod_uid in due for client in seen)
