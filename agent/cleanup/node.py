@@ -18,11 +18,11 @@ from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
-from agent.mps.binary import NO_PROGRAM, Program, find
+from agent.mps.binary import Program, find, find_any
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing
+from agent.mps.errors import MpsError
 from agent.mps.status import Kind
 from agent.nvml.errors import NvmlError
 from agent.nvml.lane import Lane
@@ -101,10 +101,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
 def _program(settings: Settings) -> Program:
     """The control program; none that can be run, where there is none: daemons are ended by signals then."""
     explicit = settings.mps.control_program
-    try:
-        return find(Path(settings.driver.root), Path(explicit) if explicit else None)
-    except ProgramMissing:
-        return NO_PROGRAM
+    return find_any(lambda: find(Path(settings.driver.root), Path(explicit) if explicit else None))
 
 
 def remove_files(settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def find(driver_root: Path, explicit: Path | None = None, search: str | None = N
         "(nvidia-cuda-mps on Debian, nvidia-compute-utils on Ubuntu), mount the driver root and set "
         "driver.root, or set mps.controlProgram"
     )
+
+
+def find_any(finder: Callable[[], Program]) -> Program:
+    """What `finder` finds, or none that can be run: daemons without it are ended by signals. Blocks."""
+    try:
+        return finder()
+    except ProgramMissing:
+        return NO_PROGRAM
 
 
 def _program(path: Path, root: Path) -> Program:

@@ -15,7 +15,7 @@ from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import refusal
 from agent.mps import launch, processes
-from agent.mps.binary import NO_PROGRAM, Program
+from agent.mps.binary import Program, find_any
 from agent.mps.compute import ComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
@@ -151,18 +151,11 @@ class Fleet:
                     await kept.over.wait()
                 daemon = kept.daemon
             else:
-                daemon = self._daemon(uuid, await anyio.to_thread.run_sync(self._any_program))
+                daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
             await daemon.stop()
             self._publish()
         finally:
             self._stopping.discard(uuid)
-
-    def _any_program(self) -> Program:
-        """The program, or none that can be run: a daemon without it is ended by signals."""
-        try:
-            return self._find()
-        except ProgramMissing:
-            return NO_PROGRAM
 
     def _daemon(self, uuid: str, program: Program) -> Daemon:
         folders = Directories.of(self._run, uuid)
