@@ -21,6 +21,23 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("audit")
 
 
+@contextmanager
+def with_image(running: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Bring a cluster up and give its node the agent's image; where a test fails its logs are kept."""
+    try:
+        image = agent_image.build(lambda _line: None)
+        running.up()
+    except (BuildError, RigError) as error:
+        pytest.fail(str(error), pytrace=False)
+    try:
+        running.import_image(image)
+        yield running
+    finally:
+        if request.session.testsfailed:
+            running.save_logs(REPOSITORY / "build" / "cluster-logs")
+        running.down()
+
+
 @pytest.fixture(scope="module")
 def open_cluster(parts: Parts, audit: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster in which pods reach the API server, with the agent's image on its node."""
@@ -37,26 +54,16 @@ def open_cluster(parts: Parts, audit: Path, request: pytest.FixtureRequest) -> I
         # As servers before 1.32 are. All other tests of the agent have streaming lists.
         "--feature-gates=WatchList=false",
     )
-    running = Cluster(parts, Options(private_network=True, apiserver_flags=flags))
-    try:
-        image = agent_image.build(lambda _line: None)
-        running.up()
-    except (BuildError, RigError) as error:
-        pytest.fail(str(error), pytrace=False)
-    try:
-        running.import_image(image)
+    cluster = Cluster(parts, Options(private_network=True, apiserver_flags=flags))
+    with with_image(cluster, request) as running:
         yield running
-    finally:
-        if request.session.testsfailed:
-            running.save_logs(REPOSITORY / "build" / "cluster-logs")
-        running.down()
 
 
 @contextmanager
-def an_installation(open_cluster: Cluster) -> Iterator[Installation]:
+def an_installation(open_cluster: Cluster, kind: type[Installation] = Installation) -> Iterator[Installation]:
     """The chart, not installed yet; afterwards nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="inst-", dir=open_cluster.layout.root) as folder:
-        made = Installation(open_cluster, Node(open_cluster, Path(folder)))
+        made = kind(open_cluster, Node(open_cluster, Path(folder)))
         try:
             yield made
         finally:

@@ -1,7 +1,6 @@
 """The chart with the extender on: its pods as they come, kube-scheduler as docs/extender.md says."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,15 @@ import yaml
 from agent.model.placement import HINT
 from tests.chart import helm
 from tests.cluster import manifests
-from tests.cluster.build import BuildError, Parts, agent_image
+from tests.cluster.build import Parts
 from tests.cluster.extender_process import CONFIG
-from tests.cluster.install_fixtures import delete_pods
-from tests.cluster.installation import NAMESPACE, RELEASE, Installation, Node
+from tests.cluster.install_fixtures import an_installation, with_image
+from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.options import Options
-from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import UNTIL_DELETED
 from tests.cluster.test_install import assert_nothing_is_left, wait_sold
-from tests.cluster.waiting import NotYet, RigError, eventually
+from tests.cluster.waiting import NotYet, eventually
 
 LEASES = "coordination.k8s.io/v1"
 SERVICE = f"/api/v1/namespaces/{NAMESPACE}/services/{RELEASE}-extender:3456/proxy"
@@ -63,24 +62,8 @@ def installation(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Insta
     running = Cluster(parts, Options(private_network=True, pod_network=True))
     config = {**shipped(running.layout.certificates), "podMaxBackoffSeconds": 2}
     running.options = replace(running.options, scheduler_config=config)
-    try:
-        image = agent_image.build(lambda _line: None)
-        running.up()
-    except (BuildError, RigError) as error:
-        pytest.fail(str(error), pytrace=False)
-    try:
-        running.import_image(image)
-        with tempfile.TemporaryDirectory(prefix="inst-", dir=running.layout.root) as folder:
-            made = WithExtender(running, Node(running, Path(folder)))
-            try:
-                yield made
-            finally:
-                delete_pods(running)
-                made.remove_traces()
-    finally:
-        if request.session.testsfailed:
-            running.save_logs(REPOSITORY / "build" / "cluster-logs")
-        running.down()
+    with with_image(running, request), an_installation(running, WithExtender) as made:
+        yield made
 
 
 def leader(installation: Installation, other_than: str = "") -> str:

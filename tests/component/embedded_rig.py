@@ -119,7 +119,6 @@ class EmbeddedRig(RigBase):
     @asynccontextmanager
     async def api_server_away(self) -> AsyncIterator[None]:
         self.http.reachable = False
-        self.kubelet.api.changed()  # open watches look up and end
         try:
             yield
         finally:
