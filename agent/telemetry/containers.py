@@ -121,7 +121,7 @@ class ContainerWatch:
 
 
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
-    """Pods (namespace/name) whose processes together use more memory of a GPU (by UUID) than they were given.
+    """Pods (namespace/name) by GPU (UUID) of which a container's processes use more memory than it was given.
 
     Only what the driver tells by process counts: an estimate never goes above a limit.
     """
