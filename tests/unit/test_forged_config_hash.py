@@ -8,8 +8,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agent.assembly_mps import _pod_facts
-from agent.assembly_telemetry import _known_pods
+from agent.app.build_mps import _pod_facts
+from agent.app.build_telemetry import _known_pods
 from agent.cluster.pods import Container, ContainerStatus, Pod, PodCache, PodSpec, PodStatus
 from agent.cluster.reflector import Metadata, OwnerReference
 from agent.model.cgroup import ContainerRef
