@@ -19,9 +19,9 @@ from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, PodFacts
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
-from agent.mps.daemon import Options
 from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import MpsError
+from agent.mps.options import Options
 from agent.mps.status import Kind
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder

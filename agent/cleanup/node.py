@@ -20,9 +20,10 @@ from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
 from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
-from agent.mps.daemon import Daemon, Options
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
+from agent.mps.options import Options
 from agent.mps.status import Kind
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort

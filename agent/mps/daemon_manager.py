@@ -17,9 +17,10 @@ from agent.model.mps import refusal
 from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
 from agent.mps.compute import ComputeModes
-from agent.mps.daemon import Daemon, Options
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed
+from agent.mps.options import Options
 from agent.mps.status import DaemonStatus, Reporter, shared_memory_source
 
 log = structlog.get_logger()

@@ -29,6 +29,12 @@ def newest() -> Program:
     return Program(control_program(max(SUITES)))
 
 
+@pytest.fixture(scope="session")
+def oldest() -> Program:
+    """The oldest real program, which says nothing of its server's state."""
+    return Program(control_program(min(SUITES)))
+
+
 @pytest.fixture
 def run_folder() -> Iterator[Path]:
     """A run folder with a short path. What a test left there is ended and unmounted, and fails the test."""
