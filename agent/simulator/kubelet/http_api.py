@@ -130,9 +130,9 @@ class HttpApi:
         metadata: Object = {
             "name": spec.name,
             "namespace": spec.namespace,
-            "uid": pod.uid,
+            "uid": pod.api_uid,
             "resourceVersion": self._version,
-            "annotations": {**spec.annotations, **pod.written},
+            "annotations": pod.annotations,
         }
         if pod.deleting:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -234,7 +234,7 @@ class HttpApi:
     async def _patch_pod(self, request: web.Request) -> web.Response:
         pod = self._find(request)
         metadata = (await request.json()).get("metadata", {})
-        if metadata.get("uid", pod.uid) != pod.uid:
+        if metadata.get("uid", pod.api_uid) != pod.api_uid:
             raise web.HTTPConflict(
                 text=_status(409, "another pod of that name"), content_type="application/json"
             )
