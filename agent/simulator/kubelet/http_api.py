@@ -135,6 +135,10 @@ class HttpApi:
             "resourceVersion": self._version,
             "annotations": pod.annotations,
         }
+        if spec.static:  # a mirror: the kubelet makes its Node the owner (`pod/mirror_client.go`)
+            node = self._node_object()
+            owner = {"apiVersion": "v1", "kind": "Node", "name": self._api.node_name, "controller": True}
+            metadata["ownerReferences"] = [{**owner, "uid": node["metadata"]["uid"]}]
         if pod.deleting:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         return {

@@ -49,6 +49,8 @@ async def test_the_mirror_comes_after_admission(kubelet: EmbeddedKubelet, root: 
             assert mirror["metadata"]["uid"] != uid
             assert mirror["metadata"]["annotations"]["kubernetes.io/config.hash"] == uid
             assert mirror["metadata"]["annotations"]["kubernetes.io/config.source"] == "file"
+            (owner,) = mirror["metadata"]["ownerReferences"]
+            assert (owner["kind"], owner["name"], owner["controller"]) == ("Node", "simulated-node", True)
             await kubelet.delete_pod(STATIC)
             assert await pods() == {}
             await run(kubelet, pod("next", 8))
