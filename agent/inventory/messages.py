@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from agent.inventory.snapshot import KernelXid, Record, Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault
+from agent.model.recovery_action import RecoveryAction
 from agent.model.topology import Topology
 
 
@@ -18,6 +19,8 @@ class Probed:
     ecc_risen: bool = False  # uncorrectable errors more than at the probe before
     was_reset: bool = False  # volatile counters less than at the probe before
     obstacle: str = ""  # what waits for a reset (row remap, page retirement)
+    remap_failed: bool = False
+    action: RecoveryAction | None = None  # what the driver asks for; None: it does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,14 @@ class KernelXidSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class XidExplained:
+    """The log line of an Xid that NVML tells of by its number alone."""
+
+    xid: KernelXid
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """What earlier runs left behind: verdicts, and Xids that fell while no agent listened."""
 
@@ -88,4 +99,14 @@ class Connected:
     topology: Topology
 
 
-Message = Scanned | Unavailable | Accused | KernelXidSeen | Restored | Cleared | Removed | Connected
+Message = (
+    Scanned
+    | Unavailable
+    | Accused
+    | KernelXidSeen
+    | XidExplained
+    | Restored
+    | Cleared
+    | Removed
+    | Connected
+)

@@ -20,6 +20,7 @@ from agent.nvml.port import NvmlPort
 log = structlog.get_logger()
 
 SCAN_SECONDS = 2.0
+GATHER_SECONDS = 0.2
 OPEN_RETRY_SECONDS = 2.0
 OPEN_DEADLINE_SECONDS = 30.0  # a cold driver without persistence mode initialises each GPU in turn
 
@@ -44,7 +45,7 @@ class Scanner:
         self._open = False
         self._released_until = released_until
         self._maintenance = _maintenance(released_until) if released_until is not None else ""
-        self._asked = anyio.Event()  # somebody asked for a release or for its end
+        self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
     def release(self, until: float) -> None:
         """Close NVML and have all IDs Unhealthy until that time, in seconds since boot."""
@@ -55,6 +56,10 @@ class Scanner:
     def end_release(self) -> None:
         """Open NVML again."""
         self._released_until = None
+        self._asked.set()
+
+    def look_now(self) -> None:
+        """Look at once instead of after the usual pause."""
         self._asked.set()
 
     async def run(self) -> None:
@@ -115,7 +120,9 @@ class Scanner:
             if uuids != connected:
                 await self._read_links(scanned.gpus)
                 connected = uuids
-            await self._pause(self._seconds)
+            # A storm of events is looked into together.
+            await anyio.sleep(min(GATHER_SECONDS, self._seconds))
+            await self._pause(self._seconds - GATHER_SECONDS)
 
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
         reading = LinkReading(self._nvml, gpus)

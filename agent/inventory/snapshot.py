@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agent.model.gpu import Driver, Gpu
-from agent.model.health import HEALTHY, Health
+from agent.model.health import HEALTHY, Fault, FaultKind, Health
 from agent.model.topology import Topology
+from agent.model.xids import XidClass
 
 NOT_YET = "NVML is not initialised yet"
 
@@ -67,6 +68,12 @@ class KernelXid:
     bus: str
     number: int
     new: bool = True
+    told: XidClass | None = None  # what the rest of the line says, where it decides
+
+    @property
+    def fault(self) -> Fault:
+        """What the GPU is accused of."""
+        return Fault(FaultKind.XID, self.number, self.told)
 
 
 @dataclass(frozen=True, slots=True)
