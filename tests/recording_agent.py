@@ -9,7 +9,7 @@ import struct
 import sys
 from typing import Any
 
-from agent import cli
+from agent.cli import main as cli
 from agent.kubelet import service
 
 VARIABLE = "RECORD_LISTS"

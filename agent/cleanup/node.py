@@ -25,8 +25,8 @@ from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.status import Kind
 from agent.nvml.errors import NvmlError
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+from agent.nvml.worker_thread import Lane
 from agent.plugins import shares_cdi
 from agent.settings import Settings
 

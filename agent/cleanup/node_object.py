@@ -7,9 +7,9 @@ import msgspec
 from agent.cleanup.errors import CleanupFailed
 from agent.cluster.api import ApiError, KubeApi
 from agent.cluster.node import Node, NodeObject
-from agent.modes.hold import EFFECT, TAINT
-from agent.modes.node_labels import GFD_MARK
-from agent.modes.report import CONDITION
+from agent.node.conditions import CONDITION
+from agent.node.labels import GFD_MARK
+from agent.node.taint import EFFECT, TAINT
 
 OWN_PREFIX = "gpu-node-agent.io/"
 CUDA_LABELS = ("cuda-major-version", "cuda-minor-version")

@@ -13,12 +13,12 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.extender.fleet import Fleet, PodClaim
 from agent.extender.objects import as_model, decode_pod, demand_for
+from agent.extender.pod_demand import PodDemand, annotations_of
 from agent.extender.wire import Binding
 from agent.model.demand import Impossible, Pod
-from agent.model.fleet import Fleet, PodClaim
 from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
-from agent.model.pod_demand import PodDemand, annotations_of
 
 log = structlog.get_logger()
 

@@ -8,13 +8,13 @@ import msgspec
 
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.extender.feed import BOUND
+from agent.extender.eviction import would_have_to_go
+from agent.extender.fleet import Fleet
+from agent.extender.fleet_rooms import PodClaim
+from agent.extender.ledger_sync import BOUND
 from agent.extender.objects import NodeFacts, as_model, decode_pod, demand_for, read_node, read_pod
+from agent.extender.pod_demand import PodDemand
 from agent.model.demand import Impossible
-from agent.model.eviction import would_have_to_go
-from agent.model.fleet import Fleet
-from agent.model.fleet_rooms import PodClaim
-from agent.model.pod_demand import PodDemand
 
 LIST_SECONDS = 60.0
 MOST_NODES = 3  # of which it is told what would have to go

@@ -11,14 +11,14 @@ from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodSpec, PodStatus
 from agent.cluster.reflector import Metadata
+from agent.extender.fleet import BoundPod, PodClaim
+from agent.extender.fleet_rooms import Held
+from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
-from agent.model.fleet import BoundPod, PodClaim
-from agent.model.fleet_rooms import Held
 from agent.model.ids import BadDeviceId, Unit, parse
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY, KINDS, BadInventory, NodeInventory, decode
 from agent.model.placement import ASSIGNED
-from agent.model.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from agent.model.fleet import Fleet
-from agent.model.fleet_choice import Worth
+from agent.extender.fleet import Fleet
+from agent.extender.fleet_choice import Worth
+from agent.extender.pod_demand import PodDemand
 from agent.model.placement import Policy
-from agent.model.pod_demand import PodDemand
 
 SHAPES = 32
 BEST = 10  # kube-scheduler's MaxExtenderPriority

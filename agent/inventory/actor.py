@@ -4,10 +4,10 @@ import anyio
 import anyio.lowlevel
 import structlog
 
+from agent.inventory.health_counters import Tally
 from agent.inventory.messages import Message
 from agent.inventory.reducer import reduce
 from agent.inventory.snapshot import Snapshot
-from agent.inventory.tally import Tally
 from agent.kit.cell import Cell
 from agent.kit.mailbox import Mailbox
 from agent.model.health import Rules

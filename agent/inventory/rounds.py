@@ -9,9 +9,9 @@ from agent.inventory.survey import Findings, Step
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
 from agent.nvml.errors import NvmlError, NvmlGpuLost
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Probe
 from agent.nvml.sweep import HANGS, Sweep
+from agent.nvml.worker_thread import Lane
 
 # Identities are read anew every so many rounds, or at once when the count changed or a probe failed:
 # that GPUs swap indices, or MIG is switched, costs nothing when it is told some seconds late.

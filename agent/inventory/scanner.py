@@ -14,8 +14,8 @@ from agent.inventory.rounds import Rounds
 from agent.kit.supervise import FatalError
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.errors import NvmlDriverMismatch, NvmlError, NvmlHung
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+from agent.nvml.worker_thread import Lane
 
 log = structlog.get_logger()
 

@@ -24,8 +24,8 @@ from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
+from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import MpsError
-from agent.mps.fleet import Fleet
 
 log = structlog.get_logger()
 

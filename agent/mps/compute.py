@@ -9,8 +9,8 @@ import structlog
 
 from agent.mps.errors import MpsError
 from agent.nvml.errors import NvmlError, NvmlNotSupported
-from agent.nvml.lane import Lane
 from agent.nvml.port import ComputeMode, NvmlPort
+from agent.nvml.worker_thread import Lane
 
 log = structlog.get_logger()
 

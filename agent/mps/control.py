@@ -17,11 +17,11 @@ import anyio
 
 from agent.kit.backoff import Backoff
 from agent.model.mps import LOG_DIRECTORY, PIPE_DIRECTORY
-from agent.mps import answers
-from agent.mps.answers import Client, ServerState
+from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
+from agent.mps.parse import Client, ServerState
 from agent.mps.session import session
 
 ANSWER_SECONDS = 2.0

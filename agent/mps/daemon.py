@@ -15,18 +15,18 @@ import structlog
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.mps import launch, processes
-from agent.mps.answers import ServerState
 from agent.mps.binary import Program
 from agent.mps.compute import ComputeModes, give_back, hold
 from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
-from agent.mps.ending import end, gone
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.following import Logs
 from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
+from agent.mps.parse import ServerState
 from agent.mps.processes import Process
 from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from agent.mps.answers import ServerState
 from agent.mps.directories import Directories
+from agent.mps.parse import ServerState
 
 
 class DaemonState(Enum):

@@ -13,8 +13,8 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlHung, NvmlNotSupported
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlEvent, NvmlPort
+from agent.nvml.worker_thread import Lane
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from agent.nvml.errors import NvmlError, NvmlHung
-from agent.nvml.lane import Lane
+from agent.nvml.worker_thread import Lane
 
 S = TypeVar("S")
 R = TypeVar("R")

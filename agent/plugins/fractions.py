@@ -20,11 +20,11 @@ from agent.model.demand import Kind
 from agent.model.gpu import Gpu
 from agent.model.ledger import Half, Stock
 from agent.model.modes import Assignment, Mode
+from agent.pairing.actor import Pairing
+from agent.pairing.requester import resource_of
 from agent.plugins import encode
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
-from agent.plugins.pairing import Pairing
-from agent.plugins.pairing_identity import resource_of
 
 log = structlog.get_logger()
 

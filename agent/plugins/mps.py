@@ -20,13 +20,13 @@ from agent.model.ledger import Half, Holder
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.placement import Policy
+from agent.pairing.actor import Pairing
+from agent.pairing.facts import Identity, Lister
+from agent.pairing.ports import NoPods, PodSource, Recorder
 from agent.plugins import shares_cdi
 from agent.plugins.follow import follow
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
-from agent.plugins.pairing import Pairing
-from agent.plugins.pairing_facts import Identity, Lister
-from agent.plugins.pairing_ports import NoPods, PodSource, Recorder
 from agent.settings import Settings
 
 # Where a container finds what its daemon has elsewhere on the host.

@@ -14,11 +14,11 @@ from agent.model.ledger import Half
 from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy
 from agent.model.preference import choose
+from agent.pairing.actor import Pairing
+from agent.pairing.facts import Identity, Lister
+from agent.pairing.ports import NoPods, PodSource, Recorder
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
-from agent.plugins.pairing import Pairing
-from agent.plugins.pairing_facts import Identity, Lister
-from agent.plugins.pairing_ports import NoPods, PodSource, Recorder
 from agent.settings import Settings
 
 log = structlog.get_logger()

@@ -8,7 +8,7 @@ from typing import Any
 from agent import __version__
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
-from agent.inventory.guard import Guard
+from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
 from agent.model.demand import MPS, VGPU

@@ -16,7 +16,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor, TaskState
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
-from agent.nvml.lane import Lane
+from agent.nvml.worker_thread import Lane
 from agent.telemetry.containers import Uses
 from agent.telemetry.definitions import Definition
 from agent.telemetry.sampler import Sampler, TakenSample

@@ -11,9 +11,9 @@ import structlog
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort, Sample, SampleWish
 from agent.nvml.sweep import HANGS, Sweep
+from agent.nvml.worker_thread import Lane
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()

@@ -4,14 +4,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from agent.extender.fleet import Fleet
+from agent.extender.fleet_rooms import PodClaim
+from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
-from agent.model.fleet import Fleet
-from agent.model.fleet_rooms import PodClaim
 from agent.model.fragmentation import USUAL
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import Policy
-from agent.model.pod_demand import PodDemand, pod_demand
 
 MEMORY_MIB = 80 << 10
 BLOCKS = VGPU.blocks(MEMORY_MIB << 20)

@@ -16,11 +16,11 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
 from tests.bench.agent import BenchAgent
 from tests.cluster.agent_process import AgentProcess
+from tests.nvml_double.build import STATE_VARIABLE, build
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "bench"

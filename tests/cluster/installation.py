@@ -17,7 +17,6 @@ import yaml
 
 from agent.mps import processes
 from agent.mps.processes import Process
-from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.machine import SimulatedMachine
 from tests.chart import helm
 from tests.cluster import toolkit
@@ -26,6 +25,7 @@ from tests.cluster.build.cache import cache_root
 from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
 from tests.mps_binaries import SUITES, control_program
+from tests.nvml_double.build import STATE_VARIABLE, build
 
 NAMESPACE, RELEASE = "gpu-agents", "gpu-node-agent"
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"

@@ -16,8 +16,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
 from agent.model.node_inventory import INVENTORY
-from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
-from agent.simulator.clib.build import STATE_VARIABLE, build
+from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
@@ -27,6 +26,7 @@ from tests.cluster.build.cache import cache_root
 from tests.cluster.node_watch import watching
 from tests.cluster.rig_node import RigNode
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
+from tests.nvml_double.build import STATE_VARIABLE, build
 from tests.scenarios.rig import GPU, NodeView
 from tests.scenarios.rig_base import RigBase
 

@@ -102,7 +102,7 @@ def test_holds_no_tools(root: Path) -> None:
 
 def test_everything_the_agent_imports_is_compiled(root: Path) -> None:
     source = (
-        "import sys, agent.app, agent.cluster.api, agent.cluster.lean; "
+        "import sys, agent.app.run, agent.cluster.api, agent.cluster.lean; "
         "found = [getattr(module, '__cached__', None) for module in list(sys.modules.values())]; "
         "print(*(path for path in found if path), sep='\\n')"
     )

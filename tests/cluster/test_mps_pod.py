@@ -16,12 +16,12 @@ import anyio.to_thread
 import yaml
 
 from agent.mps import launch
-from agent.simulator.clib.build import STATE_VARIABLE
 from agent.simulator.kubelet.pods import Phase
 from tests.cluster import manifests
 from tests.cluster.agent_process import REPOSITORY, nested
 from tests.cluster.real_rig import RealRig
 from tests.cluster.rig import Cluster
+from tests.nvml_double.build import STATE_VARIABLE
 from tests.scenarios.mps import CORE, held_gpu, mps_pod, node_to_be
 from tests.scenarios.skeleton import running
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.modes.hold import EFFECT, TAINT
+from agent.node.taint import EFFECT, TAINT
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.api import ApiClient, ApiError

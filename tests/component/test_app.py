@@ -10,10 +10,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent import app
+from agent.app import run as app
+from agent.app.agent import Agent
 from agent.kit.supervise import FatalError
 from agent.plugins.pgpu import PgpuPlugin
-from agent.rooms import Agent
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.kubelet.pods import ContainerSpec, PodSpec

@@ -7,7 +7,7 @@ import anyio.to_thread
 import pytest
 
 from agent.model.mps import limits
-from agent.mps.answers import ServerState
+from agent.mps.parse import ServerState
 from agent.mps.status import DaemonState, Kind
 from agent.nvml.port import ComputeMode
 from tests.gpu.cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY

@@ -16,9 +16,9 @@ import anyio.to_thread
 
 from agent.model.demand import MPS, VGPU
 from agent.modes.desired import LABEL
-from agent.modes.report import CONDITION, MODE_LABEL, STATE_ANNOTATION
 from agent.mps import processes
 from agent.mps.directories import Directories
+from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
 from tests.scenarios import agent_face, lists

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from agent.modes.desired import LABEL
-from agent.modes.report import MODE_LABEL
+from agent.node.conditions import MODE_LABEL
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.scenarios.mode_node import COUNTED, GPUS, SHARED, ModeNode, mode_node, pod_of
 from tests.scenarios.mode_streams import (

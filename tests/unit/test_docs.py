@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from agent import cli
+from agent.cli import main as cli
 from agent.extender.metrics import Metrics as ExtenderMetrics
 from agent.extender.settings import Settings as ExtenderSettings
 from agent.settings import Settings

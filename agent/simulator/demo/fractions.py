@@ -2,7 +2,7 @@
 
 import anyio.to_thread
 
-from agent import app
+from agent.app import run as app
 from agent.model.demand import CORES, VGPU
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import anyio
 import anyio.to_thread
 
-from agent import app
+from agent.app import run as app
+from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS
 from agent.model.mps import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.nvml.port import ComputeMode
-from agent.rooms import Agent
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import NotAsTold, Stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec

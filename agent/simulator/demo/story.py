@@ -3,8 +3,9 @@
 import anyio
 import anyio.to_thread
 
-from agent import __version__, app
+from agent import __version__
 from agent._proto.v1beta1 import Device
+from agent.app import run as app
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState

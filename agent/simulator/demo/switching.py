@@ -7,11 +7,11 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent import app
+from agent.app import run as app
+from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
-from agent.modes.report import MODE_LABEL, STATE_ANNOTATION
-from agent.rooms import Agent
+from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, Stage, gpu_pod
 from agent.simulator.kubelet.http_api import HttpApi

@@ -12,7 +12,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
-from agent.assembly_telemetry import SWITCH_SECONDS
+from agent.app.build_telemetry import SWITCH_SECONDS
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec

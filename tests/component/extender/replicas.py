@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import anyio
 
-from agent.extender.role import Extender, running
+from agent.extender.app import Extender, running
 from agent.extender.settings import Settings, load
 from tests.component.extender.api import ClusterApi, Object
 

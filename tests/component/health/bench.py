@@ -14,7 +14,7 @@ import anyio.to_thread
 from agent import settings
 from agent._proto import v1beta1
 from agent.inventory.actor import Inventory
-from agent.inventory.guard import Guard
+from agent.inventory.gpu_monitor import Guard
 from agent.inventory.rules import rules_from
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
@@ -23,8 +23,8 @@ from agent.kubelet.podresources import PodList
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.nvml.binding import Binding
-from agent.nvml.lane import Lane
 from agent.nvml.port import NvmlPort
+from agent.nvml.worker_thread import Lane
 from agent.plugins.inject import Injector
 from agent.plugins.pgpu import PgpuPlugin
 from agent.simulator.machine import SimulatedMachine

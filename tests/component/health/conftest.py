@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.simulator.clib.build import STATE_VARIABLE, build
 from tests.component.health import bench
+from tests.nvml_double.build import STATE_VARIABLE, build
 
 CACHE = Path(__file__).parents[3] / "build"
 

@@ -11,11 +11,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.mps.answers import ServerState
 from agent.mps.binary import Program
 from agent.mps.control import Control, environment
 from agent.mps.daemon import Daemon
 from agent.mps.errors import CommandRefused, NotSupported, Unanswered
+from agent.mps.parse import ServerState
 from agent.mps.status import DaemonState
 from tests.component.mps.keeping import Bench, reached
 

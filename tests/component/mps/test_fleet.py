@@ -14,14 +14,14 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.mps import fleet as fleet_module
+from agent.mps import daemon_manager as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
 from agent.mps.control import environment
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_manager import Fleet
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing
-from agent.mps.fleet import Fleet
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports
 

@@ -9,9 +9,9 @@ import pytest
 from agent.nvml.binding import Binding
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
-from agent.simulator.clib.build import STATE_VARIABLE, build
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from tests.nvml_double.build import STATE_VARIABLE, build
 
 CACHE = Path(__file__).parents[3] / "build"
 

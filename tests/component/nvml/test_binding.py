@@ -8,10 +8,10 @@ import pytest
 
 from agent.nvml.errors import NvmlCode, NvmlDriverMismatch, NvmlError
 from agent.nvml.port import EventKind, LinkPeer, NvmlEvent
-from agent.simulator.clib.build import STATE_VARIABLE
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.state import ProcessKind
 from tests.component.nvml.conftest import Faces
+from tests.nvml_double.build import STATE_VARIABLE
 
 
 def open_files() -> set[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.simulator.clib.build import STATE_VARIABLE, BuildError, build
 from agent.simulator.machine import SimulatedMachine
 from tests.component.nvml.conftest import CACHE
+from tests.nvml_double.build import STATE_VARIABLE, BuildError, build
 
 REPOSITORY = Path(__file__).parents[3]
 

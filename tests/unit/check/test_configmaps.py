@@ -9,7 +9,7 @@ import yaml
 
 from agent.check import reading
 from agent.check.configmaps import Found, concerns, faults
-from agent.cli import main
+from agent.cli.main import main
 
 OWN = Path(__file__).parents[3] / "config" / "platform"
 

@@ -7,7 +7,7 @@ import pytest
 
 from agent.check import node_files
 from agent.check.node import Grade, Look, look
-from agent.cli import main
+from agent.cli.main import main
 from agent.plugins.inject import NodeSoftware
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine

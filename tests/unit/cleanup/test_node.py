@@ -11,10 +11,10 @@ import pytest
 from agent.cleanup import node
 from agent.cleanup.errors import CleanupFailed
 from agent.cleanup.node_object import forget
-from agent.cli import main
+from agent.cli.main import main
 from agent.cluster.api import KubeApi
 from agent.kit.lock import exclusive
-from agent.modes.hold import EFFECT, TAINT
+from agent.node.taint import EFFECT, TAINT
 from agent.settings import Settings, load
 
 

@@ -2,8 +2,8 @@
 
 import random
 
+from agent.extender.fleet import PodClaim
 from agent.extender.verdicts import SHAPES, Verdicts
-from agent.model.fleet import PodClaim
 from agent.model.placement import Policy
 from tests.bench import arrivals
 

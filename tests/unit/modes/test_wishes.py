@@ -12,8 +12,8 @@ from agent.kit.cell import Cell
 from agent.model.layout import Entry, LayoutError, faults_of, resolve
 from agent.model.modes import Mode
 from agent.modes.desired import Vocabulary
-from agent.modes.node_labels import label_value, labels_of
 from agent.modes.sources import DesiredSource
+from agent.node.labels import label_value, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 MIXED = (Entry(("0-1",), Mode.PGPU, 4), Entry(("rest",), Mode.MPS))

@@ -9,8 +9,8 @@ import anyio
 
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.events import EventWatch
-from agent.nvml.lane import Lane
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
+from agent.nvml.worker_thread import Lane
 
 
 class FakeNvml:

@@ -8,8 +8,8 @@ import pytest
 
 from agent.nvml import sweep as sweeping
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
-from agent.nvml.lane import Lane
 from agent.nvml.sweep import Sweep
+from agent.nvml.worker_thread import Lane
 
 
 class Gpus:

@@ -17,7 +17,7 @@ from agent.plugins.fractions import Sharing
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.vgpu import VgpuPlugin
 from agent.settings import load
-from tests.unit.plugins.kubelet_model import KubeletModel, pod, share
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 CORES, BLOCKS = 100, 40
 

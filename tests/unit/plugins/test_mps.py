@@ -15,12 +15,12 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS
 from agent.model.ledger import Half
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.pairing.actor import Pairing
 from agent.plugins import mps
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.mps import Conditions, MpsPlugin
-from agent.plugins.pairing import Pairing
 from agent.settings import Settings, load
-from tests.unit.plugins.kubelet_model import machine
+from tests.unit.pairing.kubelet_model import machine
 
 
 class Daemons:

@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
 from agent.model.ledger import Half
 from agent.plugins import shares_cdi
-from tests.unit.plugins.kubelet_model import machine
+from tests.unit.pairing.kubelet_model import machine
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 MOUNTS = {

@@ -9,7 +9,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.api import Allocation, PreferenceRequest
 from agent.kubelet.endpoint import Endpoint
-from agent.nvml.lane import Lane
+from agent.nvml.worker_thread import Lane
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry.reading import Sources

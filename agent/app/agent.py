@@ -1,0 +1,132 @@
+"""The running agent as one value: its rooms, as probes, metrics, commands and tests see them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agent.inventory.actor import Inventory
+from agent.inventory.gpu_monitor import Guard
+from agent.inventory.snapshot import GpuState
+from agent.kit.supervise import Supervisor
+from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.holdings import HoldingsWatch
+from agent.model.modes import Mode
+from agent.modes.sources import DesiredSource
+from agent.modes.state import STARTING, Phase
+from agent.modes.switcher import ModeSwitcher
+from agent.mps.clients import ClientWatch, Overview
+from agent.mps.daemon_manager import Fleet
+from agent.node.capacity import NodeFigures
+from agent.node.conditions import Reporter
+from agent.nvml.worker_thread import Lane
+from agent.settings import Settings
+from agent.telemetry.reading import Part, Sources
+from agent.web.server import HttpServer
+
+if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
+    from agent.cluster.events import EventRecorder
+    from agent.cluster.node import NodeObject
+    from agent.cluster.pods import PodCache
+
+
+@dataclass
+class MpsParts:
+    """What the rest of the agent has of MPS."""
+
+    fleet: Fleet
+    clients: ClientWatch
+    plugins: list[ResourcePlugin]
+    ceiling: Callable[[str], int]
+
+    def report(self, uuid: str) -> dict[str, Any] | None:
+        """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
+        status = self.fleet.statuses.value.get(uuid)
+        if status is None:
+            return None
+        overview = self.clients.overviews.value.get(uuid, Overview())
+        return {
+            "state": status.state.value,
+            "reason": status.reason,
+            "pid": status.pid,
+            "server": status.server,
+            "serverState": status.server_state.value if status.server_state else None,
+            "adopted": status.adopted,
+            "restarts": status.restarts,
+            "faults": status.faults,
+            "multiUser": status.multi_user,
+            "privateSharedMemory": status.private_shm,
+            "limitsHoldPer": "client process",
+            "clientCeiling": self.ceiling(uuid),
+            "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
+            "podsWithoutClient": sorted(overview.silent),
+            "podsWithManyClients": sorted(overview.crowded),
+            "podsAboveCap": sorted(overview.exceeding),
+            "rootPods": sorted(overview.rooted),
+        }
+
+    def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
+        """Why a GPU cannot be sold in mode MPS."""
+
+        def gate(state: GpuState, mode: Mode) -> str | None:
+            if mode is not Mode.MPS:
+                return None
+            return self.fleet.refusal(state.gpu, agent.inventory.snapshot.value.driver)
+
+        return gate
+
+
+@dataclass
+class ClusterAccess:
+    """What the agent has of the Kubernetes API."""
+
+    api: "KubeApi"
+    node: "NodeObject"
+    pods: "PodCache"
+    events: "EventRecorder"
+
+
+@dataclass
+class Agent:
+    """A running agent, as probes, metrics and tests see it."""
+
+    settings: Settings
+    inventory: Inventory
+    holdings: HoldingsWatch
+    supervisor: Supervisor
+    calls: Lane
+    http: HttpServer
+    endpoints: list[Endpoint] = field(default_factory=list)
+    cluster: ClusterAccess | None = None
+    desired: DesiredSource | None = None
+    switcher: ModeSwitcher | None = None
+    figures: NodeFigures | None = None
+    reporter: Reporter | None = None
+    guard: Guard | None = None
+    mps: MpsParts | None = None
+    sources: Sources | None = None
+    # What rooms beyond the common ones show at /metrics.
+    metric_parts: list[Part] = field(default_factory=list)
+    configuration_problem: str | None = None  # of the newest file, while an older one is in force
+    stopping: bool = False
+
+    @property
+    def http_port(self) -> int:
+        """The port of /metrics, /healthz and /readyz."""
+        return self.http.port
+
+    def blockers(self) -> list[str]:
+        """Why the node cannot serve, each in a sentence; empty: it can."""
+        found = ["the agent is stopping"] if self.stopping else []
+        problem = self.inventory.snapshot.value.problem
+        if problem:
+            found.append(problem)
+        if self.holdings.problem:
+            found.append(self.holdings.problem)
+        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
+        switch = self.switcher.state.value if self.switcher else STARTING
+        if not self.endpoints and switch.phase in (Phase.SWITCHING, Phase.FAILED):
+            # Before the first plan is in force there is no endpoint that could stand in the way.
+            found.append(f"no resource is registered yet: {switch.message}")
+        return found

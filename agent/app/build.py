@@ -1,0 +1,349 @@
+"""Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.app.agent import Agent, ClusterAccess
+from agent.app.build_mps import MpsBackend, build_mps
+from agent.app.build_telemetry import build_telemetry
+from agent.app.degradations import remarks
+from agent.inventory.gpu_monitor import Guard
+from agent.inventory.snapshot import NOT_YET
+from agent.kit.cell import Cell
+from agent.kit.supervise import FatalError
+from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.demand import VGPU
+from agent.model.layout import Entry
+from agent.model.modes import Assignment, Mode
+from agent.modes.desired import Vocabulary
+from agent.modes.memory import ModeMemory
+from agent.modes.metrics import Patching
+from agent.modes.metrics import part as mode_metrics
+from agent.modes.resources import ResourceSet
+from agent.modes.sources import DesiredSource
+from agent.modes.switcher import ModeSwitcher
+from agent.node import inventory_annotation as inventory_note
+from agent.node.capacity import KubeletMute, NodeFigures
+from agent.node.conditions import Reporter
+from agent.node.labels import labels_of
+from agent.node.taint import SchedulingHold
+from agent.nvml.port import NvmlPort
+from agent.pairing.ports import PodSource, Recorder
+from agent.plugins import vgpu
+from agent.plugins.inject import Injector, NodeSoftware
+from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
+from agent.settings import Settings
+from agent.status import top
+from agent.status.commands import Commands
+from agent.status.node_events import node_events
+from agent.status.report import StatusSources
+from agent.telemetry import health, pairs
+from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ControlServer
+
+if TYPE_CHECKING:
+    from agent.cluster.node import NodeObject
+    from agent.cluster.pods import PodCache
+
+log = structlog.get_logger()
+
+EndpointFactory = Callable[[ResourcePlugin], Endpoint]
+CaughtCheck = Callable[[], Awaitable[frozenset[str]]]
+
+# The first list should be the true one: an empty list first would make the kubelet's figures dip.
+FIRST_LOOK_SECONDS = 2.0
+# How long an API server that does not answer is waited for before the last known wish is taken up.
+FIRST_WISH_SECONDS = 3.0
+
+
+async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
+    """Start everything but the inventory actor and the HTTP server, which run already."""
+    settings, spawn = agent.settings, agent.supervisor.restarting
+    inventory = agent.inventory
+    agent.guard = Guard(settings, nvml, agent.calls, inventory, agent.supervisor)
+    await agent.guard.start(group)
+    agent.metric_parts.append(health.part(inventory, agent.guard.events))
+    agent.sources = build_telemetry(agent, nvml, group)
+    agent.cluster = await _reach_cluster(settings)
+    if agent.cluster:
+        group.start_soon(spawn, "node watch", agent.cluster.node.run)
+        pods = agent.cluster.pods
+        agent.holdings.ended, agent.holdings.api_away = pods.ended, lambda: pods.reflector.away
+        agent.holdings.node = agent.cluster.node.name
+        group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
+        group.start_soon(spawn, "events", agent.cluster.events.run)
+        inventory.tally.listeners.append(node_events(agent.cluster.events.node))
+    injector = Injector(settings)
+    await anyio.to_thread.run_sync(injector.look, None)
+    if agent.cluster:
+        group.start_soon(spawn, "injection", _follow_node_software, agent.cluster.node, injector)
+    with anyio.move_on_after(FIRST_LOOK_SECONDS):
+        await agent.holdings.refresh()
+        await inventory.snapshot.wait_for(lambda now: now.problem != NOT_YET)
+    group.start_soon(spawn, "holdings", agent.holdings.run)
+    await _start_modes(agent, nvml, injector, group)
+    _serve_commands(agent, injector, group)
+
+
+def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
+    """The socket of `gpu-node-agent status`, `clear-health` and `release`."""
+    if agent.guard is None or agent.switcher is None:
+        return
+    switch = agent.switcher.state
+
+    def injection() -> tuple[str, str]:
+        return "cdi" if injector.choice.cdi else "envvar", injector.choice.reason
+
+    control = ControlServer(Path(agent.settings.host.run) / CONTROL_SOCKET)
+    sources = StatusSources(
+        agent.inventory,
+        agent.guard,
+        agent.holdings,
+        lambda: switch.value,
+        injection,
+        agent.blockers,
+        lambda uuid: agent.mps.report(uuid) if agent.mps else None,
+        lambda: remarks(agent),
+    )
+    Commands(sources).add_to(control)
+    if agent.sources:
+        top.add_to(
+            control, agent.sources, lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus}
+        )
+    group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
+
+
+async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
+    settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
+    agent.desired = DesiredSource(vocabulary_of(settings))
+    memory = ModeMemory(Path(settings.host.state) / "mode")
+    remembered = await memory.read()
+    assignment: Cell[Assignment] = Cell(Assignment())
+    source, recorder = _pod_ports(agent, group)
+    agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
+    plugins = {
+        **_plugins(agent, assignment, injector),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder),
+        Mode.MPS: agent.mps.plugins,
+    }
+    resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(agent), agent.supervisor, group)
+    writers: dict[str, Patching] = {}
+    if agent.cluster:
+        from agent.node.object import OwnNode  # noqa: PLC0415  loads the API client's room
+
+        own = OwnNode(agent.cluster.node, agent.cluster.events)
+        most = settings.mps.most_clients
+        resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
+        pods = agent.cluster.pods
+        agent.figures = NodeFigures(
+            own,
+            resources.figures,
+            assignment,
+            _caught(agent, pods),
+            SchedulingHold(own),
+            resources.delivered,
+            _taken_in(agent),
+            resources.names,
+        )
+        writers |= {"status": agent.figures, "taint": agent.figures.hold}
+    agent.switcher = ModeSwitcher(
+        snapshot,
+        agent.desired.cell,
+        assignment,
+        agent.holdings,
+        resources,
+        announcer=agent.figures,
+        backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
+        gate=agent.mps.gate(agent),
+        when_busy=settings.when_busy,
+        standing=agent.desired.vocabulary.remembered(remembered),
+    )
+    if agent.sources:
+        switcher = agent.switcher
+        agent.sources.parts.append(mode_metrics(switcher.state, lambda: switcher.switches, writers))
+    if settings.mode_file:
+        group.start_soon(spawn, "mode file", agent.desired.follow_file, Path(settings.mode_file))
+    elif agent.cluster:
+        group.start_soon(spawn, "mode label", agent.desired.follow_node, own)
+    else:
+        agent.desired.from_default()
+    with anyio.move_on_after(FIRST_WISH_SECONDS):
+        await agent.desired.known.wait()
+    agent.desired.from_memory(remembered)
+    group.start_soon(spawn, "mode switcher", agent.switcher.run)
+    group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
+    if agent.cluster and agent.figures:
+        labels: Cell[Mapping[str, str]] = Cell({})
+        group.start_soon(spawn, "node figures", agent.figures.run)
+        group.start_soon(spawn, "figures follow", resources.follow_lists, agent.figures.wake)
+        notes: Cell[Mapping[str, str]] = Cell({})
+        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
+        group.start_soon(spawn, "node report", agent.reporter.run)
+        group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
+        if settings.node_labels:
+            group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
+
+
+def vocabulary_of(settings: Settings) -> Vocabulary:
+    """What may be asked for under a configuration."""
+    allowed = settings.modes
+    modes = [mode for mode in (Mode.PGPU, Mode.VGPU, Mode.MPS) if getattr(allowed, mode.value)]
+    layouts = {
+        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
+        for name, entries in settings.layouts.items()
+    }
+    return Vocabulary(layouts, tuple(modes), settings.default_mode)
+
+
+def _plugins(
+    agent: Agent, assignment: Cell[Assignment], injector: Injector
+) -> dict[Mode, list[ResourcePlugin]]:
+    """The plugins of each mode; none is registered before its mode is first used."""
+    slicing = agent.settings.time_slicing
+    snapshot, holdings = agent.inventory.snapshot, agent.holdings.cell
+
+    def pgpu(resource: str, whole: bool, replicas: bool) -> PgpuPlugin:
+        return PgpuPlugin(
+            snapshot,
+            assignment,
+            holdings,
+            injector,
+            resource=resource,
+            whole=whole,
+            replicas=replicas,
+            refuse_more_than_one=slicing.refuse_more_than_one,
+        )
+
+    whole = [pgpu(RESOURCE, whole=True, replicas=not slicing.rename)]
+    shared = [pgpu(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else []
+    return {Mode.PGPU: [*whole, *shared]}
+
+
+def _pod_ports(agent: Agent, group: TaskGroup) -> tuple[PodSource | None, Recorder | None]:
+    """The node's pods and their owners, where there is an API server."""
+    if agent.cluster is None:
+        return None, None
+    from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  loads the client
+
+    write = agent.settings.vgpu.write_choice
+    recorder = ClusterRecorder(agent.cluster.api, agent.cluster.events, write)
+    group.start_soon(agent.supervisor.restarting, "choices", recorder.run)
+    return ClusterPods(agent.cluster.pods), recorder
+
+
+def _vgpu_plugins(
+    agent: Agent,
+    assignment: Cell[Assignment],
+    injector: Injector,
+    source: PodSource | None,
+    recorder: Recorder | None,
+) -> list[ResourcePlugin]:
+    settings = agent.settings
+    shares, plugins = vgpu.build(
+        settings,
+        agent.inventory.snapshot,
+        assignment,
+        injector,
+        agent.holdings.client,
+        source,
+        recorder,
+        agent.cluster.node.name if agent.cluster else "",
+    )
+    agent.metric_parts.append(
+        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.view.waiting)
+    )
+    return list(plugins)
+
+
+def _endpoint_of(agent: Agent) -> EndpointFactory:
+    settings = agent.settings
+
+    def endpoint(plugin: ResourcePlugin) -> Endpoint:
+        return Endpoint(
+            plugin,
+            Path(settings.kubelet.root),
+            settings.device_plugins_folder,
+            settings.kubelet.registration,
+            settings.kubelet.registry_wait_seconds,
+            agent.holdings.allocated,
+        )
+
+    return endpoint
+
+
+async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
+    """Build the rooms of the Kubernetes API where there is a way to it; makes no call."""
+    wish = settings.cluster
+    if wish.access == "off":
+        return None
+    # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
+    from agent.cluster.api import connect  # noqa: PLC0415
+    from agent.cluster.events import EventRecorder  # noqa: PLC0415
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+    from agent.cluster.node import NodeObject  # noqa: PLC0415
+    from agent.cluster.pods import PodCache  # noqa: PLC0415
+
+    try:
+        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+    except NoClusterAccess as error:
+        if wish.access == "required":
+            raise FatalError(f"cluster.access is required, but {error}") from error
+        log.info("no_cluster_access", reason=str(error))
+        return None
+    # The kubelet names its node so: the host's name in lower case.
+    name = wish.node_name or os.uname().nodename.strip().lower()
+    return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
+
+
+async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
+    """Tell the injector the versions of kubelet and runtime whenever the Node object tells new ones."""
+    async for _ in node.reflector.items.values():
+        if node.value:
+            info = node.value.status.node_info
+            software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+            if software != injector.software:
+                await anyio.to_thread.run_sync(injector.look, software)
+
+
+async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
+    """Describe driver and GPUs in labels, for ever."""
+    async for snapshot in agent.inventory.snapshot.values():
+        node = agent.cluster.node.value if agent.cluster else None
+        found = labels_of(snapshot, node.metadata.labels if node else {})
+        if found and found != labels.value:
+            labels.publish(found)
+
+
+def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
+    """How many healthy devices the kubelet knows of each resource."""
+
+    async def taken_in() -> Mapping[str, int] | None:
+        try:
+            return await agent.holdings.client.allocatable()
+        except PodResourcesUnavailable as error:
+            if error.unsupported:
+                return None
+            raise KubeletMute from error  # the holdings watch tells why
+
+    return taken_in
+
+
+def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
+    from agent.node.unadmitted_pods import caught  # noqa: PLC0415  loads the API client's room
+
+    return partial(
+        caught,
+        lambda: None if pods.reflector.problem else pods.pods(),
+        lambda: {endpoint.plugin.resource for endpoint in agent.endpoints},
+        agent.holdings.refresh,
+    )

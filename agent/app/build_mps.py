@@ -1,0 +1,228 @@
+"""Builds MPS: the daemons, their resources, what the switcher needs of them, and who is told what."""
+
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.app.agent import Agent, MpsParts
+from agent.kit.cell import Cell
+from agent.kubelet.api import Mount
+from agent.kubelet.holdings import holders_by_gpu
+from agent.model.demand import MPS
+from agent.model.gpu import Gpu
+from agent.model.modes import Assignment, Mode
+from agent.modes.ports import SetUpFailed
+from agent.mps.binary import Program, find
+from agent.mps.clients import ClientWatch, PodFacts
+from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.daemon import Options
+from agent.mps.daemon_manager import Fleet
+from agent.mps.errors import MpsError
+from agent.mps.status import Kind
+from agent.nvml.port import NvmlPort
+from agent.pairing.ports import PodSource, Recorder
+from agent.plugins import mps
+from agent.plugins.inject import Injector
+from agent.plugins.shares_cdi import SpecificationKeeper
+from agent.settings import Settings
+from agent.telemetry import mps as mps_metrics
+from agent.telemetry import pairs
+from agent.telemetry.containers import above_limit
+
+log = structlog.get_logger()
+
+USER_UNKNOWN = "its user is not known without the Kubernetes API"
+
+
+class MpsBackend:
+    """Daemons as the mode switcher sees them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def set_up(self, gpu: Gpu) -> None:
+        """See agent.modes.ports.Backend."""
+        try:
+            await self._fleet.set_up(gpu)
+        except MpsError as error:
+            raise SetUpFailed(str(error)) from error
+
+    async def tear_down(self, gpu: Gpu) -> None:
+        """See agent.modes.ports.Backend."""
+        await self._fleet.tear_down(gpu)
+
+
+async def build_mps(
+    agent: Agent,
+    nvml: NvmlPort,
+    assignment: Cell[Assignment],
+    injector: Injector,
+    group: TaskGroup,
+    source: PodSource | None,
+    recorder: Recorder | None,
+) -> MpsParts:
+    """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
+    settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
+    compute: ComputeModes = (
+        NvmlComputeModes(nvml, agent.calls) if settings.mps.exclusive_process else NoComputeModes()
+    )
+    fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
+    await fleet.look()
+    clients = ClientWatch(
+        fleet,
+        agent.holdings.cell,
+        _pod_facts(agent),
+        proc=Path(settings.host.proc),
+        exceeding=_exceeding(agent),
+    )
+    pairing, conditions, plugins = mps.build(
+        settings,
+        fleet,
+        snapshot,
+        assignment,
+        injector,
+        agent.holdings.client,
+        source,
+        recorder,
+        agent.cluster.node.name if agent.cluster else "",
+        _RootCheck(agent) if settings.mps.root_pods == "refuse" else None,
+    )
+
+    def mounts_of(uuid: str) -> tuple[Mount, ...]:
+        return mps.mounts(fleet, uuid)
+
+    def allowed() -> bool:
+        return agent.desired is not None and Mode.MPS in agent.desired.vocabulary.modes
+
+    keeper = SpecificationKeeper(
+        Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
+    )
+    group.start_soon(spawn, "mps daemons", fleet.run, assignment)
+    group.start_soon(spawn, "mps clients", clients.run)
+    group.start_soon(spawn, "cdi specification", keeper.run)
+    agent.metric_parts.append(
+        pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.view.waiting)
+    )
+    agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
+    return MpsParts(fleet, clients, list(plugins), conditions.ceiling)
+
+
+def _finder(settings: Settings) -> Callable[[], Program]:
+    explicit = settings.mps.control_program
+
+    def finder() -> Program:
+        return find(Path(settings.driver.root), Path(explicit) if explicit else None)
+
+    return finder
+
+
+def _options(settings: Settings) -> Options:
+    wish = settings.mps
+    return Options(
+        cgroups=Path(settings.host.cgroups),
+        shared_memory=wish.shared_memory,
+        prestart=wish.prestart_server,
+        probe_seconds=wish.probe_seconds,
+        # Below the time between two probes: a look that begins with the next probe is never made.
+        log_seconds=min(2.0, wish.probe_seconds / 2),
+        orphan_seconds=wish.orphan_seconds,
+        quit_seconds=wish.quit_seconds,
+    )
+
+
+class _Told:
+    """Reports as events of the node, with the pods that they concern."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        state = self._agent.inventory.snapshot.value.by_uuid.get(uuid)
+        gpu = f"GPU {state.gpu.index} ({uuid})" if state else f"GPU {uuid}"
+        text = f"{gpu}: {message}"
+        pods = sorted(self._pods(uuid))
+        if kind is Kind.FAULT and pods:
+            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be started anew"
+        if pids:
+            text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
+        warning = kind is not Kind.RECOVERED
+        (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
+        if self._agent.cluster:
+            self._agent.cluster.events.node(kind.value, text, warning=warning)
+
+    def _pods(self, uuid: str) -> set[str]:
+        held = self._agent.holdings.cell.value
+        holders = holders_by_gpu(held).get(uuid, []) if held else []
+        return {holder.pod for holder in holders if holder.mode is Mode.MPS}
+
+
+def _exceeding(agent: Agent) -> Callable[[], Mapping[str, AbstractSet[str]]]:
+    def exceeding() -> Mapping[str, AbstractSet[str]]:
+        uses = agent.sources.uses if agent.sources else None
+        return above_limit(uses.value, Mode.MPS) if uses else {}
+
+    return exceeding
+
+
+def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
+    def facts() -> Sequence[PodFacts]:
+        if agent.cluster is None:
+            return ()
+        return [
+            PodFacts(
+                pod.cgroup_uid,
+                pod.metadata.namespace,
+                pod.metadata.name,
+                _moment(pod.metadata.deletion_timestamp),
+                pod.metadata.deletion_grace_period_seconds,
+            )
+            for pod in agent.cluster.pods.pods().values()
+        ]
+
+    return facts
+
+
+def _moment(text: str | None) -> dt.datetime | None:
+    """deletionTimestamp is the end of the grace period, not its beginning."""
+    return dt.datetime.fromisoformat(text) if text else None
+
+
+class _RootCheck:
+    """Whether containers may run as root, by the pods' security contexts."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def named(self, namespace: str, pod: str, container: str) -> str | None:
+        """See agent.plugins.mps.RootCheck."""
+        if self._agent.cluster is None:
+            return USER_UNKNOWN
+        found = self._agent.cluster.pods.find(namespace, pod)
+        if found is None:
+            return "its specification is not known yet"
+        return found.may_run_as_root(container)
+
+    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
+        """See agent.plugins.mps.RootCheck."""
+        if self._agent.cluster is None:
+            return USER_UNKNOWN
+        suspects = [
+            (pod, container.name)
+            for pod in self._agent.cluster.pods.pods().values()
+            if not pod.finished
+            for container in (*pod.spec.init_containers, *pod.spec.containers)
+            if container.resources.limits.get(MPS.core) == str(cores)
+            and (pod.metadata.namespace, pod.metadata.name, container.name) not in known
+        ]
+        for pod, name in suspects:
+            if why := pod.may_run_as_root(name):
+                where = f"{pod.metadata.namespace}/{pod.metadata.name}"
+                return f"container {name} of {where} may run as root ({why})"
+        return None if suspects else "no container that asks for so many is known"
+
+
+__all__ = ["MpsBackend", "build_mps"]

@@ -1,0 +1,31 @@
+"""What works less well than it should, though pods are served: told by /readyz and status."""
+
+from agent.app.agent import Agent
+from agent.modes.state import Phase
+
+
+def remarks(agent: Agent) -> list[str]:
+    """Each in a sentence; empty: all is well."""
+    found = []
+    if agent.cluster:
+        reflectors = (agent.cluster.node.reflector, agent.cluster.pods.reflector)
+        if problem := next((each.problem for each in reflectors if each.problem), None):
+            found.append(
+                f"the API server cannot be followed: {problem}; the last mode asked for stays in force, and "
+                "the scheduler hears of changes at the kubelet's next tick"
+            )
+        else:
+            hold = agent.figures.hold if agent.figures else None
+            writers = [
+                ("node.status", agent.figures),
+                ("the node's taint", hold),
+                ("the Node object", agent.reporter),
+            ]
+            found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)
+    if agent.configuration_problem:
+        found.append(
+            f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
+        )
+    if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):
+        found.append(f"mode {state.desired} is not in force: {state.message}")
+    return found

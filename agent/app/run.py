@@ -1,0 +1,141 @@
+"""The composition root: runs the task tree and stops it in order."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVarTuple
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskStatus
+
+from agent import __version__
+from agent.app.agent import Agent
+from agent.app.build import start
+from agent.app.degradations import remarks
+from agent.inventory.actor import Inventory
+from agent.inventory.rules import rules_from
+from agent.kit.lock import Taken, exclusive
+from agent.kit.supervise import FatalError, Supervisor
+from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.podresources import PodResources
+from agent.nvml.port import NvmlPort
+from agent.nvml.worker_thread import Lane
+from agent.settings import Settings
+from agent.web.probes import Probes
+from agent.web.server import HttpServer
+
+log = structlog.get_logger()
+
+Ts = TypeVarTuple("Ts")
+
+# An agent that is being replaced may need this long to leave.
+LOCK_SECONDS = 6.0
+# Telling the scheduler that nothing is sold here any more, before the lists end.
+FAREWELL_SECONDS = 4.0
+
+
+class StoppedEarly(Exception):
+    """The agent was told to stop before it had begun."""
+
+
+@asynccontextmanager
+async def running(
+    settings: Settings, nvml: NvmlPort, stop: anyio.Event | None = None
+) -> AsyncIterator[Agent]:
+    """Run the node agent while the context is open; leaving it stops everything in order.
+
+    `stop` cuts a start short that is under way; whoever sets it leaves the context. A fatal task that
+    fails cancels the body and leaves as an exception group. Raises FatalError when another agent
+    serves this node, StoppedEarly when `stop` was set while waiting for it to go.
+    """
+    stop = stop or anyio.Event()
+    agent = Agent(
+        settings,
+        Inventory(rules_from(settings.health)),
+        HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder),
+        Supervisor(),
+        Lane("calls"),
+        HttpServer(settings.http.address, settings.http.port),
+    )
+    try:
+        async with _alone(Path(settings.host.run), stop), anyio.create_task_group() as outer:
+            log.info("agent_starting", version=__version__)
+            outer.start_soon(agent.supervisor.fatal, "inventory", agent.inventory.run)
+            # The probes are asked from the first moment on and until the last.
+            Probes(agent.supervisor, agent.blockers, lambda: remarks(agent)).add_to(agent.http)
+            await outer.start(_serve_http, agent)
+            async with anyio.create_task_group() as inner:
+                if await _in_time(stop, start, agent, nvml, inner):
+                    log.info("agent_started", http_port=agent.http_port)
+                try:
+                    yield agent
+                finally:
+                    agent.stopping = True
+                    log.info("agent_stopping")
+                    if agent.figures:
+                        with anyio.CancelScope(shield=True), anyio.move_on_after(FAREWELL_SECONDS):
+                            await agent.figures.close(agent.switcher.close if agent.switcher else None)
+                    inner.cancel_scope.cancel()
+            outer.cancel_scope.cancel()
+    finally:
+        if agent.cluster:
+            await agent.cluster.api.close()
+        if agent.guard:
+            agent.guard.close()
+        agent.calls.close()
+    log.info("agent_stopped")
+
+
+async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> bool:
+    """Do it unless `stop` comes first; whether it was done."""
+
+    async def cut_short() -> None:
+        await stop.wait()
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(cut_short)
+        await act(*arguments)
+        group.cancel_scope.cancel()
+        return True
+    return False
+
+
+async def _serve_http(agent: Agent, *, task_status: TaskStatus[int]) -> None:
+    async def serve() -> None:
+        await agent.http.serve(task_status=task_status)
+
+    await agent.supervisor.fatal("http", serve)
+
+
+@asynccontextmanager
+async def _alone(folder: Path, stop: anyio.Event) -> AsyncIterator[None]:
+    """Two agents on one node would take each other's sockets away: the second waits, then gives up."""
+    deadline = anyio.current_time() + LOCK_SECONDS
+    waiting = False
+    while True:
+        lock = exclusive(folder / "agent.lock")
+        try:
+            await anyio.to_thread.run_sync(lock.__enter__)  # it makes a folder and a file
+        except Taken as error:
+            if anyio.current_time() >= deadline:
+                raise FatalError(f"another agent serves this node ({error}); stop it first") from error
+            if not waiting:
+                log.info("another_agent_is_there", holder=str(error), waits_seconds=LOCK_SECONDS)
+                waiting = True
+            with anyio.move_on_after(0.1):
+                await stop.wait()
+                raise StoppedEarly from error
+            continue
+        except OSError as error:
+            raise FatalError(
+                f"host.run: {folder} cannot be used as the agent's run folder: {error.strerror}; "
+                "make it writable for the agent, or name another folder"
+            ) from error
+        break
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)

@@ -1,0 +1,79 @@
+"""`gpu-node-agent extender` and `gpu-node-agent explain`: arguments and exit codes only."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import structlog
+
+from agent.kit import logs
+from agent.kit.supervise import FatalError, describe
+
+if TYPE_CHECKING:
+    from agent.extender.settings import Settings
+
+log = structlog.get_logger()
+
+
+def add_commands(commands: Any, configuration: Callable[[argparse.ArgumentParser], None]) -> None:  # noqa: ANN401
+    """Add both to argparse's subparsers."""
+    extender = commands.add_parser("extender", help="tell kube-scheduler which GPUs of which node a pod gets")
+    configuration(extender)
+    extender.set_defaults(command=_extender)
+    explain = commands.add_parser("explain", help="say why a pending pod fits nowhere, and what had to go")
+    explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
+    explain.add_argument("-n", "--namespace", default="default", help="(default: %(default)s)")
+    explain.add_argument("--kubeconfig", type=Path, help="(default: $KUBECONFIG, else the service account)")
+    explain.set_defaults(command=_explain)
+
+
+def _extender(options: argparse.Namespace) -> int:
+    from agent.extender import settings  # noqa: PLC0415  the node agent never loads the extender
+
+    named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
+    loaded = settings.load(options.config or (Path(named) if named else None), os.environ, options.set)
+    logs.configure(loaded.logging.level, loaded.logging.format)
+    try:
+        anyio.run(_serve, loaded)
+    except Exception as error:  # the last line of defence
+        foreseen = all(isinstance(leaf, FatalError) for leaf in _leaves(error))
+        problem = "; ".join(str(leaf) if foreseen else describe(leaf) for leaf in _leaves(error))
+        log.critical("extender_failed", problem=problem, exc_info=None if foreseen else error)
+        return 1
+    return 0
+
+
+async def _serve(loaded: "Settings") -> None:
+    from agent.extender.app import running  # noqa: PLC0415  as above
+
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with running(loaded):
+            async for number in signals:
+                log.info("signal_received", signal=signal.Signals(number).name)
+                break
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from agent.extender.explain import CannotExplain, explained  # noqa: PLC0415  as above
+
+    namespace, _, name = options.pod.rpartition("/")
+    known = os.environ.get("KUBECONFIG")
+    kubeconfig = options.kubeconfig or (Path(known) if known else None)
+    try:
+        lines = anyio.run(explained, namespace or options.namespace, name, kubeconfig)
+    except CannotExplain as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(lines))
+    return 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]

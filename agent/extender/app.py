@@ -1,0 +1,181 @@
+"""The extender's composition root: HTTP from the first moment on, a ledger only while it leads."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskStatus
+
+from agent import __version__
+from agent.cluster.api import KubeApi, connect
+from agent.cluster.lean import NoClusterAccess
+from agent.extender.binder import Binder
+from agent.extender.certificates import Certificates
+from agent.extender.fleet import Fleet
+from agent.extender.handlers import Serving, Verbs
+from agent.extender.lease import NAMESPACE_FILE, Election
+from agent.extender.ledger_sync import Feed
+from agent.extender.metrics import Metrics
+from agent.extender.settings import Settings
+from agent.extender.verdicts import Verdicts
+from agent.kit.supervise import FatalError, Supervisor
+from agent.model.fragmentation import Mix
+from agent.model.placement import Policy
+from agent.web.probes import Probes
+from agent.web.server import HttpServer, Reply, Request
+
+log = structlog.get_logger()
+
+MEBIBYTE = 1 << 20
+
+
+class Extender:
+    """One replica."""
+
+    def __init__(self, settings: Settings, api: KubeApi, namespace: str) -> None:
+        self._settings = settings
+        self._api = api
+        self.supervisor = Supervisor()
+        self.metrics = Metrics()
+        self.http = HttpServer(settings.http.address, settings.http.port)
+        self.https: HttpServer | None = None
+        self.certificates: Certificates | None = None
+        self.election = Election(api, settings.lease, namespace)
+        self.feed: Feed | None = None
+        self.fleet: Fleet | None = None
+        self._serving: Serving | None = None
+        self.stopping = False
+
+    @property
+    def serving(self) -> Serving | None:
+        """What to answer from; None: not leader, or not complete."""
+        ready = self.feed is not None and self.feed.complete.value and self.election.holds
+        return self._serving if ready else None
+
+    def blockers(self) -> list[str]:
+        """Why it serves nothing now, each in a sentence; empty: it serves."""
+        if self.stopping:
+            return ["the extender is stopping"]
+        if not self.election.holds:
+            problem = f" ({self.election.problem})" if self.election.problem else ""
+            return [f"another replica leads: {self.election.holder or 'not known yet'}{problem}"]
+        return [self.feed.waits_for if self.feed else "it has just become leader"] if not self.serving else []
+
+    async def follow(self) -> None:
+        """Build a ledger with each lease and drop it with its end, for ever."""
+        leading = self.election.leading
+        while True:
+            await leading.wait_for(bool)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._lead)
+                await leading.wait_for(lambda held: not held)
+                group.cancel_scope.cancel()
+
+    async def _lead(self) -> None:
+        settings = self._settings
+        fleet = Fleet(Mix({int(size): weight for size, weight in settings.mix.items()}))
+        policy = Policy(settings.placement)
+        try:
+            # In the lists from here on stands all that a former leader bound: its last write is over.
+            self.feed, self.fleet = Feed(self._api, fleet, self.supervisor), fleet
+            binder = Binder(self._api, fleet, policy, settings.assume_seconds, lambda: self.election.holds)
+            self._serving = Serving(Verdicts(fleet), binder)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._tell_complete, self.feed)
+                await self.feed.run()
+        finally:
+            self.feed = self.fleet = self._serving = None
+
+    async def _tell_complete(self, feed: Feed) -> None:
+        await feed.complete.wait_for(bool)
+        if self.fleet:
+            log.info("ledger_complete", nodes=len(list(self.fleet.names)), pods=self.fleet.pods)
+
+    def add_routes(self) -> None:
+        """Probes and metrics, and the verbs where they are wanted."""
+        Probes(self.supervisor, self.blockers).add_to(self.http)
+        self.http.add_route("/metrics", self._metrics_page)
+        verbs = Verbs(lambda: self.serving, self.metrics)
+        most = self._settings.http.most_mebibytes * MEBIBYTE
+        if self._settings.http.verbs:
+            verbs.add_to(self.http, most)
+        if self.https:
+            verbs.add_to(self.https, most)
+
+    async def _metrics_page(self, request: Request) -> Reply:
+        metrics, fleet, feed = self.metrics, self.fleet, self.feed
+        metrics.leader.set(self.election.holds)
+        metrics.ready.set(self.serving is not None)
+        if fleet and feed:
+            names = list(fleet.names)
+            metrics.nodes.set(len(names))
+            metrics.without_inventory.set(sum(not fleet.has_inventory(name) for name in names))
+            metrics.bad_inventories.set(len(feed.problems))
+            metrics.pods.set(fleet.pods)
+            metrics.assumed.set(fleet.waiting)
+            metrics.expired.set(feed.expired)
+            held, there = fleet.sold()
+            metrics.sold.set(held / there if there else 0)
+        return await metrics.reply(request)
+
+
+@asynccontextmanager
+async def running(settings: Settings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
+    """Serve while the context is open. Raises FatalError; a fatal task that fails leaves as a group.
+
+    `connected`: a way to the API server; None: as configured.
+    """
+    api = connected or await _connect(settings)
+    extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings))
+    try:
+        if settings.tls.port is not None:
+            extender.certificates = await anyio.to_thread.run_sync(Certificates, settings.tls)
+            context = extender.certificates.context
+            extender.https = HttpServer(settings.http.address, settings.tls.port, context)
+        extender.add_routes()
+        log.info("extender_starting", version=__version__, identity=extender.election.identity)
+        spawn = extender.supervisor.restarting
+        async with anyio.create_task_group() as group:
+            await group.start(_serve, extender, "http", extender.http)
+            if extender.https:
+                await group.start(_serve, extender, "https", extender.https)
+            if extender.certificates:
+                group.start_soon(spawn, "certificates", extender.certificates.follow)
+            group.start_soon(spawn, "ledger", extender.follow)
+            async with anyio.create_task_group() as electing:
+                electing.start_soon(spawn, "lease", extender.election.run)
+                try:
+                    yield extender
+                finally:
+                    extender.stopping = True
+                    electing.cancel_scope.cancel()
+            group.cancel_scope.cancel()
+    finally:
+        await api.close()
+    log.info("extender_stopped")
+
+
+async def _serve(extender: Extender, name: str, server: HttpServer, *, task_status: TaskStatus[int]) -> None:
+    async def serve() -> None:
+        await server.serve(task_status=task_status)
+
+    await extender.supervisor.fatal(name, serve)
+
+
+async def _connect(settings: Settings) -> KubeApi:
+    try:
+        return await connect(Path(settings.cluster.kubeconfig) if settings.cluster.kubeconfig else None)
+    except NoClusterAccess as error:
+        raise FatalError(f"the extender needs the Kubernetes API: {error}") from error
+
+
+def _namespace(settings: Settings) -> str:
+    if settings.lease.namespace:
+        return settings.lease.namespace
+    try:
+        return Path(NAMESPACE_FILE).read_text(encoding="ascii").strip()
+    except OSError:
+        return "kube-system"

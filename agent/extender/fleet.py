@@ -1,0 +1,230 @@
+"""The GPUs of a whole cluster and who holds them, whatever order the news come in: pure, no clock of its own.
+
+Built from the nodes' inventories and the bound pods. A choice counts from the moment it is assumed, before
+the API server confirms it; the watch then takes over, or a deadline lets go of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from agent.extender.fleet_choice import Picked, default_mix, fits, pick, refusal
+from agent.extender.fleet_rooms import PodClaim, Rooms, rooms_of
+from agent.extender.pod_demand import Chosen, PodDemand
+from agent.model.demand import CORES
+from agent.model.fragmentation import Mix
+from agent.model.node_inventory import NodeInventory
+from agent.model.placement import Policy
+
+UNKNOWN_NODE = "node not known to the extender"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPod:
+    """A bound pod as the watch tells it. `confirmed`: its node's agent wrote the choice."""
+
+    uid: str
+    node: str
+    claim: PodClaim
+    confirmed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """A choice of ours. It stays beside what the watch shows, since a pod's annotations may be forged."""
+
+    node: str
+    claim: PodClaim
+    expires: float | None  # on the caller's clock, in seconds; None: the watch has shown the pod
+
+
+@dataclass(slots=True)
+class _Node:
+    inventory: NodeInventory | None = None
+    totals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    known: bool = False
+    claims: dict[str, PodClaim] = field(default_factory=dict)
+    rooms: Rooms | None = None
+
+
+class Fleet:
+    """Who holds what. `on_change` is told the name of every node whose room may have changed."""
+
+    def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
+        self.mix = mix or default_mix()
+        self.on_change = on_change
+        self._nodes: dict[str, _Node] = {}
+        self._pods: dict[str, BoundPod] = {}
+        self._assumed: dict[str, Assumed] = {}
+
+    # News
+
+    def set_node(self, name: str, inventory: NodeInventory | None, totals: Mapping[str, int]) -> None:
+        """A node appeared or changed; `totals` are allocatable units by resource."""
+        node = self._nodes.setdefault(name, _Node())
+        if node.known and node.inventory == inventory and node.totals == totals:
+            return
+        node.inventory, node.totals, node.known = inventory, totals, True
+        self._touch(name)
+
+    def drop_node(self, name: str) -> None:
+        """A node is gone. Its pods are told of one by one."""
+        if node := self._nodes.get(name):
+            node.known, node.inventory, node.totals = False, None, MappingProxyType({})
+            self._touch(name)
+
+    def set_pod(self, pod: BoundPod) -> None:
+        """The watch shows a bound pod that has not ended."""
+        former = self._pods.get(pod.uid)
+        if former == pod:
+            return
+        if former and former.node != pod.node:
+            self._unclaim(former.node, pod.uid)
+        self._pods[pod.uid] = pod
+        if assumed := self._assumed.get(pod.uid):
+            if assumed.node == pod.node:
+                self._assumed[pod.uid] = replace(assumed, expires=None)
+            else:  # somebody else bound it elsewhere
+                self.forget(pod.uid)
+        self._claim(pod.uid)
+
+    def drop_pod(self, uid: str) -> None:
+        """A pod has ended or is gone."""
+        for known in (self._pods.pop(uid, None), self._assumed.pop(uid, None)):
+            if known:
+                self._unclaim(known.node, uid)
+
+    # Choices
+
+    def assume(self, uid: str, node: str, claim: PodClaim, expires: float) -> None:
+        """A choice was made and is about to be written."""
+        self._assumed[uid] = Assumed(node, claim, expires)
+        self._claim(uid)
+
+    def forget(self, uid: str) -> None:
+        """A choice was not written. What the watch shows stays."""
+        if assumed := self._assumed.pop(uid, None):
+            self._unclaim(assumed.node, uid)
+            if uid in self._pods:
+                self._claim(uid)
+
+    def expire(self, now: float) -> list[str]:
+        """Let go of choices that the watch has not shown in time; their pods' UIDs."""
+        late = [
+            uid for uid, each in self._assumed.items() if each.expires is not None and each.expires <= now
+        ]
+        for uid in late:
+            self.forget(uid)
+        return late
+
+    def where(self, uid: str) -> str | None:
+        """The node that a pod is bound to, or about to be; None: not placed."""
+        known = self._pods.get(uid) or self._assumed.get(uid)
+        return known.node if known else None
+
+    # Questions
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of the nodes that there are."""
+        return (name for name, node in self._nodes.items() if node.known)
+
+    @property
+    def pods(self) -> int:
+        """Bound pods with GPUs, those included that are about to be."""
+        return len(self._pods.keys() | self._assumed.keys())
+
+    @property
+    def waiting(self) -> int:
+        """Choices that the watch has not shown yet."""
+        return sum(each.expires is not None for each in self._assumed.values())
+
+    def has_inventory(self, name: str) -> bool:
+        """Whether the node's agent told of its GPUs; without it the node is judged by totals."""
+        node = self._nodes.get(name)
+        return bool(node and node.inventory)
+
+    def rooms(self, name: str) -> Rooms:
+        """What the GPUs of a node have left."""
+        node = self._nodes[name]
+        if node.rooms is None:
+            node.rooms = rooms_of(node.inventory or NodeInventory(), node.claims.values())
+        return node.rooms
+
+    def claims(self, name: str) -> Mapping[str, PodClaim]:
+        """Who holds what on a node, by UID."""
+        node = self._nodes.get(name)
+        return MappingProxyType(node.claims if node else {})
+
+    def verdict(self, name: str, demand: PodDemand) -> str:
+        """Why a demand does not fit on a node; empty: it fits."""
+        node = self._nodes.get(name)
+        if node is None or not node.known:
+            return UNKNOWN_NODE
+        if node.inventory is None:
+            return _by_totals(node, demand)
+        rooms = node.rooms or self.rooms(name)
+        return "" if fits(rooms, demand) else refusal(rooms, demand)
+
+    def pick(self, name: str, demand: PodDemand, policy: Policy) -> Picked | None:
+        """GPUs of a node for a demand; an empty choice where the node has no inventory."""
+        node = self._nodes.get(name)
+        if node is None or not node.known:
+            return None
+        if node.inventory is None:
+            return None if _by_totals(node, demand) else Picked((), (float("inf"),))
+        return pick(self.rooms(name), demand, policy, self.mix, node.inventory.topology)
+
+    def sold(self) -> tuple[int, int]:
+        """Hundredths of GPUs that are held, and all there are, on nodes with an inventory."""
+        held = there = 0
+        for name, gpus, rooms in self._every():
+            del name
+            there += gpus
+            held += gpus - sum(room.cores for room in rooms.gpus) - CORES * rooms.units
+        return held, there
+
+    def _every(self) -> Iterator[tuple[str, int, Rooms]]:
+        for name, node in self._nodes.items():
+            if node.inventory:
+                rooms = self.rooms(name)
+                yield name, CORES * (len(rooms.gpus) + rooms.all_units), rooms
+
+    # Inside
+
+    def _claim(self, uid: str) -> None:
+        pod, assumed = self._pods.get(uid), self._assumed.get(uid)
+        if pod is None:
+            assert assumed is not None
+            self._set_claim(assumed.node, uid, assumed.claim)
+        elif assumed is not None and pod.claim.held is None and not pod.confirmed:
+            self._set_claim(pod.node, uid, assumed.claim)
+        else:
+            self._set_claim(pod.node, uid, pod.claim)
+
+    def _set_claim(self, name: str, uid: str, claim: PodClaim) -> None:
+        self._nodes.setdefault(name, _Node()).claims[uid] = claim
+        self._touch(name)
+
+    def _unclaim(self, name: str, uid: str) -> None:
+        node = self._nodes.get(name)
+        if node and node.claims.pop(uid, None) is not None:
+            self._touch(name)
+            if not node.known and not node.claims:
+                del self._nodes[name]
+
+    def _touch(self, name: str) -> None:
+        self._nodes[name].rooms = None
+        self.on_change(name)
+
+
+def _by_totals(node: _Node, demand: PodDemand) -> str:
+    for resource, count in demand.totals:
+        used = sum(dict(claim.demand.totals).get(resource, 0) for claim in node.claims.values())
+        free = max(0, node.totals.get(resource, 0) - used)
+        if count > free:
+            return f"{free} of {count} {resource} free by totals (no inventory)"
+    return ""
+
+
+__all__ = ["Assumed", "BoundPod", "Chosen", "Fleet", "PodClaim"]

@@ -1,0 +1,111 @@
+"""Keeps the ledger true: one watch for the nodes, one for the bound pods that have not ended."""
+
+from collections.abc import Mapping
+
+import anyio
+
+from agent.cluster.api import KubeApi
+from agent.cluster.deltas import DeltaReflector
+from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.objects import NodeFacts, read_node, read_pod
+from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
+
+BOUND = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
+EXPIRY_SECONDS = 1.0
+
+
+class _Nodes:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.problems: dict[str, str] = {}
+
+    def replaced(self, values: Mapping[str, NodeFacts]) -> None:
+        self.problems.clear()
+        for name in set(self._fleet.names) - {node.name for node in values.values()}:
+            self._fleet.drop_node(name)
+        for uid, node in values.items():
+            self.changed(uid, node)
+
+    def changed(self, uid: str, value: NodeFacts) -> None:
+        del uid
+        self.problems.pop(value.name, None)
+        if value.problem:
+            self.problems[value.name] = value.problem
+        self._fleet.set_node(value.name, value.inventory, value.totals)
+
+    def removed(self, uid: str, value: NodeFacts) -> None:
+        del uid
+        self.problems.pop(value.name, None)
+        self._fleet.drop_node(value.name)
+
+
+class _Pods:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._seen: set[str] = set()
+
+    def replaced(self, values: Mapping[str, BoundPod | None]) -> None:
+        for uid in self._seen - values.keys():
+            self._fleet.drop_pod(uid)
+        self._seen = {uid for uid, pod in values.items() if pod is not None}
+        for uid, pod in values.items():
+            self.changed(uid, pod)
+
+    def changed(self, uid: str, value: BoundPod | None) -> None:
+        if value is not None:
+            self._seen.add(uid)
+            self._fleet.set_pod(value)
+        elif uid in self._seen:  # it asks for no GPU any more
+            self.removed(uid, value)
+
+    def removed(self, uid: str, value: BoundPod | None) -> None:
+        del value
+        self._seen.discard(uid)
+        self._fleet.drop_pod(uid)
+
+
+class Feed:
+    """Two watches into one ledger. It starts from nothing, with lists that are not older than its start."""
+
+    def __init__(self, api: KubeApi, fleet: Fleet, supervisor: Supervisor) -> None:
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._listener = _Nodes(fleet)
+        self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, self._listener, "nodes")
+        self.pods = DeltaReflector(
+            api, "/api/v1/pods", {"fieldSelector": BOUND}, read_pod, _Pods(fleet), "bound pods"
+        )
+        self.complete: Cell[bool] = Cell(False)
+        self.expired = 0
+        self.nodes.on_change = self.pods.on_change = self._look
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Nodes whose inventory cannot be used, and why."""
+        return self._listener.problems
+
+    @property
+    def waits_for(self) -> str:
+        """What is not known yet, in words; empty: all is."""
+        missing = [one for one, known in self._parts() if not known]
+        return f"the list of {' and '.join(missing)} is not complete yet" if missing else ""
+
+    async def run(self) -> None:
+        """Follow both until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._supervisor.restarting, "node watch", self.nodes.run)
+            group.start_soon(self._supervisor.restarting, "pod watch", self.pods.run)
+            while True:
+                await anyio.sleep(EXPIRY_SECONDS)
+                self._look()
+                # While the watch is down nothing can show a pod as bound: its choice must stay.
+                if self.pods.problem is None:
+                    self.expired += len(self._fleet.expire(anyio.current_time()))
+
+    def _parts(self) -> list[tuple[str, bool]]:
+        return [("nodes", self.nodes.synced), ("bound pods", self.pods.synced)]
+
+    def _look(self) -> None:
+        if not self.complete.value and self.nodes.synced and self.pods.synced:
+            self.complete.publish(True)

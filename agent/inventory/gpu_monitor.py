@@ -1,0 +1,98 @@
+"""All that keeps watch over the GPUs, built and started as one: memory, scanner, event loop."""
+
+from functools import partial
+from pathlib import Path
+
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.inventory.actor import Inventory
+from agent.inventory.clock import boot_seconds
+from agent.inventory.health_persistence import Keeper
+from agent.inventory.messages import Accused
+from agent.inventory.scanner import Scanner
+from agent.inventory.verdicts import VerdictFile
+from agent.kit.supervise import Supervisor
+from agent.model.health import Fault, FaultKind
+from agent.nvml.events import EventWatch
+from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
+from agent.nvml.worker_thread import Lane
+from agent.settings import Settings
+
+log = structlog.get_logger()
+
+
+class Guard:
+    """Watches the GPUs: what the driver says of itself, what probes find, what earlier runs knew."""
+
+    def __init__(
+        self, settings: Settings, nvml: NvmlPort, calls: Lane, inventory: Inventory, supervisor: Supervisor
+    ) -> None:
+        self._settings = settings
+        self._nvml = nvml
+        self._calls = calls
+        self._inventory = inventory
+        self._supervisor = supervisor
+        self.lane = Lane("events")
+        self.events = EventWatch(nvml, self.lane, self._targets, self._changed, self._deliver)
+        kernel_log = settings.health.kernel_log
+        self.keeper = Keeper(
+            inventory,
+            VerdictFile(Path(settings.host.state)),
+            Path(kernel_log) if kernel_log else None,
+            lambda: self.events.watched,
+            self._look_again,
+        )
+        self._scanner: Scanner | None = None
+
+    async def start(self, group: TaskGroup) -> None:
+        """Remember first, then look: no GPU is healthy only because nobody asked yet."""
+        until = await self.keeper.restore()
+        self._scanner = Scanner(
+            self._nvml,
+            self._calls,
+            self._inventory,
+            partial(self._supervisor.restarting, "nvml events", self.events.run),
+            self._settings.health.probe_seconds,
+            until if until is not None and until > boot_seconds() else None,
+        )
+        group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
+        group.start_soon(self._supervisor.restarting, "verdicts", self.keeper.run)
+
+    def release(self, seconds: float) -> None:
+        """Close NVML for that long and have every ID Unhealthy meanwhile."""
+        if self._scanner is not None:
+            self._scanner.release(boot_seconds() + seconds)
+
+    def end_release(self) -> None:
+        """Open NVML again."""
+        if self._scanner is not None:
+            self._scanner.end_release()
+
+    def close(self) -> None:
+        """Let go of the thread and of the kernel log."""
+        self.lane.close()
+        self.keeper.close()
+
+    def _targets(self) -> frozenset[str]:
+        return frozenset(state.uuid for state in self._inventory.snapshot.value.gpus if not state.health.away)
+
+    async def _changed(self) -> None:
+        cell = self._inventory.snapshot
+        await cell.wait_change(cell.version)
+
+    async def _deliver(self, event: NvmlEvent) -> None:
+        match event.kind:
+            case EventKind.XID:
+                fault = Fault(FaultKind.XID, event.data)
+            case EventKind.ECC_DOUBLE:
+                fault = Fault(FaultKind.ECC)
+            case EventKind.ECC_SINGLE:
+                return  # corrected: the counters tell of it
+        await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds()))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """After each fault, a harmless one too: the driver may say by now that it was not."""
+        if self._scanner is not None:
+            self._scanner.look_now()

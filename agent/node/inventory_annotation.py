@@ -1,0 +1,98 @@
+"""The node's inventory for schedulers, as an annotation of the Node object: on change only."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+import structlog
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.model.modes import Assignment, Mode
+from agent.model.mps import client_ceiling
+from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
+from agent.node.conditions import NodePort, ReportFailed
+
+log = structlog.get_logger()
+
+_MIB = 1 << 20
+AHEAD_SECONDS = 3.0
+
+
+def inventory_of(
+    snapshot: Snapshot, assignment: Assignment, most_clients: int | None = None
+) -> NodeInventory:
+    """What schedulers are told. `most_clients`: a ceiling of MPS clients below what MPS can serve."""
+    entries: dict[int, GpuEntry] = {}
+    # A lost GPU keeps the index that another may have by now: those that can be sold come first.
+    for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
+        gpu, mode = state.gpu, assignment.of(state.uuid)
+        ceiling = client_ceiling(gpu, snapshot.driver) if mode.mode is Mode.MPS else 0
+        entry = GpuEntry(
+            gpu.uuid,
+            gpu.index,
+            mode.mode,
+            gpu.memory_bytes // _MIB,
+            mode.selling,
+            state.cause,
+            mode.replicas,
+            min(ceiling, most_clients or ceiling),
+        )
+        entries.setdefault(gpu.index, entry)
+    gpus = tuple(entry for _, entry in sorted(entries.items()))
+    links = [
+        snapshot.topology.pair(one.uuid, other.uuid)
+        for at, one in enumerate(gpus)
+        for other in gpus[at + 1 :]
+    ]
+    return NodeInventory(gpus, tuple(links))
+
+
+async def follow(
+    inventory: Cell[Snapshot],
+    modes: Cell[Assignment],
+    most_clients: int | None,
+    notes: Cell[Mapping[str, str]],
+) -> None:
+    """Keep the annotation's text true in `notes`, for ever; nothing before the GPUs were seen."""
+
+    def look() -> None:
+        snapshot = inventory.value
+        if snapshot.gpus:
+            note = {INVENTORY: encode(inventory_of(snapshot, modes.value, most_clients))}
+            if note != notes.value:
+                notes.publish(note)
+
+    async def on(cell: Cell[Snapshot] | Cell[Assignment]) -> None:
+        async for _ in cell.values():
+            look()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(on, inventory)
+        group.start_soon(on, modes)
+
+
+def ahead(
+    node: NodePort, inventory: Cell[Snapshot], modes: Cell[Assignment], most_clients: int | None
+) -> Callable[[], Awaitable[None]]:
+    """What writes the annotation, where there is none, before units are offered for the first time.
+
+    Pods that wait for such units are bound the moment that the node offers them. An extender that knows no
+    inventory by then goes by totals, and some of those pods would die at admission. Bounded in time: with the
+    API server away nothing is bound either.
+    """
+
+    async def write() -> None:
+        if INVENTORY in node.annotations():
+            return  # as it was before this process: what differs is written by the report
+        problem = f"no answer within {AHEAD_SECONDS:g} s"
+        with anyio.move_on_after(AHEAD_SECONDS):
+            note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients))}
+            try:
+                await node.write_metadata({}, note)
+            except ReportFailed as error:
+                problem = str(error)
+            else:
+                return
+        log.warning("inventory_not_written_ahead", problem=problem, effect="extenders go by totals meanwhile")
+
+    return write

@@ -1,0 +1,101 @@
+"""The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.conversion import convert
+from agent.cluster.events import Event, EventRecorder, Regarding
+from agent.cluster.pods import Pod as ApiPod
+from agent.cluster.pods import PodCache
+from agent.kit.mailbox import Mailbox
+from agent.model.demand import Pod, Stage
+from agent.model.placement import ASSIGNED, HINT
+from agent.pairing.ports import LogRecorder, PodsUnavailable
+
+log = structlog.get_logger()
+
+WAITING_PATCHES = 256
+FORBIDDEN = 403
+
+
+class ClusterPods:
+    """A `PodSource` over the watch cache of this node."""
+
+    def __init__(self, cache: PodCache) -> None:
+        self._cache = cache
+        self._converted: dict[str, tuple[ApiPod, Pod]] = {}
+
+    def pods_on_node(self) -> Collection[Pod]:
+        """The pods as the watch last told; each is converted once per change."""
+        fresh: dict[str, tuple[ApiPod, Pod]] = {}
+        for uid, pod in self._cache.pods().items():
+            known = self._converted.get(uid)
+            fresh[uid] = known if known and known[0] is pod else (pod, convert(pod))
+        self._converted = fresh
+        return [pod for _, pod in fresh.values()]
+
+    async def get(self, namespace: str, name: str) -> Pod | None:
+        """One pod by a GET, unless the watch has told of it meanwhile."""
+        try:
+            found = await self._cache.get(namespace, name)
+        except ApiError as error:
+            raise PodsUnavailable(str(error)) from error
+        return convert(found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    pod: Pod
+    annotations: Mapping[str, str]
+
+
+class ClusterRecorder(LogRecorder):
+    """Events for what was refused or passed over; the choice as gpu-admission's annotations on the pod."""
+
+    def __init__(self, api: KubeApi, events: EventRecorder, write_choice: bool) -> None:
+        self._api = api
+        self._events = events
+        self._write_choice = write_choice
+        self._patches: Mailbox[_Patch] = Mailbox(WAITING_PATCHES)
+
+    def refused(self, pod: Pod, message: str) -> None:
+        """A warning event."""
+        self._emit(pod, "AllocationRefused", message)
+
+    def hint_ignored(self, pod: Pod, message: str) -> None:
+        """A log line and a warning event."""
+        super().hint_ignored(pod, message)
+        self._emit(pod, "PlacementHintIgnored", message)
+
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int]) -> None:
+        """The choice is queued; `run` writes it."""
+        apps = [each.name for each in pod.containers if each.stage is Stage.APP]
+        if self._write_choice and container in apps:
+            chosen = {f"{HINT}{apps.index(container)}": ",".join(map(str, indices)), ASSIGNED: "true"}
+            self._patches.offer(_Patch(pod, chosen))
+
+    async def run(self) -> None:
+        """Write choices to pods for ever; without the right to do so it says it once and leaves it."""
+        forbidden = False
+        async for patch in self._patches:
+            if forbidden:
+                continue
+            pod = patch.pod
+            path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+            # The UID makes the server refuse the patch for a later pod of the same name.
+            body = {"metadata": {"uid": pod.uid, "annotations": dict(patch.annotations)}}
+            try:
+                await self._api.merge_patch(path, body)
+            except ApiRefused as error:
+                forbidden = error.status == FORBIDDEN
+                if forbidden:
+                    log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
+            except ApiError as error:
+                log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
+
+    def _emit(self, pod: Pod, reason: str, message: str) -> None:
+        regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
+        self._events.emit(Event(regarding, reason, message, warning=True))

@@ -1,0 +1,66 @@
+"""What people are told of daemons, and what the MPS room is told of pods."""
+
+import datetime as dt
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from agent.app.build_mps import _pod_facts, _Told
+from agent.cluster.pods import HASH_ANNOTATION, Pod
+from agent.cluster.reflector import Metadata
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import Holding, PodList
+from agent.mps.status import Kind
+from tests.unit.pairing.kubelet_model import machine
+
+
+def agent_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[Any, str]:
+    """An agent with a GPU, whose shares these pods hold."""
+    snapshot = machine(gpus=2, blocks=40)
+    uuid = snapshot.gpus[1].uuid
+    held = tuple(
+        Holding("default", name, "main", "nvidia.com/mps-core", (f"{uuid}::sc{number}",))
+        for number, name in enumerate(holders)
+    )
+    events = SimpleNamespace(
+        node=lambda reason, text, warning: told.append((reason, text, warning)),
+    )
+    agent = SimpleNamespace(
+        inventory=SimpleNamespace(snapshot=Cell(snapshot)),
+        holdings=SimpleNamespace(cell=Cell(PodList(held, ()))),
+        cluster=SimpleNamespace(events=events),
+    )
+    return cast("Any", agent), uuid
+
+
+def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
+    told: list[tuple[str, str, bool]] = []
+    agent, uuid = agent_of(told, "one", "two")
+    _Told(agent)(Kind.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
+    ((reason, text, warning),) = told
+    assert (reason, warning) == ("MPSFault", True)
+    assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
+    assert "default/one, default/two must be started anew" in text
+    assert text.endswith("the log names process 4711")
+
+
+def test_recovery_is_no_warning_and_concerns_no_pod() -> None:
+    told: list[tuple[str, str, bool]] = []
+    agent, uuid = agent_of(told, "one")
+    _Told(agent)(Kind.RECOVERED, uuid, "the MPS control daemon serves again")
+    assert told == [("MPSRecovered", f"GPU 1 ({uuid}): the MPS control daemon serves again", False)]
+
+
+def test_pods_are_known_by_what_their_cgroups_carry() -> None:
+    text = """{"metadata": {"uid": "u1", "name": "p", "namespace": "n",
+        "deletionTimestamp": "2026-11-22T01:00:00Z", "deletionGracePeriodSeconds": 30}}"""
+    plain = msgspec.json.decode(text, type=Pod)
+    static = Pod(Metadata(uid="u2", name="s", namespace="n", annotations={HASH_ANNOTATION: "abc"}))
+    pods = {"u1": plain, "u2": static}
+    agent = SimpleNamespace(cluster=SimpleNamespace(pods=SimpleNamespace(pods=lambda: pods)))
+    facts = _pod_facts(cast("Any", agent))()
+    assert [(each.uid, each.key, each.dies_at, each.grace_seconds) for each in facts] == [
+        ("u1", "n/p", dt.datetime(2026, 11, 22, 1, tzinfo=dt.UTC), 30),
+        ("abc", "n/s", None, None),
+    ]

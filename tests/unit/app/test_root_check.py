@@ -1,0 +1,73 @@
+"""Whose cores may be root's: the pods of the node as the API server tells them."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agent.app.build_mps import _RootCheck
+from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
+from agent.cluster.reflector import Metadata
+from agent.model.demand import MPS
+
+NOBODY = SecurityContext(run_as_user=65534)
+
+
+def container(name: str, cores: int, user: SecurityContext | None = NOBODY) -> Container:
+    return Container(name, Resources({MPS.core: str(cores)}), security_context=user)
+
+
+def pod(name: str, *init: Container, main: Container, phase: str = "Pending") -> Pod:
+    spec = PodSpec([main], list(init))
+    return Pod(Metadata(uid=name, name=name, namespace="default"), spec, PodStatus(phase=phase))
+
+
+def check(*pods: Pod) -> _RootCheck:
+    by_name = {(each.metadata.namespace, each.metadata.name): each for each in pods}
+    cache = SimpleNamespace(
+        pods=lambda: {each.metadata.uid: each for each in pods},
+        find=lambda namespace, name: by_name.get((namespace, name)),
+    )
+    return _RootCheck(cast("Any", SimpleNamespace(cluster=SimpleNamespace(pods=cache))))
+
+
+def test_a_named_container_is_looked_up() -> None:
+    found = check(pod("p", container("load", 10, SecurityContext(run_as_user=0)), main=container("main", 10)))
+    assert found.named("default", "p", "main") is None
+    assert found.named("default", "p", "load") == "runAsUser is 0"
+    assert found.named("default", "other", "main") == "its specification is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("pods", "why"),
+    [
+        ((), "no container that asks for so many"),
+        ((pod("p", container("load", 10), main=container("main", 5)),), None),
+        (
+            (
+                pod("p", container("load", 10), main=container("main", 5)),
+                pod("q", main=container("a", 10, None)),
+            ),
+            "container a of default/q may run as root",
+        ),
+        # Another number of cores, a finished pod, one whose holding is known: none of them can be it.
+        (
+            (
+                pod("p", container("load", 10), main=container("main", 5)),
+                pod("q", main=container("a", 11, None)),
+                pod("r", main=container("a", 10, None), phase="Succeeded"),
+                pod("known", main=container("main", 10, None)),
+            ),
+            None,
+        ),
+    ],
+)
+def test_an_unnamed_one_is_all_that_it_could_be(pods: tuple[Pod, ...], why: str | None) -> None:
+    found = check(*pods).unnamed(10, {("default", "known", "main")})
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_without_the_api_nothing_is_known() -> None:
+    blind = _RootCheck(cast("Any", SimpleNamespace(cluster=None)))
+    for said in (blind.named("default", "p", "main"), blind.unnamed(10, set())):
+        assert said == "its user is not known without the Kubernetes API"

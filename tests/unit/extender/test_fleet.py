@@ -1,0 +1,184 @@
+"""The cluster-wide ledger: what it answers, in which words, and that it believes the right source."""
+
+import pytest
+
+from agent.extender.fleet import BoundPod, Fleet, PodClaim
+from agent.extender.fleet_rooms import Held
+from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
+from agent.model.demand import MPS, VGPU, Container, Pod
+from agent.model.modes import Mode
+from agent.model.node_inventory import GpuEntry, NodeInventory
+from agent.model.placement import Policy
+
+BLOCKS = 320
+
+
+def gpus(count: int, mode: Mode = Mode.VGPU, **more: object) -> NodeInventory:
+    return NodeInventory(
+        tuple(GpuEntry(f"GPU-{n}", n, mode, 81920, **more) for n in range(count))  # type: ignore[arg-type]
+    )
+
+
+def asks(*shares: tuple[int, int], **whole: int) -> PodDemand:
+    containers = [Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shares)]
+    if whole:
+        containers.append(Container("whole", {WHOLE_GPU: whole["gpus"]}))
+    return pod_demand(Pod("default", "pod", tuple(containers)))
+
+
+def mps(*shares: tuple[int, int]) -> PodDemand:
+    containers = [Container(f"c{n}", {MPS.core: c, MPS.memory: b}) for n, (c, b) in enumerate(shares)]
+    return pod_demand(Pod("default", "pod", tuple(containers)))
+
+
+def fleet(inventory: NodeInventory) -> Fleet:
+    made = Fleet()
+    made.set_node("n", inventory, {})
+    return made
+
+
+def bound(made: Fleet, uid: str, demand: PodDemand, chosen: Chosen | None) -> None:
+    made.set_pod(BoundPod(uid, "n", PodClaim(demand, chosen=chosen)))
+
+
+def test_containers_of_a_pod_may_lie_on_different_gpus() -> None:
+    made = fleet(gpus(2))
+    bound(made, "a", asks((60, 10)), ((0,),))
+    found = made.pick("n", asks((60, 10), (40, 10)), Policy.BINPACK)
+    assert found is not None
+    assert found.chosen == ((1,), (0,))
+
+
+def test_the_search_goes_back_where_the_first_choice_leaves_no_room() -> None:
+    made = fleet(gpus(2))
+    # The fullest GPU for the larger share has all the memory that the smaller one needs.
+    bound(made, "a", asks((50, 1)), ((0,),))
+    bound(made, "b", asks((1, 250)), ((1,),))
+    demand = asks((50, 10), (40, 300))
+    found = made.pick("n", demand, Policy.BINPACK)
+    assert found is not None
+    assert found.chosen == ((1,), (0,))
+    assert made.verdict("n", demand) == ""
+
+
+@pytest.mark.parametrize(
+    ("inventory", "held", "demand", "says"),
+    [
+        (gpus(2), [(60, 10), (70, 10)], asks((60, 10)), "largest free share 40 of 60 cores"),
+        (gpus(1), [(10, 310)], asks((10, 20)), "largest free memory 10 of 20 blocks beside 10 cores"),
+        (gpus(1, trouble="Xid 79"), [], asks((10, 20)), "GPU 0 unhealthy"),
+        (gpus(2, selling=False), [], asks((10, 20)), "GPU 0 draining and 1 more"),
+        (gpus(2), [(10, 10)], asks((200, 0)), "1 of 2 GPUs wholly free"),
+        (gpus(2, Mode.MPS), [], asks((10, 20)), "no GPU sold as vGPU"),
+        (gpus(2), [], asks(gpus=1), "no GPU sold as pgpu"),
+        (gpus(2, Mode.PGPU), [], asks(gpus=3), "2 of 3 GPUs free"),
+        (gpus(1), [], asks((60, 10), (60, 10)), "room for each, not for all 2 containers together"),
+        (gpus(1, Mode.MPS, clients=1), [], mps((10, 1), (10, 1)), "room for each, not for all 2 containers"),
+    ],
+)
+def test_refusals_are_told_in_a_few_words(
+    inventory: NodeInventory, held: list[tuple[int, int]], demand: PodDemand, says: str
+) -> None:
+    made = fleet(inventory)
+    for number, one in enumerate(held):
+        bound(made, f"u{number}", asks(one), ((number,),))
+    assert made.verdict("n", demand).startswith(says)
+    assert made.pick("n", demand, Policy.BINPACK) is None
+
+
+def test_the_ceiling_of_mps_clients_is_kept() -> None:
+    made = fleet(gpus(1, Mode.MPS, clients=2))
+    bound(made, "a", mps((10, 1)), ((0,),))
+    assert made.verdict("n", mps((10, 1))) == ""
+    bound(made, "b", mps((10, 1)), ((0,),))
+    assert "client ceiling" in made.verdict("n", mps((10, 1)))
+
+
+def test_whole_gpus_are_the_best_linked_ones() -> None:
+    links = [0] * 6
+    links[4] = 400  # 1-3
+    inventory = NodeInventory(gpus(4).gpus, tuple(links))
+    found = fleet(inventory).pick("n", asks((200, 0)), Policy.BINPACK)
+    assert found is not None
+    assert found.chosen == ((1, 3),)
+
+
+def test_a_pod_whose_gpus_nobody_told_counts_on_all_it_may_be_on() -> None:
+    made = fleet(gpus(2))
+    bound(made, "a", asks((60, 10)), None)
+    assert made.verdict("n", asks((40, 10))) == ""
+    assert made.verdict("n", asks((50, 10))) == "GPUs of 1 bound pod not known yet"
+    bound(made, "a", asks((60, 10)), ((0,),))
+    assert made.verdict("n", asks((50, 10))) == ""
+
+
+def test_the_kubelets_records_win_over_a_forged_annotation() -> None:
+    made = fleet(gpus(2))
+    demand = asks((90, 10))
+    held = (Held("GPU-0", Mode.VGPU, 90, 10),)
+    made.set_pod(BoundPod("a", "n", PodClaim(demand, held=held, chosen=((1,),)), confirmed=True))
+    found = made.pick("n", demand, Policy.BINPACK)
+    assert found is not None
+    assert found.chosen == ((1,),)
+
+
+def test_our_own_choice_wins_over_an_annotation_that_no_agent_wrote() -> None:
+    made = fleet(gpus(2))
+    demand = asks((90, 10))
+    made.assume("a", "n", PodClaim(demand, chosen=((0,),)), 10)
+    bound(made, "a", demand, ((1,),))
+    assert [room.cores for room in made.rooms("n").gpus] == [10, 100]
+
+
+def test_the_agents_choice_wins_over_ours() -> None:
+    made = fleet(gpus(2))
+    demand = asks((90, 10))
+    made.assume("a", "n", PodClaim(demand, chosen=((0,),)), 10)
+    made.set_pod(BoundPod("a", "n", PodClaim(demand, chosen=((1,),)), confirmed=True))
+    assert [room.cores for room in made.rooms("n").gpus] == [100, 10]
+
+
+def test_a_choice_that_the_watch_does_not_show_is_dropped_in_time() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    assert made.expire(9.9) == []
+    assert made.expire(10) == ["a"]
+    assert made.verdict("n", asks((90, 10))) == ""
+
+
+def test_a_choice_that_the_watch_showed_stays() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    bound(made, "a", asks((90, 10)), None)
+    assert made.expire(1e9) == []
+    assert made.verdict("n", asks((90, 10))) != ""
+
+
+def test_a_node_without_inventory_is_judged_by_totals_and_says_so() -> None:
+    made = Fleet()
+    made.set_node("n", None, {VGPU.core: 200, VGPU.memory: 640})
+    bound(made, "a", asks((90, 10)), None)
+    assert made.verdict("n", asks((60, 10))) == ""
+    assert made.verdict("n", asks((99, 10), (99, 10))) == (
+        "110 of 198 tencent.com/vcuda-core free by totals (no inventory)"
+    )
+    found = made.pick("n", asks((60, 10)), Policy.BINPACK)
+    assert found is not None
+    assert found.chosen == ()
+
+
+def test_a_node_that_nobody_told_of_takes_nothing() -> None:
+    assert Fleet().verdict("x", asks((1, 1))) == "node not known to the extender"
+
+
+def test_policies_differ() -> None:
+    made = fleet(gpus(3))
+    bound(made, "a", asks((40, 100)), ((0,),))
+    bound(made, "b", asks((50, 100)), ((1,),))
+    # Five cores less on GPU 1 would leave no room for 47, which many ask for.
+    chosen = {policy: made.pick("n", asks((5, 5)), policy) for policy in Policy}
+    assert {policy: found.chosen for policy, found in chosen.items() if found} == {
+        Policy.BINPACK: ((1,),),
+        Policy.SPREAD: ((2,),),
+        Policy.FRAGMENTATION: ((0,),),
+    }

@@ -1,0 +1,89 @@
+"""Reading the control daemon's words, as real daemons (535, 550) and NVIDIA's documents show them."""
+
+import pytest
+
+from agent.mps import parse as answers
+from agent.mps.errors import CommandRefused, NotSupported
+from agent.mps.parse import Client, ServerState
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("100.0", 100.0),
+        ("Invalid percentage, expected between (0.0, 100.0]\n40.0", 40.0),
+        ("", None),
+        ("Server 1 not found", 1.0),  # a refusal is told by `check`, before this
+        ("1200", None),
+    ],
+)
+def test_percentage(text: str, found: float | None) -> None:
+    assert answers.percentage(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("3G", 3 << 30),
+        ("300M", 300 << 20),
+        ("3GB", 3 << 30),
+        ("Default pinned memory limit for device 0 is 1G", 1 << 30),
+        ("", None),
+        ("No default pinned memory limit set for the device!", None),
+    ],
+)
+def test_memory_limit(text: str, found: int | None) -> None:
+    assert answers.memory_bytes(text) == found
+
+
+def test_pids_pass_over_everything_else() -> None:
+    assert answers.pids("17797\n  17801 \nServer busy\n\n") == (17797, 17801)
+    assert answers.pids("") == ()
+
+
+@pytest.mark.parametrize("state", list(ServerState))
+def test_server_state(state: ServerState) -> None:
+    assert answers.server_state(f"Server is {state.value.lower()}\n") is state
+
+
+def test_words_nobody_knows_are_an_unknown_state() -> None:
+    assert answers.server_state("it sleeps") is ServerState.UNKNOWN
+
+
+def test_clients_by_the_headings_of_their_columns() -> None:
+    text = (
+        "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND\n"
+        "9741      0     6472      GPU-cb1213a3-d6a4  4026531836     ./nbody -x\n"
+        "9743      0     6472      GPU-cb1213a3-d6a4  4026531836     ./nbody\n"
+    )
+    assert answers.clients(text) == (
+        Client(9741, 6472, "GPU-cb1213a3-d6a4", "./nbody -x"),
+        Client(9743, 6472, "GPU-cb1213a3-d6a4", "./nbody"),
+    )
+    assert answers.clients("Server not found") == ()
+    assert answers.clients("42\n") == (Client(42),)
+
+
+def test_refusals_are_told_apart() -> None:
+    assert answers.check("get_server_list", "17\n") == "17\n"
+    with pytest.raises(NotSupported, match="'get_server_status'"):
+        answers.check("get_server_status 1", 'Unknown command "get_server_status"')
+    with pytest.raises(CommandRefused, match="Server 1 not found"):
+        answers.check("get_client_list 1", "Server 1 not found\n")
+
+
+def test_a_sessions_answers_are_told_apart_by_the_question_after_each() -> None:
+    assert answers.parts("17797\n100.0\n9741\n9743\n100.0\nACTIVE\n40.0\n") == [
+        "17797",
+        "9741\n9743",
+        "ACTIVE",
+    ]
+    assert answers.parts("100.0\n100.0") == ["", ""]
+    assert answers.parts("") == []
+    assert answers.parts("17797\n100.0\n97") == []  # cut short
+
+
+@pytest.mark.parametrize("garbage", ["\u00b2", "\u0663\u0664", "9" * 5000, "-5", "\ufffd\ufffd 12", "0x10"])
+def test_garbage_is_no_process(garbage: str) -> None:
+    assert answers.pids(f"{garbage}\n6472\n") == (6472,)
+    assert answers.clients(f"PID ID SERVER\n{garbage} 1 {garbage}\n") == ()

@@ -1,0 +1,69 @@
+"""Who is bound here and has no devices yet."""
+
+from collections.abc import Mapping
+
+from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources
+from agent.cluster.reflector import Metadata
+from agent.kubelet.podresources import Holding, PodList
+from agent.node.unadmitted_pods import caught
+
+CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
+
+
+def pod(name: str, *resources: str, phase: str = "Pending", deleted: str | None = None) -> Pod:
+    container = Container("main", Resources(dict.fromkeys(resources, "1")))
+    metadata = Metadata(name=name, namespace="default", uid=f"u-{name}", deletion_timestamp=deleted)
+    return Pod(metadata, PodSpec([container]), PodStatus(phase))
+
+
+class Node:
+    """What API server and kubelet say."""
+
+    def __init__(self, *pods: Pod) -> None:
+        self.pods = {each.metadata.uid: each for each in pods}
+        self.held: list[tuple[str, str]] | None = []  # pod, resource; None: no answer
+        self.reads = 0
+        self.late: Pod | None = None  # bound while the kubelet is asked
+
+    def known(self) -> Mapping[str, Pod]:
+        return self.pods
+
+    async def refresh(self) -> PodList | None:
+        self.reads += 1
+        if self.late:
+            self.pods[self.late.metadata.uid] = self.late
+        if self.held is None:
+            return None
+        return PodList(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
+
+    async def caught(self) -> frozenset[str]:
+        return await caught(self.known, lambda: {CORE, MEMORY}, self.refresh)
+
+
+async def test_half_a_pair_is_not_enough() -> None:
+    node = Node(pod("none", CORE, MEMORY), pod("half", CORE, MEMORY), pod("both", CORE, MEMORY))
+    node.held = [("half", CORE), ("both", CORE), ("both", MEMORY)]
+    assert await node.caught() == {"u-none", "u-half"}
+
+
+async def test_only_pods_that_wait_for_ours_are_asked_about() -> None:
+    node = Node(
+        pod("runs", CORE, phase="Running"),
+        pod("ends", CORE, deleted="2026-01-01T00:00:00Z"),
+        pod("failed", CORE, phase="Failed"),
+        pod("other", "cpu"),
+    )
+    assert await node.caught() == set()
+    assert node.reads == 0
+
+
+async def test_a_kubelet_that_does_not_answer_has_not_served_them() -> None:
+    node = Node(pod("waits", CORE), pod("other", "cpu"))
+    node.held = None
+    assert await node.caught() == {"u-waits"}
+
+
+async def test_a_pod_that_was_bound_meanwhile_counts() -> None:
+    node = Node(pod("served", CORE))
+    node.held, node.late = [("served", CORE)], pod("late", CORE)
+    assert await node.caught() == {"u-late"}

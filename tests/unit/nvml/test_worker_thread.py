@@ -1,0 +1,201 @@
+"""The worker lane: results, deadlines, hanging calls, cancellation."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.nvml import worker_thread as lanes
+from agent.nvml.errors import NvmlGpuLost, NvmlHung
+from agent.nvml.worker_thread import Lane
+
+Logs = list[MutableMapping[str, Any]]
+
+
+class Gate:
+    """A call that hangs until the gate opens."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._open = threading.Event()
+        self.calls = 0
+
+    def hang(self, which: str = "") -> str:
+        self.calls += 1
+        self.entered.set()
+        assert self._open.wait(30), "the test forgot to open the gate"
+        return f"back {which}"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Opened at the end, so that no thread outlives the test."""
+    made = Gate()
+    yield made
+    made.open()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(5):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+def lane_threads(name: str) -> int:
+    return sum(thread.name == f"nvml-{name}" for thread in threading.enumerate())
+
+
+async def test_a_call_runs_in_a_thread_of_its_own_and_answers() -> None:
+    lane = Lane("answers")
+
+    def call(a: int, b: int) -> tuple[int, str, bool]:
+        thread = threading.current_thread()
+        return a + b, thread.name, thread.daemon
+
+    assert await lane.run(call, 1, 2) == (3, "nvml-answers", True)
+    assert await lane.run(call, 3, 4) == (7, "nvml-answers", True)
+    assert lane_threads("answers") == 1
+    lane.close()
+    await until(lambda: lane_threads("answers") == 0)
+
+
+async def test_errors_of_the_call_reach_the_caller() -> None:
+    lane = Lane("errors")
+
+    def lost() -> None:
+        raise NvmlGpuLost(15, "describe")
+
+    with pytest.raises(NvmlGpuLost):
+        await lane.run(lost)
+    assert await lane.run(lambda: "well again") == "well again"
+    lane.close()
+
+
+async def test_calls_run_one_at_a_time_in_order() -> None:
+    lane = Lane("order")
+    seen: list[str] = []
+
+    def call(number: int) -> None:
+        seen.append(f"{number} in")
+        time.sleep(0.002)
+        seen.append(f"{number} out")
+
+    async with anyio.create_task_group() as group:
+        for number in range(5):
+            group.start_soon(lane.run, call, number)
+    assert seen == [f"{number} {end}" for number in range(5) for end in ("in", "out")]
+    lane.close()
+
+
+async def test_a_hanging_call_is_given_up_and_the_lane_goes_on(gate: Gate, logs: Logs) -> None:
+    lane = Lane("hung", deadline=0.05)
+    with pytest.raises(NvmlHung, match=r"NVML hang did not answer within 0\.05 s"):
+        await lane.run(gate.hang)
+    assert lane.stuck == 1
+    assert await lane.run(lambda: "served") == "served"
+    assert [event["call"] for event in logs if event["event"] == "nvml_call_hangs"] == ["hang"]
+    gate.open()
+    await until(lambda: lane.stuck == 0)
+    lane.close()
+    await until(lambda: lane_threads("hung") == 0)
+
+
+async def test_the_same_call_is_not_tried_again_while_it_hangs(gate: Gate) -> None:
+    lane = Lane("same", deadline=0.05)
+    for _ in range(20):
+        with pytest.raises(NvmlHung):
+            await lane.run(gate.hang, "gpu-0")
+    assert (lane.stuck, gate.calls) == (1, 1)
+    with pytest.raises(NvmlHung):
+        await lane.run(gate.hang, "gpu-1")
+    assert (lane.stuck, gate.calls) == (2, 2)
+    gate.open()
+    await until(lambda: lane.stuck == 0)
+    assert await lane.run(gate.hang, "gpu-0") == "back gpu-0"
+    lane.close()
+
+
+async def test_too_many_hanging_calls_are_told_without_another_thread(gate: Gate) -> None:
+    lane = Lane("many", deadline=0.02)
+    for number in range(lanes.MOST_STUCK):
+        with pytest.raises(NvmlHung):
+            await lane.run(gate.hang, str(number))
+    assert lane.stuck == lanes.MOST_STUCK
+    with pytest.raises(NvmlHung, match="8 NVML calls hang in lane many; the driver needs attention"):
+        await lane.run(lambda: None)
+    assert lane_threads("many") == lanes.MOST_STUCK
+    gate.open()
+    await until(lambda: lane.stuck == 0)
+    assert await lane.run(lambda: "served") == "served"
+    lane.close()
+
+
+async def test_a_cancellation_waits_for_the_call_and_is_then_delivered(gate: Gate) -> None:
+    lane = Lane("cancelled", deadline=10)
+    after = False
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+
+            async def ask() -> None:
+                nonlocal after
+                await lane.run(gate.hang)
+                after = True
+
+            group.start_soon(ask)
+            await anyio.to_thread.run_sync(gate.entered.wait)
+            scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.02)
+                assert lane_threads("cancelled") == 1
+                gate.open()
+    assert scope.cancelled_caught
+    assert not after
+    assert lane.stuck == 0
+    assert await lane.run(lambda: "served") == "served"
+    lane.close()
+
+
+async def test_a_waiting_caller_can_be_cancelled_without_a_call(gate: Gate) -> None:
+    lane = Lane("waiting", deadline=10)
+    called = threading.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(lane.run, gate.hang, "first")
+        await anyio.to_thread.run_sync(gate.entered.wait)
+        with anyio.move_on_after(0.02) as scope:
+            await lane.run(called.set)
+        assert scope.cancelled_caught
+        gate.open()
+    assert not called.is_set()
+    assert await lane.run(lambda: "served") == "served"
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
+    script = """
+import anyio, threading
+from agent.nvml.errors import NvmlHung
+from agent.nvml.worker_thread import Lane
+
+async def main():
+    lane = Lane("stuck", deadline=0.05)
+    try:
+        await lane.run(threading.Event().wait)
+    except NvmlHung:
+        print("given up")
+
+anyio.run(main)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "given up" in ended.stdout

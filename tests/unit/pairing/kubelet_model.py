@@ -1,0 +1,237 @@
+"""A kubelet's device manager without sockets: what pairing is asked by, step by step.
+
+After kubelet 1.36, `pkg/kubelet/cm/devicemanager/manager.go`: containers in order, resources of a container
+in random order, units of plain init containers handed on unasked, short preferences filled up at random.
+"""
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.api import PreferenceRequest, Refused
+from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.model.demand import VGPU, Container, Kind, Pod, Stage
+from agent.model.gpu import Gpu
+from agent.model.ledger import Half
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.placement import Policy
+from agent.pairing.actor import Pairing
+from agent.pairing.facts import Identity
+from agent.pairing.ports import PodsUnavailable
+from agent.pairing.requester import resource_of
+from agent.plugins.fractions import Shares, Sharing
+
+Key = tuple[str, str]
+
+
+def share(name: str, cores: int, blocks: int, stage: Stage = Stage.APP, kind: Kind = VGPU) -> Container:
+    """A container that asks for a pair; 0 leaves a half out."""
+    limits = {kind.core: cores, kind.memory: blocks}
+    return Container(name, {resource: count for resource, count in limits.items() if count}, stage)
+
+
+def pod(name: str, *containers: Container, **traits: object) -> Pod:
+    """A waiting pod of the namespace `default`."""
+    return replace(Pod("default", name, containers, uid=f"uid-{name}"), **traits)  # type: ignore[arg-type]
+
+
+def machine(gpus: int, blocks: int) -> Snapshot:
+    """GPUs with so many blocks of 256 MiB each."""
+    states = tuple(
+        GpuState(
+            Gpu(
+                f"GPU-{n:08d}-0000-0000-0000-000000000000",
+                n,
+                n,
+                f"0000:{n:02x}:00.0",
+                "Simulated",
+                blocks << 28,
+                (9, 0),
+            )
+        )
+        for n in range(gpus)
+    )
+    return Snapshot(1, None, None, states, by_uuid={state.uuid: state for state in states})
+
+
+def undisturbed(step: int) -> None:
+    """Nothing happens between the calls."""
+
+
+class AgentKilled(Exception):
+    """The agent died before it answered."""
+
+
+@dataclass
+class Admission:
+    """What the kubelet knows of a pod that it took up."""
+
+    pod: Pod
+    held: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)  # container, resource -> IDs
+
+
+class KubeletModel:
+    """The device manager, and the agent under it."""
+
+    def __init__(
+        self, gpus: int = 4, blocks: int = 40, seed: int = 0, kind: Kind = VGPU, mode: Mode = Mode.VGPU
+    ) -> None:
+        self.kind = kind
+        self.random = random.Random(seed)
+        self.inventory = Cell(machine(gpus, blocks))
+        names = [state.uuid for state in self.inventory.value.gpus]
+        self.modes = Cell(Assignment({name: GpuMode(mode) for name in names}))
+        self.mode = mode
+        self.taken_up: dict[Key, Admission] = {}
+        self.api: dict[Key, Pod] = {}
+        self.specs_readable = True
+        self.cached = True  # whether the watch told of pods before the kubelet asks
+        self.records_readable = True
+        self.lists = 0
+        self.now = 0.0
+        self.policy = Policy.BINPACK
+        self.start_agent()
+
+    # What the agent reads
+
+    async def list(self, deadline: float = 1.0) -> PodList:
+        """PodResources List: plain init containers are left out."""
+        self.lists += 1
+        if not self.records_readable:
+            raise PodResourcesUnavailable("no kubelet here")
+        holdings: list[Holding] = []
+        containers: list[tuple[str, str, str]] = []
+        for (namespace, name), admission in self.taken_up.items():
+            for container in admission.pod.containers:
+                if container.stage is Stage.INIT:
+                    continue
+                containers.append((namespace, name, container.name))
+                for half in Half:
+                    resource = resource_of(self.kind, half)
+                    if ids := admission.held.get((container.name, resource)):
+                        holdings.append(Holding(namespace, name, container.name, resource, tuple(ids)))
+        return PodList(tuple(holdings), tuple(containers))
+
+    def pods_on_node(self) -> Collection[Pod]:
+        """The watch's copy."""
+        return list(self.api.values()) if self.specs_readable and self.cached else ()
+
+    async def get(self, namespace: str, name: str) -> Pod | None:
+        """One GET."""
+        if not self.specs_readable:
+            raise PodsUnavailable("no API server here")
+        return self.api.get((namespace, name))
+
+    # The agent
+
+    def start_agent(self) -> None:
+        """A new process that remembers nothing."""
+        self.pairing = Pairing(
+            self.kind, Identity(self.kind, self, self), policy=self.policy, clock=lambda: self.now
+        )
+        self.shares = Shares(Sharing(self.kind, self.mode), self.inventory, self.modes, self.pairing)
+        self.shares.restock()
+
+    # The kubelet
+
+    def in_use(self, half: Half) -> frozenset[str]:
+        """IDs of a half that the kubelet counts as taken, those of init containers among them."""
+        resource = resource_of(self.kind, half)
+        return frozenset().union(
+            *(
+                ids
+                for each in self.taken_up.values()
+                for (_, name), ids in each.held.items()
+                if name == resource
+            )
+        )
+
+    def listed(self, half: Half) -> frozenset[str]:
+        """All healthy IDs."""
+        stocks = self.pairing.view.ledger.stocks.values()
+        return frozenset().union(*(stock.id_set(half) for stock in stocks if stock.sellable))
+
+    async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
+        """Take a pod up and give its containers devices. Raises Refused, AgentKilled; then it holds nothing.
+
+        `interrupt(n)` runs before the n-th call to the agent, and may raise.
+        """
+        self.api[new.key] = new
+        admission = self.taken_up[new.key] = Admission(new)
+        try:
+            await self._containers(admission, interrupt)
+        except (Refused, AgentKilled):
+            del self.taken_up[new.key]
+            self.api[new.key] = replace(new, phase="Failed")
+            raise
+        self.api[new.key] = replace(new, phase="Running")
+
+    async def _containers(self, admission: Admission, interrupt: Callable[[int], None]) -> None:
+        reusable: dict[str, frozenset[str]] = {}
+        step = 0
+        for container in admission.pod.containers:
+            for half in self.random.sample(list(Half), 2):
+                resource = resource_of(self.kind, half)
+                needed = container.limits.get(resource, 0)
+                if not needed:
+                    continue
+                handed_on = reusable.get(resource, frozenset())
+                chosen = set(self.random.sample(sorted(handed_on), min(needed, len(handed_on))))
+                if len(chosen) < needed:
+                    interrupt(step)
+                    step += 1
+                    chosen = await self._ask(half, needed, chosen)
+                interrupt(step)
+                step += 1
+                await self.pairing.allocate(half, self.random.sample(sorted(chosen), len(chosen)))
+                admission.held[container.name, resource] = frozenset(chosen)
+            for (name, resource), ids in admission.held.items():
+                if name == container.name:
+                    kept = reusable.get(resource, frozenset())
+                    reusable[resource] = kept | ids if container.stage is Stage.INIT else kept - ids
+
+    async def _ask(self, half: Half, needed: int, chosen: set[str]) -> set[str]:
+        free = self.listed(half) - self.in_use(half)
+        if len(free) < needed - len(chosen):
+            raise Refused("requested number of devices unavailable")
+        request = PreferenceRequest(
+            tuple(self.random.sample(sorted(free | chosen), len(free | chosen))), tuple(chosen), needed
+        )
+        preferred = set(await self.pairing.prefer(half, request)) & (free | chosen)
+        chosen = chosen | set(sorted(preferred)[:needed])
+        return chosen | set(self.random.sample(sorted(free - chosen), needed - len(chosen)))
+
+    def end(self, key: Key) -> None:
+        """A pod ends and is removed."""
+        del self.taken_up[key]
+        del self.api[key]
+
+    # What must hold
+
+    def gpus_of(self, key: Key, container: str) -> set[str]:
+        """GPUs on which a container has units, of whichever half."""
+        held = self.taken_up[key].held
+        return {
+            each.partition("::")[0] for (name, _), ids in held.items() if name == container for each in ids
+        }
+
+    def free_on_best(self, cores: int, blocks: int) -> bool:
+        """Whether in truth some GPU has room for a share."""
+        for stock in self.pairing.view.ledger.stocks.values():
+            if stock.gpu in self.held_whole():
+                continue
+            room = (
+                len(stock.core_set - self.in_use(Half.CORE)),
+                len(stock.block_set - self.in_use(Half.MEMORY)),
+            )
+            if room[0] >= cores and room[1] >= blocks:
+                return True
+        return False
+
+    def held_whole(self) -> set[str]:
+        """GPUs of which one container holds all cores."""
+        large = [ids for each in self.taken_up.values() for ids in each.held.values() if len(ids) >= 100]
+        stocks = self.pairing.view.ledger.stocks.values()
+        return {stock.gpu for stock in stocks for ids in large if stock.core_set <= ids}

@@ -1,0 +1,160 @@
+"""Pods and their owners by way of the Kubernetes API: what is read of a pod, and what is written back."""
+
+import json
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from agent.cluster.api import ApiRefused, ApiUnavailable
+from agent.cluster.conversion import convert
+from agent.cluster.events import Event
+from agent.cluster.pods import Pod as ApiPod
+from agent.model.demand import Container, Pod, Stage
+from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
+from agent.pairing.ports import PodsUnavailable
+
+
+def api_pod(uid: str = "u", **metadata: object) -> ApiPod:
+    limits = {"cpu": "500m", "tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "1k", "x/y": "0.5"}
+    document = {
+        "metadata": {"name": "p", "namespace": "ns", "uid": uid, "annotations": {"a": "b"}, **metadata},
+        "spec": {
+            "initContainers": [{"name": "init"}, {"name": "sidecar", "restartPolicy": "Always"}],
+            "containers": [{"name": "main", "resources": {"limits": limits}}, {"name": "second"}],
+        },
+        "status": {"phase": "Running"},
+    }
+    return msgspec.json.decode(json.dumps(document).encode(), type=ApiPod)
+
+
+class Cache:
+    """A watch cache with what a test puts in."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, ApiPod] = {}
+        self.problem: Exception | None = None
+
+    def pods(self) -> dict[str, ApiPod]:
+        return self.items
+
+    async def get(self, namespace: str, name: str) -> ApiPod | None:
+        if self.problem:
+            raise self.problem
+        return next((pod for pod in self.items.values() if pod.metadata.name == name), None)
+
+
+def test_a_pod_is_read_in_the_order_of_its_admission() -> None:
+    pod = convert(api_pod())
+    assert pod.key == ("ns", "p")
+    assert (pod.uid, pod.phase, pod.ending, pod.annotations) == ("u", "Running", False, {"a": "b"})
+    assert [(each.name, each.stage) for each in pod.containers] == [
+        ("init", Stage.INIT),
+        ("sidecar", Stage.SIDECAR),
+        ("main", Stage.APP),
+        ("second", Stage.APP),
+    ]
+    # What is no whole number of units is nobody's device.
+    assert pod.containers[2].limits == {"tencent.com/vcuda-core": 30, "tencent.com/vcuda-memory": 1000}
+
+
+def test_a_pod_under_deletion_is_ending() -> None:
+    assert convert(api_pod(deletionTimestamp="2026-01-01T00:00:00Z")).ending
+
+
+def test_pods_are_converted_once_per_change() -> None:
+    cache = Cache()
+    source = ClusterPods(cache)  # type: ignore[arg-type]
+    cache.items = {"u": api_pod()}
+    (first,), (again,) = source.pods_on_node(), source.pods_on_node()
+    assert first is again
+    cache.items = {"u": api_pod(annotations={"a": "c"})}
+    (changed,) = source.pods_on_node()
+    assert changed.annotations == {"a": "c"}
+    cache.items = {}
+    assert not source.pods_on_node()
+
+
+async def test_an_api_that_is_away_is_told_apart_from_a_pod_that_is_not_there() -> None:
+    cache = Cache()
+    source = ClusterPods(cache)  # type: ignore[arg-type]
+    assert await source.get("ns", "p") is None
+    cache.problem = ApiUnavailable("connection refused")
+    with pytest.raises(PodsUnavailable, match="connection refused"):
+        await source.get("ns", "p")
+
+
+class Api:
+    """An API server that remembers patches, and may refuse them."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.patches: list[tuple[str, Any]] = []
+        self.refusal = refusal
+
+    async def merge_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
+        self.patches.append((path, body))
+        if self.refusal:
+            raise self.refusal
+        return b"{}"
+
+
+class Events:
+    def __init__(self) -> None:
+        self.emitted: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.emitted.append(event)
+
+
+POD = Pod("ns", "p", (Container("init", {}, Stage.INIT), Container("a"), Container("b")), uid="u")
+
+
+async def recorded(api: Api, *choices: tuple[str, list[int]], write: bool = True) -> None:
+    recorder = ClusterRecorder(api, Events(), write)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(recorder.run)
+        for container, indices in choices:
+            recorder.chosen(POD, container, indices)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+
+
+async def test_the_choice_is_written_by_number_of_the_app_container() -> None:
+    api = Api()
+    await recorded(api, ("init", [0]), ("b", [3, 5]))
+    annotations = {"tencent.com/predicate-gpu-idx-1": "3,5", "tencent.com/gpu-assigned": "true"}
+    body = {"metadata": {"uid": "u", "annotations": annotations}}
+    assert api.patches == [("/api/v1/namespaces/ns/pods/p", body)]
+
+
+async def test_nothing_is_written_when_it_is_not_wanted() -> None:
+    api = Api()
+    await recorded(api, ("a", [1]), write=False)
+    assert api.patches == []
+
+
+async def test_without_the_right_it_is_said_once(logs: list[dict[str, Any]]) -> None:
+    api = Api(ApiRefused(403, "pods is forbidden"))
+    await recorded(api, ("a", [1]), ("b", [2]), ("a", [3]))
+    assert len(api.patches) == 1
+    assert [each["remedy"] for each in logs if each["event"] == "choice_not_written"] == [
+        "grant patch on pods"
+    ]
+
+
+async def test_an_api_that_is_away_does_not_end_the_writing() -> None:
+    api = Api(ApiUnavailable("away"))
+    await recorded(api, ("a", [1]), ("b", [2]))
+    assert len(api.patches) == 2
+
+
+def test_refusals_and_ignored_hints_become_warnings_on_the_pod() -> None:
+    events = Events()
+    recorder = ClusterRecorder(Api(), events, True)  # type: ignore[arg-type]
+    recorder.refused(POD, "no room")
+    recorder.hint_ignored(POD, "GPU 3 is full")
+    assert [(each.reason, each.message, each.warning, each.regarding.uid) for each in events.emitted] == [
+        ("AllocationRefused", "no room", True, "u"),
+        ("PlacementHintIgnored", "GPU 3 is full", True, "u"),
+    ]
