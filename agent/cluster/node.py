@@ -64,6 +64,11 @@ class NodeObject:
         """The node as last seen."""
         return next(iter(self.reflector.items.value.values()), None)
 
+    @property
+    def uid(self) -> str | None:
+        """The UID of the Node object; None: not known yet."""
+        return self.value.metadata.uid if self.value else None
+
     async def patch_metadata(
         self,
         labels: Mapping[str, str | None] | None = None,

@@ -28,6 +28,16 @@ TOO_MANY_REQUESTS = 429
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
+class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
+    """The object that another one belongs to."""
+
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool | None = None
+
+
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
     """ObjectMeta, as far as it is used."""
 
@@ -37,6 +47,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
     resource_version: str = ""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
     deletion_timestamp: str | None = None
     deletion_grace_period_seconds: int | None = None
 
