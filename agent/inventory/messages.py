@@ -41,6 +41,7 @@ class Unavailable:
     problem: str
     released_until: float | None = None
     at: float = 0.0
+    let_go: str | None = None  # of a release: empty once NVML is closed, else why it cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,5 @@ class Connected:
 
 
 Message = (
-    Scanned
-    | Unavailable
-    | Accused
-    | KernelXidSeen
-    | XidExplained
-    | Restored
-    | Cleared
-    | Removed
-    | Connected
+    Scanned | Unavailable | Accused | KernelXidSeen | XidExplained | Restored | Cleared | Removed | Connected
 )

@@ -71,6 +71,7 @@ def _unavailable(before: Snapshot, message: Unavailable, rules: Rules) -> Snapsh
         gpus=tuple(replace(state, blocked=message.problem) for state in known),
         remembered=remembered,
         released_until=message.released_until,
+        let_go=message.let_go,
     )
 
 
@@ -124,6 +125,7 @@ def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
         driver=scan.driver,
         problem=None,
         released_until=None,
+        let_go=None,
         # Lost GPUs keep their place behind the present ones.
         gpus=(*sorted(present, key=lambda state: state.gpu.index), *missing),
         # An index whose GPU is known and judged already is not told twice.

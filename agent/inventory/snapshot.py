@@ -88,6 +88,8 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     # Seconds since boot at which NVML is opened again, while it is released for maintenance.
     released_until: float | None = None
+    # Whether it is closed meanwhile: empty: it is; None: not yet; else why it cannot be closed.
+    let_go: str | None = None
     # Verdicts of earlier runs on GPUs that were not seen yet, by UUID, and Xids that await their GPU.
     remembered: Mapping[str, Record] = field(default_factory=dict, repr=False)
     awaiting: tuple[KernelXid, ...] = field(default=(), repr=False)

@@ -207,8 +207,8 @@ def probe_passed(
     """A probe found the GPU answering and its error counters at rest.
 
     `obstacle` names what still forbids to trust it again (a row remap or a page retirement that waits for
-    a reset); `was_reset`: its volatile counters fell since the last probe; `action`: what the driver asks for,
-    None: it does not tell.
+    a reset); `was_reset`: its volatile counters fell since the last probe; `action`: what the driver asks
+    for, None: it does not tell.
     """
     if action is not None and action.forbids_work:
         return _condemned_by_probe(health, Fault(FaultKind.DRIVER, action), action.words, rules, now)
@@ -220,31 +220,39 @@ def probe_passed(
     # What was gone and is back went through a reset, and so did what the driver asks it for no more; what was
     # mute for a while did not.
     done = health.driver_asks and action is not None
-    seen = health.reset_seen or was_reset or health.away or done
-    asks = health.driver_asks and action is None
-    present = replace(health, misses=0, away=False, reset_seen=seen, obstacle=obstacle, driver_asks=asks)
-    after = present
-    fine = rule.open and action is not None  # says the driver
+    present = replace(
+        health,
+        misses=0,
+        away=False,
+        reset_seen=health.reset_seen or was_reset or health.away or done,
+        obstacle=obstacle,
+        driver_asks=health.driver_asks and action is None,
+    )
+    after = _recovering(present, rule, now, fine=rule.open and action is not None)
+    return health if after == health else after
+
+
+def _recovering(health: Health, rule: Rule, now: float, *, fine: bool) -> Health:
+    """The next step of a GPU that answers. `fine`: the driver has settled what its rule leaves open."""
     settling = min(rule.quiet_seconds, SETTLED_SECONDS)
     match health.state:
-        case HealthState.SUSPECT if health.fault.kind in (FaultKind.HUNG, FaultKind.PROBE):
+        case HealthState.SUSPECT if health.fault and health.fault.kind in (FaultKind.HUNG, FaultKind.PROBE):
             return HEALTHY
         case HealthState.SUSPECT:
-            if not obstacle and now - health.last_event >= rule.quiet_seconds:
+            if not health.obstacle and now - health.last_event >= rule.quiet_seconds:
                 return HEALTHY
         case HealthState.UNHEALTHY:
             if fine and now - health.last_event >= settling:
-                after = replace(present, state=HealthState.PROBATION, since=now, until=now + settling)
-            elif not obstacle and (rule.recovers or seen):
-                after = replace(
-                    present, state=HealthState.PROBATION, since=now, until=now + rule.quiet_seconds
-                )
+                return replace(health, state=HealthState.PROBATION, since=now, until=now + settling)
+            if not health.obstacle and (rule.recovers or health.reset_seen):
+                until = now + rule.quiet_seconds
+                return replace(health, state=HealthState.PROBATION, since=now, until=until)
         case HealthState.PROBATION:
-            if obstacle and not fine:
-                after = replace(present, state=HealthState.UNHEALTHY, since=now, until=None)
-            elif health.until is None or now >= health.until:
+            if health.obstacle and not fine:
+                return replace(health, state=HealthState.UNHEALTHY, since=now, until=None)
+            if health.until is None or now >= health.until:
                 return HEALTHY
-    return health if after == health else after
+    return health
 
 
 def after_reboot(health: Health, now: float) -> Health:
@@ -283,9 +291,9 @@ def _is_memory_error(fault: Fault) -> bool:
 
 def _watched(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
     """Sold again, and watched: what was reported last weighs less than it looked."""
-    return Health(
-        HealthState.SUSPECT, fault, rules.words(fault), now, now, obstacle=health.obstacle, misses=health.misses
-    )
+    cause = rules.words(fault)
+    obstacle, misses = health.obstacle, health.misses
+    return Health(HealthState.SUSPECT, fault, cause, now, now, obstacle=obstacle, misses=misses)
 
 
 def _condemned_by_probe(health: Health, fault: Fault, obstacle: str, rules: Rules, now: float) -> Health:
@@ -334,6 +342,11 @@ def _condemned(
     )
 
 
-def _gravity(rules: Rules, fault: Fault) -> tuple[bool, bool, bool]:
+def _gravity(rules: Rules, fault: Fault) -> tuple[bool, bool, bool, bool]:
     rule = rules.of(fault)
-    return (not rule.recovers, rule.kind is XidClass.REBOOT, fault.kind in (FaultKind.XID, FaultKind.ECC))
+    return (
+        not rule.recovers,
+        not rule.open,
+        rule.kind is XidClass.REBOOT,
+        fault.kind in (FaultKind.XID, FaultKind.ECC),
+    )

@@ -16,7 +16,8 @@ from agent.model.xids import XidClass
 NUMBERS: Final = frozenset(range(144, 151))
 
 _LINE: Final = re.compile(
-    r"^\s*,?\s*(?:pid=[^,]*,\s*name=[^,]*,\s*)?(?P<unit>[A-Za-z0-9_ /]+?)\s+(?:Link )?(?P<severity>Fatal|Nonfatal|Non-fatal)\b"
+    r"^[\s,]*(?:pid=[^,]*,\s*name=[^,]*,\s*)?"
+    r"(?P<unit>[A-Za-z0-9_ /]+?)\s+(?:Link )?(?P<severity>Fatal|Nonfatal|Non-fatal)\b"
     r"[^(\[]*[(\[](?P<info>0x[0-9a-fA-F]{1,8})(?:[ ,]+(?P<status>0x[0-9a-fA-F]{1,8}))?"
 )
 # errorStatus of errors that end the programs they touched.
@@ -30,7 +31,7 @@ _DOWN_ON_PURPOSE: Final = frozenset({0b100110, 0b101000})
 
 
 def class_of(number: int, rest: str) -> XidClass | None:
-    """What kind of trouble a log line tells of; `rest`: its text behind the number. None: it does not tell."""
+    """What kind of trouble a log line tells of, `rest` being its text behind the number; None: unclear."""
     if number not in NUMBERS:
         return None
     found = _LINE.match(rest)
