@@ -302,7 +302,8 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
         return None
     # The kubelet names its node so: the host's name in lower case.
     name = wish.node_name or os.uname().nodename.strip().lower()
-    return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
+    node = NodeObject(api, name)
+    return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 
 
 async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
