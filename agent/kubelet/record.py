@@ -33,6 +33,14 @@ class View:
 
     pods: Mapping[str, KnownPod] = field(default_factory=dict)
     complete: bool = False  # the watch is up: a pod that is not among them is gone, or very new
+    contested: frozenset[str] = frozenset()  # UIDs that several pods claim: nobody knows whose they are
+
+    def ended(self, uid: str) -> bool:
+        """Whether a pod is gone or has finished; False: not known. It may be so new that it is not there yet."""
+        if known := self.pods.get(uid):
+            return known.finished
+        # One that is not there may have come while the watch was interrupted.
+        return self.complete and uid not in self.contested
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +147,13 @@ class _Judge:
         known, key = self._view.pods.get(uid), self.key(uid)
         if uid in self._named and self._fresh:
             return True
-        if known and known.finished:
+        watched = known is not None or (uid in self._before and self._before[uid].watched)
+        if watched and self._view.ended(uid):
             return False
-        if known is None and self._view.complete and uid in self._before and self._before[uid].watched:
-            return False
+        if uid in self._view.contested:
+            return True  # a pod's devices are not given away because somebody contests its UID
         if not self._believed:
-            return bool(known or key or not self._view.complete)
+            return key is not None or not self._view.complete
         return key in self._listed if key else bool(self._unnamed)
 
 

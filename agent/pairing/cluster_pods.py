@@ -26,8 +26,9 @@ FORBIDDEN = 403
 
 def view_of(cache: PodCache) -> View:
     """The node's pods as the record of who holds what needs them."""
+    known = cache.cgroup_uids()
     pods = {
-        pod.cgroup_uid: KnownPod(
+        uid: KnownPod(
             (pod.metadata.namespace, pod.metadata.name),
             pod.finished,
             pod.metadata.deletion_timestamp is not None,
@@ -36,9 +37,9 @@ def view_of(cache: PodCache) -> View:
                 for each in pod.spec.init_containers
             ),
         )
-        for pod in cache.pods().values()
+        for uid, pod in known.pods.items()
     }
-    return View(pods, cache.reflector.synced and cache.reflector.problem is None)
+    return View(pods, cache.reflector.synced and cache.reflector.problem is None, known.contested)
 
 
 def inform(record: HoldingsWatch, cache: PodCache, node: str) -> None:

@@ -74,13 +74,15 @@ class Node:
         monkeypatch.setattr(holdings_module, "time", lambda: start + self.kubelet.age)
         self.pods: dict[str, KnownPod] = {}
         self.complete = True
+        self.contested: frozenset[str] = frozenset()
         self.changes: Cell[Any] = Cell(None)
         self.away = False
         self.start_agent()
 
     def start_agent(self) -> None:
         self.watch = HoldingsWatch(self.kubelet, self.kubelet.folder)  # type: ignore[arg-type]
-        self.watch.view, self.watch.pod_changes = lambda: View(dict(self.pods), self.complete), self.changes
+        self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested)
+        self.watch.pod_changes = self.changes
         self.watch.api_away, self.watch.node = lambda: self.away, "node-1"
 
     def know(self, uid: str, name: str, **traits: bool) -> None:
@@ -214,6 +216,20 @@ async def test_a_pod_that_the_watch_has_not_told_of_yet_holds_what_its_init_cont
     # A UID that no listed pod can have is one of a pod that ended before this agent began.
     node.kubelet.records(("u", "prepare", A), ("ghost", "main", B))
     assert await node.held() == {("new", "prepare", A)}
+
+
+async def test_a_contested_uid_frees_nothing(node: Node) -> None:
+    node.know("s", "static-node-1")
+    node.kubelet.pods = {"static-node-1": {"main": ""}}
+    node.kubelet.records(("s", "prepare", A))
+    assert await node.held() == {("static-node-1", "prepare", A)}
+    del node.pods["s"]
+    node.contested = frozenset({"s"})
+    node.know("a", "static-node-1")
+    node.know("b", "forger")
+    for _ in ("the same agent", "another"):
+        assert {ids for _, _, ids in await node.held() or ()} == {A}
+        node.start_agent()
 
 
 async def test_a_namesake_takes_nothing_over(node: Node) -> None:
