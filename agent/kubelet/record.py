@@ -36,7 +36,7 @@ class View:
     contested: frozenset[str] = frozenset()  # UIDs that several pods claim: nobody knows whose they are
 
     def ended(self, uid: str) -> bool:
-        """Whether a pod is gone or has finished; False: not known. It may be so new that it is not there yet."""
+        """Whether a pod is gone or has finished, as far as is known; one of now may not be told of yet."""
         if known := self.pods.get(uid):
             return known.finished
         # One that is not there may have come while the watch was interrupted.
