@@ -260,7 +260,7 @@ def _vgpu_plugins(
         agent.cluster.node.name if agent.cluster else "",
     )
     agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.view.waiting)
+        pairs.part("vgpu", shares.pairing.stats, lambda: VGPU.enforced, lambda: shares.pairing.view.waiting)
     )
     return list(plugins)
 
@@ -314,6 +314,7 @@ async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
             software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
             if software != injector.software:
                 await anyio.to_thread.run_sync(injector.look, software)
+                injector.looked.publish(software)
 
 
 async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:

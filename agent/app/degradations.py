@@ -26,6 +26,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(
             f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
         )
+    if agent.mps:
+        found.extend(agent.mps.remarks())
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):
         found.append(f"mode {state.desired} is not in force: {state.message}")
     return found

@@ -12,12 +12,13 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.model.mps import PIPE_DIRECTORY
 from agent.mps import launch, processes
-from agent.mps.binary import Program
-from agent.mps.compute import ComputeModes, give_back
+from agent.mps.binary import CONTROL, Program
+from agent.mps.compute import ComputeModes, ExclusiveMode
 from agent.mps.control import Control
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
+from agent.mps.errors import MpsError, StillServed
 from agent.mps.following import Logs
 from agent.mps.lock import Locked
 from agent.mps.options import Options
@@ -49,11 +50,11 @@ class Daemon:
         self.uuid = uuid
         self.folders = folders
         self.control = Control(program, folders)
-        self._compute = compute
+        self._exclusive = ExclusiveMode(uuid, compute, folders.root, options.exclusive)
         self._options = options
         self._publisher = Publisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
-        common = (folders, compute, self._logs, self._publisher, options)
+        common = (folders, self._exclusive, self._logs, self._publisher, options)
         self._starter = Starter(program, self.control, *common, {} if multi_user is None else multi_user)
         self._prober = Prober(self.control, *common)
 
@@ -86,16 +87,23 @@ class Daemon:
                 self._logs.said.clear()
                 await anyio.sleep(backoff.next())
 
-    async def stop(self) -> None:
-        """End daemon and servers; leave no socket, mount or cgroup; restore the compute mode. Never fails."""
+    async def stop(self) -> str | None:
+        """End daemon and servers; leave no socket, mount or cgroup; restore the compute mode.
+
+        Never fails; what could not be done, in words. Then the folder stays, for another try.
+        """
         before = self._publisher.now
-        self._publisher.publish(replace(before, state=DaemonState.STOPPING, reason="its GPU leaves MPS mode"))
+        if before.state is not DaemonState.STOPPED:
+            reason = "its GPU leaves MPS mode"
+            self._publisher.publish(replace(before, state=DaemonState.STOPPING, reason=reason))
+        problem = None
         try:
             async with Locked(self.folders):
                 await self._stop()
         except (MpsError, OSError) as error:
-            log.error("mps_stop_incomplete", gpu=self.uuid, problem=str(error))
+            problem = str(error)
         self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
+        return problem
 
     async def _stop(self) -> None:
         found = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
@@ -109,7 +117,14 @@ class Daemon:
                 await gone(found, self._options.quit_seconds)
             await end(found)
         await end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
-        await give_back(self._compute, self.uuid)
+        if await anyio.to_thread.run_sync(processes.listener, self.folders.pipe) is not None:
+            raise StillServed(
+                f"a process that is not to be seen from here still listens on {self.folders.pipe}/"
+                f"{processes.CONTROL_SOCKET}: the agent ends it in the host's PID namespace (mps.enabled of "
+                f"the chart); by hand: echo quit | {PIPE_DIRECTORY}={self.folders.pipe} {CONTROL}"
+            )
+        inherited = await anyio.to_thread.run_sync(self.folders.existing)
+        await self._exclusive.give_back(inherited)
         # Last: as long as the folder is there, it is told that there is something to clear up.
         await anyio.to_thread.run_sync(self._clear_up)
 

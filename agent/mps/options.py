@@ -12,6 +12,7 @@ class Options:
 
     cgroups: Path = Path("/sys/fs/cgroup")
     shared_memory: SharedMemory = "auto"
+    exclusive: bool = True  # keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
     log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not tell of writes

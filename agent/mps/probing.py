@@ -14,7 +14,7 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.mps import processes
-from agent.mps.compute import ComputeModes, hold
+from agent.mps.compute import ExclusiveMode
 from agent.mps.control import Control, Survey
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
@@ -46,7 +46,7 @@ class Prober:
         self,
         control: Control,
         folders: Directories,
-        compute: ComputeModes,
+        exclusive: ExclusiveMode,
         logs: Logs,
         publisher: Publisher,
         options: Options,
@@ -54,7 +54,7 @@ class Prober:
         self.clients: tuple[int, ...] = ()
         self._control = control
         self._folders = folders
-        self._compute = compute
+        self._exclusive = exclusive
         self._logs = logs
         self._publisher = publisher
         self._options = options
@@ -163,7 +163,7 @@ class Prober:
 
     async def _probe(self) -> None:
         """Look once and publish what was seen. Raises MpsError."""
-        await hold(self._compute, self._uuid, lost=True)
+        await self._exclusive.hold(lost=True)
         survey = await self._survey()
         server = survey.servers[0] if survey.servers else None
         state = survey.state

@@ -8,7 +8,7 @@ import structlog
 
 from agent.mps import launch, processes
 from agent.mps.binary import Program
-from agent.mps.compute import ComputeModes, hold
+from agent.mps.compute import ExclusiveMode
 from agent.mps.control import Control, environment
 from agent.mps.directories import Directories
 from agent.mps.errors import StartFailed
@@ -33,7 +33,7 @@ class Starter:
         program: Program,
         control: Control,
         folders: Directories,
-        compute: ComputeModes,
+        exclusive: ExclusiveMode,
         logs: Logs,
         publisher: Publisher,
         options: Options,
@@ -43,7 +43,7 @@ class Starter:
         self._program = program
         self._control = control
         self._folders = folders
-        self._compute = compute
+        self._exclusive = exclusive
         self._logs = logs
         self._publisher = publisher
         self._options = options
@@ -61,7 +61,7 @@ class Starter:
         shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self._folders)
         servers = await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
         await self._logs.skip(but={each.pid for each in servers})
-        await hold(self._compute, uuid)
+        await self._exclusive.hold(inherited=True)
         self._publisher.publish(
             replace(
                 self._publisher.now,
@@ -82,11 +82,12 @@ class Starter:
         # The reason of a failure stays until the next try has an outcome.
         reason = before.reason or "the MPS control daemon starts"
         self._publisher.publish(replace(before, state=DaemonState.STARTING, reason=reason, pid=None))
+        inherited = await anyio.to_thread.run_sync(self._folders.existing)
         await anyio.to_thread.run_sync(self._folders.make)
         await self._no_orphans()
         await anyio.to_thread.run_sync(self._folders.clear)
         await self._logs.skip()
-        await hold(self._compute, uuid)
+        await self._exclusive.hold(inherited=inherited)
         variables = environment(self._program, self._folders) | {"CUDA_VISIBLE_DEVICES": uuid}
         version = await anyio.to_thread.run_sync(self._program.version)
         launched = await launch.launch(

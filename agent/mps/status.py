@@ -48,6 +48,10 @@ class Kind(Enum):
     RECOVERED = "MPSRecovered"
     IMPOSTOR = "MPSFalseDaemon"
     SETTING = "MPSSettingRestored"
+    LEFT = "MPSNotGivenBack"
+    OTHERS_MODE = "ComputeModeExclusive"
+    USERS = "MPSUsersApart"
+    ADVISORY = "MPSCapsAdvisory"
 
 
 class Reporter(Protocol):

@@ -33,13 +33,17 @@ OPTIONS = Options(
 
 @dataclass
 class Modes:
-    """Compute modes in memory. `broken` makes changes fail."""
+    """Compute modes in memory. `broken` makes changes fail, `away` all; `lost` are GPUs without an answer."""
 
     modes: dict[str, ComputeMode] = field(default_factory=dict)
     broken: bool = False
+    away: bool = False
+    lost: set[str] = field(default_factory=set)
 
     async def get(self, uuid: str) -> ComputeMode | None:
-        return self.modes.get(uuid, ComputeMode.DEFAULT)
+        if self.away:
+            raise MpsError("the compute mode cannot be read: NVML did not answer within 2 s")
+        return None if uuid in self.lost else self.modes.get(uuid, ComputeMode.DEFAULT)
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         if self.broken:
