@@ -27,8 +27,8 @@ class Limits:
 
     connections: int = 256
     connections_per_address: int = 32
-    requests: int = 32
-    requests_per_address: int = 8
+    requests: int = 64
+    requests_per_address: int = 24
 
     def __post_init__(self) -> None:
         if self.requests >= self.connections or self.requests_per_address >= self.connections_per_address:

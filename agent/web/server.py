@@ -10,6 +10,7 @@ could stay for a minute otherwise.
 """
 
 import asyncio
+import contextlib
 import errno
 import importlib
 import socket
@@ -195,11 +196,12 @@ class HttpServer:
             else:
                 reply = Reply.text("too many requests at once; try again", 503)
             response = Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
-            with anyio.move_on_after(ANSWER_SECONDS) as sending:
-                await response.prepare(request)
-                await response.write_eof()
-            if sending.cancelled_caught:
-                protocol.connection.drop()
+            with contextlib.suppress(ConnectionError):  # the caller has left; aiohttp sees it, too
+                with anyio.move_on_after(ANSWER_SECONDS) as sending:
+                    await response.prepare(request)
+                    await response.write_eof()
+                if sending.cancelled_caught:
+                    protocol.connection.drop()
             return response
         finally:
             self.connections.answered(protocol.connection)

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from agent.web import server as web
-from agent.web.connections import Limits
+from agent.web.connections import Connection, Limits
 from agent.web.listening import CannotListen
 from agent.web.server import HttpServer, Reply, Request
 
@@ -378,3 +378,29 @@ async def test_a_want_of_descriptors_makes_room_and_passes(monkeypatch: pytest.M
         assert server.connections.dropped >= 1
         for _, writer in idle:
             writer.close()
+
+
+async def test_a_caller_that_is_dropped_in_the_middle_is_no_fault_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def drops(_: Request) -> Reply:
+        for one in dropped:
+            one.drop()
+        return Reply(b"x" * (1 << 20))
+
+    dropped: list[Connection] = []
+    server = HttpServer("127.0.0.1", 0)
+    server.add_probe("/drops", drops)
+    async with serving(server):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with anyio.fail_after(10):
+            while not len(server.connections):
+                await anyio.sleep(0.01)
+            dropped.extend(server.connections._waiting)
+            writer.write(b"GET /drops HTTP/1.1\r\nHost: x\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            while len(server.connections):
+                await anyio.sleep(0.01)
+        writer.close()
+    assert not [each for each in caplog.records if each.name.startswith("aiohttp")]
