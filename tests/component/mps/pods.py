@@ -55,7 +55,7 @@ class Container:
             command = f"setpriv --reuid={user} --regid={user} --clear-groups sh -c '{command}'"
         self._shell.stdin.write(f"{{ {command}; }} 2>&1\n")
         self._shell.stdin.flush()
-        said = []
+        said: list[str] = []
         for line in self._shell.stdout:
             if line.startswith("= "):
                 return int(line[2:]), "".join(said)

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -120,12 +120,12 @@ def test_who_changes_a_folder_into_a_link_meanwhile_gains_nothing(tmp_path: Path
     place = folder / "place"
 
     def change() -> None:
-        for make in (place.mkdir, lambda: place.symlink_to(outside)):
-            try:
-                make()
-                place.rename(folder / "other")
-            except OSError:
-                continue
+        with suppress(OSError):
+            place.mkdir()
+            place.rename(folder / "other")
+        with suppress(OSError):
+            place.symlink_to(outside)
+            place.rename(folder / "other")
 
     with meanwhile(change):
         for _ in range(50):
