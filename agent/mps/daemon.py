@@ -117,11 +117,11 @@ class Daemon:
                 await gone(found, self._options.quit_seconds)
             await end(found)
         await end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
-        if await anyio.to_thread.run_sync(processes.listener, self.folders.pipe) is not None:
+        if await anyio.to_thread.run_sync(processes.listener, self.folders) is not None:
             raise StillServed(
-                f"a process that is not to be seen from here still listens on {self.folders.pipe}/"
-                f"{processes.CONTROL_SOCKET}: the agent ends it in the host's PID namespace (mps.enabled of "
-                f"the chart); by hand: echo quit | {PIPE_DIRECTORY}={self.folders.pipe} {CONTROL}"
+                f"a process that is not to be seen from here still listens in {self.folders.root}: the agent ends "
+                "it where it has the host's process IDs (mps.enabled of the chart); by hand: echo quit | "
+                f"{PIPE_DIRECTORY}={self.folders.pipe} {CONTROL}"
             )
         inherited = await anyio.to_thread.run_sync(self.folders.existing)
         await self._exclusive.give_back(inherited)

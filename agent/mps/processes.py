@@ -16,9 +16,9 @@ from agent.model.cgroup import container_of
 from agent.model.mps import PIPE_DIRECTORY
 from agent.mps import launch
 from agent.mps.binary import CONTROL, SERVER
+from agent.mps.directories import SOCKETS, Directories
 
 PROC = Path("/proc")
-CONTROL_SOCKET = "control"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -91,22 +91,24 @@ def servers(pipe: Path) -> tuple[Process, ...]:
     return tuple(each for each in _found(SERVER, pipe, lambda _words: True) if _own(each.pid))
 
 
-def daemon_of(pipe: Path) -> Process | None:
-    """The control daemon that looks after a pipe folder: it that listens, else the oldest."""
-    found = daemons(pipe)
-    speaker = listener(pipe) if len(found) > 1 else None
+def daemon_of(folders: Directories) -> Process | None:
+    """The control daemon that works in these folders: it that listens, else the oldest."""
+    found = daemons(folders.pipe)
+    speaker = listener(folders) if len(found) > 1 else None
     return min(found, key=lambda each: (each.pid != speaker, each.started, each.pid), default=None)
 
 
-def listener(pipe: Path) -> int | None:
+def listener(folders: Directories) -> int | None:
     """The process that listens on the control socket; 0: one that cannot be named here; None: nobody does.
 
     The kernel notes it when a socket begins to listen (SO_PEERCRED of unix(7)): nobody has to answer for it.
     """
+    # A daemon of an agent of before works in the pods' folder until it is adopted.
+    folder = folders.own if folders.own.exists() else folders.pipe
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
         try:
-            connection.connect(str(pipe / CONTROL_SOCKET))
+            connection.connect(str(folder / SOCKETS[0]))
         except BlockingIOError:
             return 0  # more wait for it than it has room for
         except OSError:

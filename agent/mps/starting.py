@@ -53,12 +53,12 @@ class Starter:
     async def adopted(self) -> Process | None:
         """The daemon of an earlier agent, if there is one on our pipe folder."""
         await self._tell_of_impostors()
-        process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders.pipe)
+        process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
         if process is None:
             return None
         uuid = self._publisher.uuid
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
-        shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self._folders)
+        shared = await anyio.to_thread.run_sync(launch.adopt, process.pid, process.started, self._folders)
         servers = await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
         await self._logs.skip(but={each.pid for each in servers})
         await self._exclusive.hold(inherited=True)
@@ -145,7 +145,7 @@ class Starter:
     async def _appeared(self) -> Process:
         with anyio.move_on_after(ANSWER_SECONDS):
             while True:
-                process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders.pipe)
+                process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
                 if process:
                     await self._control.alive()
                     return process

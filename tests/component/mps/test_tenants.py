@@ -275,9 +275,9 @@ async def test_false_daemon_is_not_adopted(newest: Program, run_folder: Path, fa
 async def test_the_listener_is_whom_the_kernel_names(program: Program, run_folder: Path) -> None:
     bench = Bench(run_folder, program)
     daemon = bench.daemon()
-    assert processes.listener(daemon.folders.pipe) is None
+    assert await anyio.to_thread.run_sync(processes.listener, daemon.folders) is None
     async with bench.kept(daemon):
         status = await reached(daemon, DaemonState.SERVING)
-        assert await anyio.to_thread.run_sync(processes.listener, daemon.folders.pipe) == status.pid
+        assert await anyio.to_thread.run_sync(processes.listener, daemon.folders) == status.pid
     await daemon.stop()
-    assert processes.listener(daemon.folders.pipe) is None
+    assert await anyio.to_thread.run_sync(processes.listener, daemon.folders) is None
