@@ -119,7 +119,7 @@ class Daemon:
         await end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
         if await anyio.to_thread.run_sync(processes.listener, self.folders) is not None:
             raise StillServed(
-                f"a process that is not to be seen from here still listens in {self.folders.root}: the agent ends "
+                f"a process that is not to be seen from here listens in {self.folders.root}: the agent ends "
                 "it where it has the host's process IDs (mps.enabled of the chart); by hand: echo quit | "
                 f"{PIPE_DIRECTORY}={self.folders.pipe} {CONTROL}"
             )
