@@ -85,7 +85,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
         program = await anyio.to_thread.run_sync(_program, settings)
         compute: ComputeModes = NoComputeModes()
         # It may have been set before the configuration said otherwise.
-        if settings.mps.exclusive_process or any((each.root / RECORD).exists() for each in left):
+        if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await lane.run(nvml.open, deadline=30.0)
             compute = NvmlComputeModes(nvml, lane)
         options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
@@ -103,6 +103,10 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
             raise CleanupFailed(
                 f"the MPS daemon in {folders.root} could not be stopped: {problem or 'it is still there'}"
             )
+
+
+def _any_record(left: list[Directories]) -> bool:
+    return any((each.root / RECORD).exists() for each in left)
 
 
 def _program(settings: Settings) -> Program:

@@ -236,18 +236,19 @@ class Fleet:
                 continue
             folders = Directories.of(self._run, uuid)
             exclusive = ExclusiveMode(uuid, self._compute, folders.root)
-            others = None
             try:
                 if await anyio.to_thread.run_sync(folders.existing):
                     continue  # there is more to clear up than the mode
                 if await exclusive.ours():
                     async with Locked(folders):  # nobody begins to use it meanwhile
                         await exclusive.give_back()
-                else:
-                    others = await exclusive.others()
             except (MpsError, OSError) as error:
                 self._tell(uuid, Kind.LEFT, str(error))
                 continue
+            try:
+                others = await exclusive.others()
+            except MpsError:
+                continue  # with the driver away there is nothing to tell of
             text = None
             if others:
                 text = (

@@ -17,7 +17,7 @@ from agent.mps import processes
 from agent.mps.compute import ExclusiveMode
 from agent.mps.control import Control, Survey
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
+from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.following import Logs
 from agent.mps.options import Options
 from agent.mps.parse import ServerState
@@ -208,7 +208,12 @@ class Prober:
         """Set the default percentage back, which MPS of driver 535 lets any user change."""
         if found in (None, FULL_PERCENTAGE):
             return
-        await self._control.set_default_percentage(int(FULL_PERCENTAGE))
+        try:
+            await self._control.set_default_percentage(int(FULL_PERCENTAGE))
+        except CommandRefused as error:
+            # Clients are served all the same.
+            log.warning("mps_percentage_not_restored", gpu=self._uuid, found=found, problem=str(error))
+            return
         if anyio.current_time() - self._told_of_setting >= TOLD_SECONDS:
             self._told_of_setting = anyio.current_time()
             self._publisher.report(
