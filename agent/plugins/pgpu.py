@@ -4,7 +4,6 @@ A GPU may be time-sliced instead: it is then listed as N replicas, here or as `n
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
@@ -14,7 +13,7 @@ from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
 from agent.plugins import encode
-from agent.plugins.follow import follow
+from agent.plugins.follow import LOOK_SECONDS, Record, follow
 from agent.plugins.inject import Injector
 
 RESOURCE = "nvidia.com/gpu"
@@ -22,17 +21,6 @@ SHARED_RESOURCE = "nvidia.com/gpu.shared"
 
 # Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
-
-LOOK_SECONDS = 1.0  # of the two seconds that an RPC may take
-
-
-class Record(Protocol):
-    """Who holds what (`agent.kubelet.holdings`)."""
-
-    cell: Cell[PodList | None]
-
-    async def look(self, deadline: float = LOOK_SECONDS) -> PodList:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 class PgpuPlugin:
