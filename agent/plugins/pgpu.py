@@ -130,9 +130,9 @@ class PgpuPlugin:
         except PodResourcesUnavailable as error:
             text = f"whether GPUs of {self.resource} are still held is not known: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
-        holders = {
-            text: held for held in record.holdings for text in held.ids if held.resource == self.resource
-        }
+        # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
+        named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
+        holders = {text: held for held in named for text in held.ids}
         self._granted &= holders.keys()
         return {text: holders[text] for text in ids if text in holders}, record
 
