@@ -1,7 +1,7 @@
 """An API server that is silent, refuses or is slow: no taint stays, and no figure without a list.
 
-A time of a tenth of a second is the agent's on a machine of its own: what this process was kept waiting for its
-turn meanwhile does not count. `tests/unit/node` has the same in virtual time.
+A time of a tenth of a second is the agent's on a machine of its own: what this process was kept waiting for
+its turn meanwhile does not count. `tests/unit/node` has the same in virtual time.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ ONE_GPU = (ContainerSpec("main", {GPU: 1}),)
 
 @asynccontextmanager
 async def serving(watch: float = QUICK.watch) -> AsyncIterator[EmbeddedRig]:
-    """An agent that offers eight GPUs, as a file asks for; `watch`: seconds until the kubelet hears of a pod."""
+    """An agent that offers eight GPUs; `watch`: seconds until the kubelet hears of a pod."""
     async with embedded_rig(status_tick=PRODUCTION_TICK, timings=replace(QUICK, watch=watch)) as rig:
         await want(rig, "pgpu")
         await rig.start_agent({**await rig.api_access(), "modeFile": str(rig.agent.log.parent / "mode")})
