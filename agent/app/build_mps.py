@@ -85,7 +85,7 @@ async def build_mps(
         snapshot,
         assignment,
         injector,
-        agent.holdings.client,
+        agent.holdings,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
@@ -109,7 +109,7 @@ async def build_mps(
             "mps",
             pairing.stats,
             enforced=lambda: injector.caps_problem is None,
-            reserved=lambda: pairing.view.waiting,
+            reserved=lambda: pairing.waiting,
         )
     )
     agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
