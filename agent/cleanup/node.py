@@ -115,7 +115,7 @@ def remove_files(settings: Settings) -> None:
             specification.unlink()
         for root in (Path(settings.host.state), Path(settings.host.run)):
             for entry in root.iterdir() if root.is_dir() else ():
-                if entry.name == LOCK:  # held; `remove_folders` takes it with its folder
+                if entry.name == LOCK:  # held by us
                     continue
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
@@ -123,19 +123,6 @@ def remove_files(settings: Settings) -> None:
                     entry.unlink()
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
-
-
-def remove_folders(folders: list[Path]) -> None:
-    """Remove the agent's folders themselves. Blocks. Raises CleanupFailed, also for any other folder."""
-    for folder in folders:
-        if folder.name != "gpu-node-agent":
-            raise CleanupFailed(f"{folder} is not a folder of the agent's (it would be named gpu-node-agent)")
-    for folder in folders:
-        try:
-            if folder.is_dir():
-                shutil.rmtree(folder)
-        except OSError as error:
-            raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
 
 
 def _daemon_folders(run: Path) -> list[Directories]:

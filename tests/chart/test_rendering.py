@@ -53,7 +53,7 @@ def test_the_agent_accepts_its_configuration(
 
 def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
     found = loaded(objects, tmp_path)
-    pod = helm.one([each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet")
+    pod = helm.one(objects, "DaemonSet")
     mounts = {each["mountPath"] for each in pod["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]}
     kubelet = found.kubelet.root
     assert {
@@ -67,9 +67,7 @@ def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path:
 
 
 def test_probes_ask_what_the_agent_serves(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
-    container = helm.one(
-        [each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet"
-    )["spec"]["template"]["spec"]["containers"][0]
+    container = helm.one(objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
     (port,) = container["ports"]

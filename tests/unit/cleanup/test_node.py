@@ -61,19 +61,6 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     node.remove_files(settings)
 
 
-def test_folders_must_be_the_agents_own(tmp_path: Path) -> None:
-    own, other = tmp_path / "gpu-node-agent", tmp_path / "lib"
-    for folder in (own, other):
-        folder.mkdir()
-        (folder / "file").touch()
-    with pytest.raises(CleanupFailed, match="is not a folder of the agent's"):
-        node.remove_folders([own, other])
-    assert own.exists()
-    node.remove_folders([own, tmp_path / "nothing" / "gpu-node-agent"])
-    assert not own.exists()
-    assert other.exists()
-
-
 def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
     async def enter() -> None:
         async with node.without_agent(settings, 0.0):
@@ -100,7 +87,6 @@ def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.Cap
     ]
     assert main(["cleanup", "node", *flags]) == 1
     assert "who holds MPS shares is not known" in capsys.readouterr().err
-    assert main(["cleanup", "folders", str(tmp_path)]) == 1
 
 
 class _Node(KubeApi):
@@ -148,6 +134,12 @@ async def test_labels_of_others_stay() -> None:
     assert metadata["metadata"]["annotations"] == {"gpu-node-agent.io/state": None}
     assert status_path == "/api/v1/nodes/n/status"
     assert status == {"status": {"conditions": [{"type": "GPUModeReady", "$patch": "delete"}]}}
+
+
+async def test_what_is_to_be_kept_is_kept() -> None:
+    api = _Node({})
+    await forget(api, "n", keep=["gpu-node-agent.io/state"])
+    assert [path for path, _ in api.patches] == ["/api/v1/nodes/n/status"]
 
 
 async def test_labels_of_gpu_feature_discovery_stay() -> None:
