@@ -13,8 +13,8 @@ from tests.chart import helm, schema
 from tests.chart.helm import Manifest
 
 MINORS = ("1.30", "1.34", "1.36")
-# Of the Prometheus operator and the platform; no part of Kubernetes, so no schema of it.
-MONITORING = ("monitoring.coreos.com/v1", "ait.alauda.io/v1alpha2")
+# Of the Prometheus operator, the platform and OpenShift; no part of Kubernetes, so no schema of it.
+FOREIGN = ("monitoring.coreos.com/v1", "ait.alauda.io/v1alpha2", "security.openshift.io/v1")
 
 
 def loaded(objects: tuple[Manifest, ...], folder: Path) -> Settings:
@@ -34,7 +34,7 @@ def test_helm_lints_the_values(values: Path) -> None:
 @pytest.mark.parametrize("minor", MINORS)
 def test_kubernetes_knows_every_field(minor: str, values: Path) -> None:
     for each in helm.template(values, kubernetes=f"{minor}.0"):
-        if each["apiVersion"] not in MONITORING:
+        if each["apiVersion"] not in FOREIGN:
             kubernetes_validate.validate(each, minor, strict=True)
 
 
@@ -85,7 +85,7 @@ def test_every_object_has_a_namespace_and_labels(objects: tuple[Manifest, ...]) 
             assert each["metadata"]["namespace"] == "kube-public"
         elif each["kind"] == "MonitorDashboard":
             assert each["metadata"]["namespace"] == "cpaas-system"
-        elif not each["kind"].startswith(("Cluster", "Validating")):
+        elif not each["kind"].startswith(("Cluster", "Validating", "SecurityContext")):
             assert each["metadata"]["namespace"] == helm.NAMESPACE
 
 
