@@ -16,6 +16,7 @@ import structlog
 
 from agent.kit import logs
 from agent.kit.cell import Cell
+from agent.kit.descriptors import raise_limit
 from agent.kit.supervise import FatalError, describe
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -42,6 +43,7 @@ def run_command(start: Start) -> int:
     """Serve; the exit code. Raises ConfigurationError."""
     loaded = start.load()
     logs.configure(loaded.logging.level, loaded.logging.format)
+    raise_limit()
     try:
         anyio.run(_serve, loaded, start)
     except Exception as error:  # the last line of defence
