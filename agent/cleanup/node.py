@@ -3,7 +3,7 @@
 Safe to run again: each step looks for what is left.
 """
 
-import shutil
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +13,7 @@ import anyio.to_thread
 import structlog
 
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
@@ -115,13 +116,13 @@ def remove_files(settings: Settings) -> None:
         if specification.exists():
             specification.unlink()
         for root in (Path(settings.host.state), Path(settings.host.run)):
-            for entry in root.iterdir() if root.is_dir() else ():
-                if entry.name == LOCK:  # held by us
-                    continue
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+            if not root.is_dir():
+                continue
+            # Pods of before could write to folders in here: no link is followed, and no depth is too deep.
+            with trees.opened(root) as folder:
+                for name in os.listdir(folder):
+                    if name != LOCK:  # held by us
+                        trees.remove(folder, name)
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
 

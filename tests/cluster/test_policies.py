@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -287,9 +287,12 @@ def test_migration_leaves_the_running_suite_alone(serving: Installation) -> None
         serving.helm("upgrade", RELEASE, str(helm.CHART), "--reset-then-reuse-values", *end)
         label(cluster, NODE, "gpu-agent", None)
 
+    values = count()  # what does not change is not refused
+
     def refused() -> None:
+        changed = {"metadata": {"annotations": {"tencent.com/gpu-assigned": str(next(values))}}}
         with suppress(ApiError):
-            manager.merge_patch(held, {"metadata": {"annotations": {"tencent.com/gpu-assigned": "false"}}})
+            manager.merge_patch(held, changed)
             raise NotYet("still allowed")
 
     eventually(refused, timeout=20, what="the policy is in force again")

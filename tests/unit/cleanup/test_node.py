@@ -1,6 +1,7 @@
 """Cleaning one node: only what is the agent's goes, and a running agent or a holder stands in the way."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,27 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
     node.remove_files(settings)
+
+
+def test_what_pods_have_left_is_removed_and_nothing_behind_it(settings: Settings, tmp_path: Path) -> None:
+    """Links lead out of the folder, and it is deeper than a path may be long or Python may recurse."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    pipe = tmp_path / "run" / "mps" / "GPU-1" / "pipe"
+    pipe.mkdir(parents=True)
+    (pipe / "link").symlink_to(precious)
+    (tmp_path / "state" / "link").symlink_to(precious)
+    descriptor = os.open(pipe, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d" * 100, dir_fd=descriptor)
+        inner = os.open("d" * 100, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    node.remove_files(settings)
+    assert list((tmp_path / "run").iterdir()) == list((tmp_path / "state").iterdir()) == []
+    assert (precious / "file").exists()
 
 
 def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
