@@ -3,7 +3,6 @@
 Safe to run again: each step looks for what is left.
 """
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -116,15 +115,21 @@ def remove_files(settings: Settings) -> None:
         if specification.exists():
             specification.unlink()
         for root in (Path(settings.host.state), Path(settings.host.run)):
-            if not root.is_dir():
-                continue
-            # Pods of before could write to folders in here: no link is followed, and no depth is too deep.
-            with trees.opened(root) as folder:
-                for name in os.listdir(folder):
-                    if name != LOCK:  # held by us
-                        trees.remove(folder, name)
+            if root.is_dir():
+                _empty(root)
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
+
+
+def _empty(root: Path) -> None:
+    """Remove what is in a folder but our lock. Pods of before could write below: no link is followed."""
+    with trees.opened(root) as descriptor:
+        for entry in root.iterdir():
+            if entry.name != LOCK:
+                try:
+                    trees.remove(descriptor, entry.name)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(entry)) from error
 
 
 def _daemon_folders(run: Path) -> list[Directories]:
