@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # A stop that takes longer is ended the hard way, before the kubelet does so: the chart gives 10 s.
 STOP_SECONDS = 9.5
+# The same for its last part, when nothing is offered any more: a driver that hangs is not waited for.
+TEARDOWN_SECONDS = 3.0
 
 log = structlog.get_logger()
 
@@ -86,10 +89,17 @@ async def _in_service(
     from agent.app.reload import Reloader  # noqa: PLC0415
 
     left: tuple[str, Request] | None = None
-    last_resort: threading.Timer | None = None
+    deadlines: list[threading.Timer] = []
+
+    def end_within(seconds: float) -> None:
+        deadlines.append(_end_the_hard_way_after(seconds))
+
     nvml = await anyio.to_thread.run_sync(start.nvml, loaded)
     with contextlib.suppress(app.StoppedEarly):
-        async with app.running(loaded, nvml, stop) as agent, anyio.create_task_group() as group:
+        async with (
+            app.running(loaded, nvml, stop, partial(end_within, TEARDOWN_SECONDS)) as agent,
+            anyio.create_task_group() as group,
+        ):
             reloader = Reloader(agent, start.load, start.file)
             spawn = agent.supervisor.restarting
             group.start_soon(spawn, "configuration", reloader.run)
@@ -114,10 +124,11 @@ async def _in_service(
             finally:
                 # A fatal task failed, or a clean-up is wanted: what hangs must not keep the rest alive.
                 if not stop.is_set():
-                    last_resort = _end_the_hard_way_after(STOP_SECONDS)
+                    end_within(STOP_SECONDS)
             group.cancel_scope.cancel()
-    if left and last_resort:
-        last_resort.cancel()
+    if left and not stop.is_set():
+        for timer in deadlines:
+            timer.cancel()
         gc.unfreeze()
     elif not stop.is_set():
         raise FatalError("the agent ended though nobody had told it to")
