@@ -31,9 +31,7 @@ log = structlog.get_logger()
 Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
-LOCK_SECONDS = 6.0
-# Telling the scheduler that nothing is sold here any more, before the lists end.
-FAREWELL_SECONDS = 4.0
+LOCK_SECONDS = 11.0
 
 
 class StoppedEarly(Exception):
@@ -42,11 +40,15 @@ class StoppedEarly(Exception):
 
 @asynccontextmanager
 async def running(
-    settings: Settings, nvml: NvmlPort, stop: anyio.Event | None = None
+    settings: Settings,
+    nvml: NvmlPort,
+    stop: anyio.Event | None = None,
+    withdrawn: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Agent]:
     """Run the node agent while the context is open; leaving it stops everything in order.
 
-    `stop` cuts a start short that is under way; whoever sets it leaves the context. A fatal task that
+    `stop` cuts a start short that is under way; whoever sets it leaves the context. `withdrawn` is called
+    when nothing is offered any more: what is left then leaves nothing behind if cut off. A fatal task that
     fails cancels the body and leaves as an exception group. Raises FatalError when another agent
     serves this node, StoppedEarly when `stop` was set while waiting for it to go.
     """
@@ -74,9 +76,11 @@ async def running(
                 finally:
                     agent.stopping = True
                     log.info("agent_stopping")
-                    if agent.figures:
-                        with anyio.CancelScope(shield=True), anyio.move_on_after(FAREWELL_SECONDS):
-                            await agent.figures.close(agent.switcher.close if agent.switcher else None)
+                    # Nothing is offered any more before the lists end; bounded in time.
+                    if agent.node and agent.switcher:
+                        with anyio.CancelScope(shield=True):
+                            await agent.node.withdrawals.stop(agent.switcher.close)
+                    withdrawn()
                     inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
     finally:
