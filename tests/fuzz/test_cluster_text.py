@@ -72,7 +72,7 @@ def test_mode_labels(campaign: Campaign) -> None:
 def test_pod_annotations(campaign: Campaign) -> None:
     stocks = {f"GPU-{index}": Stock.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
     taken = Held(Holder("ns", "other", "main"), Half.CORE, frozenset(stocks["GPU-2"].cores[:90]))
-    rooms = Ledger(stocks, Holdings((taken,))).rooms()
+    rooms = Ledger(stocks, Holdings((taken,))).rooms(Holder("ns", "p", "main"), taken.ids)
     demand = Demand(20, 4)
 
     def act(data: bytes) -> str:
