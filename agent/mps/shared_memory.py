@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from agent.mps.directories import Directories
-from agent.mps.errors import StartFailed
 
 MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
 MS_REMOUNT = 0x20
@@ -20,28 +19,22 @@ BYTES_FOR_FILE = 16 << 10
 
 
 def prepare(folders: Directories, size: int) -> str | None:
-    """Have a tmpfs of `size` bytes at the shm folder, where pods see it. What is not as it should be, or None.
+    """Have a tmpfs of `size` bytes at the shm folder, where pods see it. What is wrong with it, or None.
 
-    Raises StartFailed where root cannot have one: a folder in its place would have no bound. An agent without
-    privileges, as in a demo, has a folder.
+    A folder of the run folder takes its place where pods would not see it, and where there is none to be had.
     """
     if folders.shm.is_mount():
         return limit(folders, size)
     problem = _mount(folders.shm, 0, size)
     if problem is None and not _seen_by_host(folders.shm):
         unmount(folders.shm)
-        raise StartFailed(
-            f"{folders.shm}: pods would not see the shared memory of their GPU: mounts made here do not reach the "
-            "host; give the run folder mountPropagation Bidirectional"
+        problem = (
+            "a tmpfs mounted here does not reach the host: give the run folder mountPropagation Bidirectional"
         )
     if problem is None:
         return None
-    if os.geteuid() == 0:
-        raise StartFailed(
-            f"{folders.shm}: the shared memory of the GPU {problem}; the agent must run privileged (CAP_SYS_ADMIN)"
-        )
     folders.shm.chmod(0o1777)
-    return f"a tmpfs {problem}: a folder takes its place, whose size has no bound"
+    return f"{problem}; pods can fill the run folder"
 
 
 def limit(folders: Directories, size: int) -> str | None:
@@ -50,7 +43,7 @@ def limit(folders: Directories, size: int) -> str | None:
     if found.f_blocks * found.f_frsize == size // found.f_frsize * found.f_frsize:
         return None
     problem = _mount(folders.shm, MS_REMOUNT, size)
-    return f"its size stays at {found.f_blocks * found.f_frsize} bytes: it {problem}" if problem else None
+    return f"its size stays at {found.f_blocks * found.f_frsize} bytes: {problem}" if problem else None
 
 
 def unmount(folder: Path) -> None:
@@ -76,7 +69,7 @@ def _mount(folder: Path, flags: int, size: int) -> str | None:
     libc = ctypes.CDLL(None, use_errno=True)
     data = f"mode=1777,size={size},nr_inodes={max(1024, size // BYTES_FOR_FILE)}".encode()
     if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(FLAGS | flags), data):
-        return f"cannot be mounted with {size} bytes: {os.strerror(ctypes.get_errno())}"
+        return f"it cannot be mounted with {size} bytes: {os.strerror(ctypes.get_errno())}"
     return None
 
 

@@ -1,8 +1,8 @@
 """Sweeping a GPU's shared memory: what ended containers left there, which nobody would ever remove.
 
-A file is left over once no process has it open or mapped, and nobody lives who could have made it: a process of
-a container that has this /dev/shm, that began before the file last changed, and whose user could be its maker.
-When a file last changed cannot be forged (st_ctime). All of it blocks.
+A file is left over once no process has it open or mapped, and nobody lives who could have made it: a process
+of a container that has this /dev/shm, began before the file last changed, and has a user that could be its
+maker. When a file last changed cannot be forged (st_ctime). All of it blocks.
 """
 
 import os
@@ -131,8 +131,8 @@ def _users(status: Path) -> frozenset[int]:
 
 
 def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: int, depth: int = 1) -> int:
-    """Call `visit` with everything in an open folder, contents before their folder, each with its status as it
-    was before. Follows no link; how many of `most` entries are left to look at.
+    """Call `visit` with all that is in an open folder, contents before their folder, each with its status as
+    it was before. Follows no link. How many of `most` entries are left to look at.
     """
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, most)]

@@ -61,10 +61,8 @@ class Upkeep:
                 await self._replace(uuid, status, folders)
             else:
                 await anyio.to_thread.run_sync(folders.show)
-            if status.private_shm and folders.shm.is_mount():
-                problem = await anyio.to_thread.run_sync(shared_memory.limit, folders, self._size)
-                if sweeping:
-                    await self._sweep(uuid, folders)
+            if status.private_shm:
+                problem = await anyio.to_thread.run_sync(self._keep_memory, uuid, folders, sweeping)
         except (MpsError, OSError) as error:
             problem = str(error)
         if problem and problem != self._problems.get(uuid):
@@ -72,7 +70,7 @@ class Upkeep:
         self._problems[uuid] = problem or ""
 
     async def _replace(self, uuid: str, status: DaemonStatus, folders: Directories) -> None:
-        """End a daemon that works where pods can write, once it has no client; its supervisor starts another."""
+        """End a daemon that works where pods can write, once it has no client; another is started."""
         daemon = self._fleet.daemon(uuid)
         if daemon is None or os.geteuid() != 0:  # without privileges there is no other form
             return
@@ -83,11 +81,14 @@ class Upkeep:
         await end(await anyio.to_thread.run_sync(processes.daemons, folders.pipe))
         await end(await anyio.to_thread.run_sync(processes.servers, folders.pipe))
 
-    async def _sweep(self, uuid: str, folders: Directories) -> None:
-        def swept() -> tuple[int, int]:
-            own = {each.pid for look in (processes.daemons, processes.servers) for each in look(folders.pipe)}
-            return sweep(folders.shm, own, self._held(uuid) is False, self._proc)
-
-        files, size = await anyio.to_thread.run_sync(swept)
-        if files:
-            log.info("mps_shared_memory_swept", gpu=uuid, files=files, bytes=size)
+    def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:
+        """What is wrong with the size of a GPU's shared memory, or None."""
+        if not folders.shm.is_mount():
+            return None  # that was told of when its daemon started
+        problem = shared_memory.limit(folders, self._size)
+        if sweeping:
+            own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}
+            files, size = sweep(folders.shm, own, self._held(uuid) is False, self._proc)
+            if files:
+                log.info("mps_shared_memory_swept", gpu=uuid, files=files, bytes=size)
+        return problem
