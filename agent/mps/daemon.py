@@ -13,7 +13,7 @@ import structlog
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.model.mps import PIPE_DIRECTORY
-from agent.mps import launch, processes
+from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute import ComputeModes, ExclusiveMode
 from agent.mps.control import Control
@@ -129,7 +129,7 @@ class Daemon:
         await anyio.to_thread.run_sync(self._clear_up)
 
     def _clear_up(self) -> None:
-        launch.unmount(self.folders.shm)
+        shared_memory.unmount(self.folders.shm)
         if self.folders.existing():
             self.folders.clear()
             self.folders.remove()

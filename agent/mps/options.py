@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.mps.launch import SharedMemory
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Of all daemons of a node; seconds throughout."""
 
     cgroups: Path = Path("/sys/fs/cgroup")
-    shared_memory: SharedMemory = "auto"
+    shared_memory: int = 4 << 30  # bytes of each GPU
     exclusive: bool = True  # keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
