@@ -1,11 +1,9 @@
 """Switching modes on a real cluster whose kubelet has its default tick: node.status is up to 10 s behind."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.cluster.build import Parts
-from tests.cluster.options import Options
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster
 from tests.scenarios import modes
@@ -40,16 +38,8 @@ __all__ = [
     "test_whenbusy_refuse",
 ]
 
-DEFAULT_TICK_SECONDS = 10.0
 LIMIT = 60 + 30 * switches()
 """Seconds for the body of one test (see conftest.py)."""
-
-
-@pytest.fixture(scope="module")
-def patient(parts: Parts) -> Iterator[Cluster]:
-    """A cluster as production has it, where this is about time."""
-    with Cluster(parts, Options(status_tick=DEFAULT_TICK_SECONDS)) as running:
-        yield running
 
 
 @pytest.fixture

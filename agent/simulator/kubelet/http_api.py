@@ -16,6 +16,7 @@ import anyio
 from aiohttp import web
 
 from .api import Api, Pod
+from .http_scheduling import SchedulingApi
 from .pods import ContainerSpec, Phase
 
 Object = dict[str, Any]
@@ -52,6 +53,7 @@ class HttpApi:
                 web.patch("/api/v1/nodes/{name}/status", self._patch_status),
                 web.post(events, self._post_event),
                 web.patch(events + "/{name}", self._patch_event),
+                *SchedulingApi(self._api).routes(),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
@@ -126,7 +128,8 @@ class HttpApi:
             },
         }
 
-    def _pod_object(self, pod: Pod) -> Object:
+    def pod_object(self, pod: Pod) -> Object:
+        """The pod as every answer has it."""
         spec = pod.spec
         metadata: Object = {
             "name": spec.name,
@@ -180,7 +183,7 @@ class HttpApi:
     # Reading
 
     async def _pod(self, request: web.Request) -> web.Response:
-        return web.json_response(self._pod_object(self._find(request)))
+        return web.json_response(self.pod_object(self._find(request)))
 
     async def _node(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp's signature
         self._check()
@@ -190,10 +193,17 @@ class HttpApi:
         return await self._collection(request, lambda: iter((self._node_object(),)))
 
     async def _pods(self, request: web.Request) -> web.StreamResponse:
-        if request.query.get("fieldSelector", "").startswith("spec.nodeName=,"):
+        selector = request.query.get("fieldSelector", "")
+        if selector.startswith("spec.nodeName=,"):
             waiting = [pod for pod in self._api.pods.values() if pod.node_name is None]
-            return await self._collection(request, lambda: map(self._pod_object, waiting))
-        return await self._collection(request, lambda: map(self._pod_object, self._api.bound_pods()))
+            return await self._collection(request, lambda: map(self.pod_object, waiting))
+        unfinished = "status.phase!=Succeeded" in selector
+
+        def bound() -> Iterator[Object]:
+            pods = self._api.bound_pods()
+            return map(self.pod_object, (pod for pod in pods if not (unfinished and pod.phase.finished)))
+
+        return await self._collection(request, bound)
 
     async def _collection(
         self, request: web.Request, objects: Callable[[], Iterator[Object]]
@@ -249,7 +259,7 @@ class HttpApi:
             )
         _merge(pod.written, metadata.get("annotations", {}))
         self._api.changed()
-        return web.json_response(self._pod_object(pod))
+        return web.json_response(self.pod_object(pod))
 
     async def _patch_node(self, request: web.Request) -> web.Response:
         self._check()
