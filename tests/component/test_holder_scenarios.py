@@ -16,7 +16,7 @@ Scenario = Callable[[Rig], Awaitable[None]]
 
 
 def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[], Awaitable[None]]:
-    @pytest.mark.timeout(180)
+    @pytest.mark.timeout(300)
     async def test() -> None:
         async with embedded_rig() as rig:
             await scenario(rig)
@@ -28,7 +28,7 @@ for _scenario in init_holders.ALL:
     globals()[_scenario.__name__] = on_the_embedded_kubelet(_scenario)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_full_load_with_departures() -> None:
     async with extended_rig(status_tick=10.0) as rig:
         await vgpu.serving(rig)
