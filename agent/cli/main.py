@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # A stop that takes longer is ended the hard way, before the kubelet does so: the chart gives 10 s.
 STOP_SECONDS = 9.5
+# The same for its last part, when nothing is offered any more: a driver that hangs is not waited for.
+TEARDOWN_SECONDS = 3.0
 
 log = structlog.get_logger()
 
@@ -176,7 +179,12 @@ async def _serve(loaded: settings.Settings, nvml: NvmlPort, options: argparse.Na
         async with anyio.create_task_group() as obeying:
             obeying.start_soon(_obey, signals, stop, hangups)
             with contextlib.suppress(app.StoppedEarly):
-                async with app.running(loaded, nvml, stop) as agent, anyio.create_task_group() as group:
+                async with (
+                    app.running(
+                        loaded, nvml, stop, partial(_end_the_hard_way_after, TEARDOWN_SECONDS)
+                    ) as agent,
+                    anyio.create_task_group() as group,
+                ):
                     reloader = Reloader(agent, lambda: _load(options), _file(options))
                     spawn = agent.supervisor.restarting
                     group.start_soon(spawn, "configuration", reloader.run)

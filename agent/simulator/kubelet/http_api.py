@@ -7,19 +7,20 @@ for an old version gets 410.
 
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 from aiohttp import web
 
 from .api import Api, Pod
+from .http_objects import Object, container, line, merge, status_text, without_version
 from .http_scheduling import SchedulingApi
-from .pods import ContainerSpec, Phase
+from .pods import Phase
 
-Object = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Interference = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 BOOKMARK_SECONDS = 60.0
 JSON_PATCH = "application/json-patch+json"
@@ -35,11 +36,15 @@ class HttpApi:
         self.events: list[Object] = []
         self.conditions: dict[str, Object] = {}
         self.port = 0
+        # Faults: what is awaited in place of each request's handler; collections ("nodes", "pods") whose
+        # watches stay open and bring nothing.
+        self.interfere: Interference | None = None
+        self.silent: set[str] = set()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["HttpApi"]:
         """Serve on a free port of loopback while the context is open."""
-        app = web.Application()
+        app = web.Application(middlewares=[self._interfered])
         pods = "/api/v1/namespaces/{namespace}/pods/{name}"
         events = "/api/v1/namespaces/{namespace}/events"
         app.add_routes(
@@ -150,8 +155,8 @@ class HttpApi:
             "metadata": metadata,
             "spec": {
                 "nodeName": pod.node_name or "",
-                "initContainers": [_container(each) for each in spec.init_containers],
-                "containers": [_container(each) for each in spec.containers],
+                "initContainers": [container(each) for each in spec.init_containers],
+                "containers": [container(each) for each in spec.containers],
             },
             "status": {
                 "phase": str(pod.phase),
@@ -170,15 +175,19 @@ class HttpApi:
         pod = self._api.pods.get(key)
         if pod is None:
             raise web.HTTPNotFound(
-                text=_status(404, f'pods "{key[1]}" not found'), content_type="application/json"
+                text=status_text(404, f'pods "{key[1]}" not found'), content_type="application/json"
             )
         return pod
 
     def _check(self) -> None:
         if not self.reachable:
             raise web.HTTPServiceUnavailable(
-                text=_status(503, "the server is away"), content_type="application/json"
+                text=status_text(503, "the server is away"), content_type="application/json"
             )
+
+    @web.middleware
+    async def _interfered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await (self.interfere(request, handler) if self.interfere else handler(request))
 
     # Reading
 
@@ -216,36 +225,43 @@ class HttpApi:
         await response.prepare(request)
         if "resourceVersion" in request.query and request.query["resourceVersion"] != self._version:
             gone = {"type": "ERROR", "object": {"code": 410, "message": "no history is kept"}}
-            await response.write(_line(gone))
+            await response.write(line(gone))
             return response
-        await self._watch(response, objects, request.query.get("sendInitialEvents") == "true")
+        initial = request.query.get("sendInitialEvents") == "true"
+        await self._watch(request.path.rpartition("/")[2], response, objects, initial)
         return response
 
     async def _watch(
-        self, response: web.StreamResponse, objects: Callable[[], Iterator[Object]], initial: bool
+        self,
+        collection: str,
+        response: web.StreamResponse,
+        objects: Callable[[], Iterator[Object]],
+        initial: bool,
     ) -> None:
         seen = self._api.changes.version
         known = {each["metadata"]["uid"]: each for each in objects()}
         if initial:
             for each in known.values():
-                await response.write(_line({"type": "ADDED", "object": each}))
+                await response.write(line({"type": "ADDED", "object": each}))
             mark = {"resourceVersion": self._version, "annotations": {INITIAL_EVENTS_END: "true"}}
-            await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+            await response.write(line({"type": "BOOKMARK", "object": {"metadata": mark}}))
         while self.reachable:
             with anyio.move_on_after(BOOKMARK_SECONDS) as idle:
                 seen = await self._api.changes.wait_change(seen)
             if idle.cancelled_caught:
                 mark = {"resourceVersion": self._version}
-                await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+                await response.write(line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+                continue
+            if collection in self.silent:
                 continue
             present = {each["metadata"]["uid"]: each for each in objects()}
             for uid, each in present.items():
                 if uid not in known:
-                    await response.write(_line({"type": "ADDED", "object": each}))
-                elif _without_version(each) != _without_version(known[uid]):
-                    await response.write(_line({"type": "MODIFIED", "object": each}))
+                    await response.write(line({"type": "ADDED", "object": each}))
+                elif without_version(each) != without_version(known[uid]):
+                    await response.write(line({"type": "MODIFIED", "object": each}))
             for uid in known.keys() - present.keys():
-                await response.write(_line({"type": "DELETED", "object": known[uid]}))
+                await response.write(line({"type": "DELETED", "object": known[uid]}))
             known = present
 
     # Writing
@@ -255,9 +271,9 @@ class HttpApi:
         metadata = (await request.json()).get("metadata", {})
         if metadata.get("uid", pod.api_uid) != pod.api_uid:
             raise web.HTTPConflict(
-                text=_status(409, "another pod of that name"), content_type="application/json"
+                text=status_text(409, "another pod of that name"), content_type="application/json"
             )
-        _merge(pod.written, metadata.get("annotations", {}))
+        merge(pod.written, metadata.get("annotations", {}))
         self._api.changed()
         return web.json_response(self.pod_object(pod))
 
@@ -269,8 +285,8 @@ class HttpApi:
             self._api.changed()
             return web.json_response(self._node_object())
         metadata = patch.get("metadata", {})
-        _merge(self.labels, metadata.get("labels", {}))
-        _merge(self.annotations, metadata.get("annotations", {}))
+        merge(self.labels, metadata.get("labels", {}))
+        merge(self.annotations, metadata.get("annotations", {}))
         self._api.changed()
         return web.json_response(self._node_object())
 
@@ -281,7 +297,7 @@ class HttpApi:
             kind, path, value = each["op"], each["path"], each["value"]
             if path != "/spec/taints" or (kind == "test" and value != (taints or None)):
                 raise web.HTTPUnprocessableEntity(
-                    text=_status(422, f"{kind} of {path} failed"), content_type="application/json"
+                    text=status_text(422, f"{kind} of {path} failed"), content_type="application/json"
                 )
             if kind == "add":
                 taints = value
@@ -311,30 +327,4 @@ class HttpApi:
             if event["metadata"]["name"] == request.match_info["name"]:
                 event.update(await request.json())
                 return web.json_response(event)
-        raise web.HTTPNotFound(text=_status(404, "no such event"), content_type="application/json")
-
-
-def _container(spec: ContainerSpec) -> Object:
-    limits = {resource: str(count) for resource, count in spec.limits.items()}
-    found: Object = {"name": spec.name, "resources": {"limits": limits, "requests": limits}}
-    return {**found, "restartPolicy": "Always"} if spec.restartable else found
-
-
-def _merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
-    for key, value in patch.items():
-        if value is None:
-            into.pop(key, None)
-        else:
-            into[key] = value
-
-
-def _without_version(item: Object) -> Object:
-    return {**item, "metadata": {**item["metadata"], "resourceVersion": ""}}
-
-
-def _status(code: int, message: str) -> str:
-    return json.dumps({"kind": "Status", "code": code, "message": message})
-
-
-def _line(event: Object) -> bytes:
-    return json.dumps(event).encode() + b"\n"
+        raise web.HTTPNotFound(text=status_text(404, "no such event"), content_type="application/json")

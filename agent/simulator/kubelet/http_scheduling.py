@@ -1,14 +1,11 @@
 """What a scheduler's extender needs of the API beside nodes and pods: bindings and leases."""
 
 import itertools
-import json
-from typing import Any
 
 from aiohttp import web
 
 from .api import Api
-
-Object = dict[str, Any]
+from .http_objects import Object, status_text
 
 
 class SchedulingApi:
@@ -66,5 +63,4 @@ class SchedulingApi:
 
 
 def _status(code: int, message: str) -> web.Response:
-    text = json.dumps({"kind": "Status", "code": code, "message": message})
-    return web.Response(text=text, status=code, content_type="application/json")
+    return web.Response(text=status_text(code, message), status=code, content_type="application/json")
