@@ -301,7 +301,11 @@ class HttpApi:
             {key: int(value) for key, value in status.get(part, {}).items()}
             for part in ("capacity", "allocatable")
         )
-        self.conditions |= {each["type"]: each for each in status.get("conditions", [])}
+        for each in status.get("conditions", []):
+            if each.get("$patch") == "delete":
+                self.conditions.pop(each["type"], None)
+            else:
+                self.conditions[each["type"]] = each
         self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
         self._api.changed()
         return web.json_response(self._node_object())
