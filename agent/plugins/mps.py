@@ -85,9 +85,9 @@ class Conditions:
         self._most_clients = most_clients
         self._caps_must_hold = caps_must_hold
 
-    def sharing(self) -> Sharing:
+    def sharing(self, trim: bool) -> Sharing:
         """The mode, for the lists and answers of both halves."""
-        return Sharing(MPS, Mode.MPS, unready=self.unready, full=self.full, extras=self.extras)
+        return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
 
     def unready(self, uuid: str) -> str:
         """Why pods of a GPU cannot start now, in words; empty: they can."""
@@ -262,7 +262,7 @@ def build(
         settings.mps.most_clients,
         caps_must_hold=settings.mps.advisory_caps == "refuse",
     )
-    shares = Shares(conditions.sharing(), inventory, modes, pairing, record.cell)
+    shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
     return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
 
 
