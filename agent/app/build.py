@@ -35,7 +35,7 @@ from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.capacity import KubeletMute, NodeFigures
 from agent.node.conditions import Reporter
-from agent.node.labels import labels_of
+from agent.node.labels import follow as follow_labels
 from agent.node.taint import SchedulingHold
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
@@ -191,7 +191,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         group.start_soon(spawn, "node report", agent.reporter.run)
         group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
         if settings.node_labels:
-            group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
+            group.start_soon(
+                spawn, "node labels", follow_labels, snapshot, own.changes, lambda: own.labels() or {}, labels
+            )
 
 
 def vocabulary_of(settings: Settings) -> Vocabulary:
@@ -314,15 +316,6 @@ async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
             software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
             if software != injector.software:
                 await anyio.to_thread.run_sync(injector.look, software)
-
-
-async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
-    """Describe driver and GPUs in labels, for ever."""
-    async for snapshot in agent.inventory.snapshot.values():
-        node = agent.cluster.node.value if agent.cluster else None
-        found = labels_of(snapshot, node.metadata.labels if node else {})
-        if found and found != labels.value:
-            labels.publish(found)
 
 
 def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]:

@@ -25,7 +25,7 @@ from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, Kind, Reporter
 from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
@@ -353,7 +353,7 @@ class Daemon:
             replace(
                 before,
                 state=DaemonState.STARTING,
-                reason=f"{problem}; it is restarted",
+                reason=f"{problem}{RESTARTED}",
                 pid=None,
                 server=None,
                 server_state=None,

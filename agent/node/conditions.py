@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import anyio
 import structlog
 
+from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
@@ -19,6 +20,7 @@ STATE_ANNOTATION = "gpu-node-agent.io/state"
 CONDITION = "GPUModeReady"
 SPACING_SECONDS = 1.0
 RETRY_SECONDS = 5.0
+LONGEST_RETRY_SECONDS = 60.0
 LONGEST_MESSAGE = 400
 
 EVENT_REASONS = {
@@ -75,6 +77,7 @@ class Reporter:
         self._condition: tuple[str, str, str] | None = None
         self._changed_at = ""
         self._told: tuple[Phase, str, str] | None = None
+        self._retry = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self.problem: str | None = None  # why the Node object could not be written last
         self.patches = 0
         self.failures = 0
@@ -96,10 +99,11 @@ class Reporter:
                 wake[0] = anyio.Event()
                 pause = await self._report()
                 await anyio.sleep(pause)
-                await wake[0].wait()
+                if self.problem is None:
+                    await wake[0].wait()
 
     async def _report(self) -> float:
-        """Write what differs; how long to leave the API server alone, in seconds."""
+        """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""
         state = self._state.value
         self._tell_event(state)
         known = self._node.labels()
@@ -133,8 +137,9 @@ class Reporter:
                 log.warning("node_not_written", problem=str(error))
             self.problem = str(error)
             self.failures += 1
-            return RETRY_SECONDS
+            return self._retry.next()
         self.problem = None
+        self._retry.reset()
         return SPACING_SECONDS
 
     def _tell_event(self, state: SwitchState) -> None:

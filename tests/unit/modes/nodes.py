@@ -89,6 +89,7 @@ class Daemon:
         self.log: list[str] = []
         self.fail: str | None = None
         self.gate: anyio.Event | None = None
+        self.version = 1  # of the program
 
     async def set_up(self, gpu: Gpu) -> None:
         self.log.append(f"up {gpu.index}")
@@ -101,6 +102,9 @@ class Daemon:
     async def tear_down(self, gpu: Gpu) -> None:
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
+
+    def depends_on(self) -> object:
+        return self.version
 
 
 class Announcements:

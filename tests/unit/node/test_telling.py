@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from agent.kit.cell import Cell
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 from agent.node.capacity import Figures, FiguresFailed, NodeFigures
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, Reporter, ReportFailed, encode
@@ -74,7 +74,7 @@ class OwnNode:
 
 
 SELLING = Assignment({"GPU-a": GpuMode(Mode.PGPU)})
-DRAINING = Assignment({"GPU-a": GpuMode(Mode.PGPU, selling=False)})
+DRAINING = Assignment({"GPU-a": GpuMode(Mode.PGPU, Sale.CLOSED)})
 
 
 def lists(assignment: Assignment) -> Figures:
@@ -287,7 +287,7 @@ STATE = SwitchState(
     "mps",
     "waiting for 1 pod(s) to end: default/train",
     (
-        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, selling=False), GpuMode(Mode.MPS), ("default/train",)),
+        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, Sale.CLOSED), GpuMode(Mode.MPS), ("default/train",)),
         GpuSwitch(1, "GPU-b", GpuMode(Mode.MPS), GpuMode(Mode.MPS)),
     ),
     "pgpu",
