@@ -145,23 +145,14 @@ class PodCache:
 
     def by_cgroup_uid(self) -> Mapping[str, Pod]:
         """The pods as last seen, by the UID that the kubelet gives their cgroups."""
-        return self._cgroup_uids().pods
+        return self.cgroup_uids().pods
 
-    def _cgroup_uids(self) -> CgroupUids[Pod]:
+    def cgroup_uids(self) -> CgroupUids[Pod]:
+        """The same, with the UIDs that more than one pod claims."""
         pods, uid = self.pods(), self._node_uid()
         if self._by_cgroup[0] is not pods or self._by_cgroup[1] != uid:
             self._by_cgroup = (pods, uid, cgroup_uids(pods, self._node, uid))
         return self._by_cgroup[2]
-
-    def ended(self, uid: str) -> bool:
-        """Whether the pod that the kubelet knows by `uid` is gone or has finished; False: not known."""
-        if not self.reflector.synced:
-            return False
-        known = self._cgroup_uids()
-        if pod := known.pods.get(uid):
-            return pod.finished
-        # One that is not there may have come while the watch was interrupted.
-        return uid not in known.contested and self.reflector.problem is None
 
     def find(self, namespace: str, name: str) -> Pod | None:
         """A pod as last seen."""

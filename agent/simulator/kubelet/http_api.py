@@ -131,10 +131,14 @@ class HttpApi:
         metadata: Object = {
             "name": spec.name,
             "namespace": spec.namespace,
-            "uid": pod.uid,
+            "uid": pod.api_uid,
             "resourceVersion": self._version,
-            "annotations": {**spec.annotations, **pod.written},
+            "annotations": pod.annotations,
         }
+        if spec.static:  # a mirror: the kubelet makes its Node the owner (`pod/mirror_client.go`)
+            node = self._node_object()
+            owner = {"apiVersion": "v1", "kind": "Node", "name": self._api.node_name, "controller": True}
+            metadata["ownerReferences"] = [{**owner, "uid": node["metadata"]["uid"]}]
         if pod.deleting:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         return {
@@ -239,7 +243,7 @@ class HttpApi:
     async def _patch_pod(self, request: web.Request) -> web.Response:
         pod = self._find(request)
         metadata = (await request.json()).get("metadata", {})
-        if metadata.get("uid", pod.uid) != pod.uid:
+        if metadata.get("uid", pod.api_uid) != pod.api_uid:
             raise web.HTTPConflict(
                 text=_status(409, "another pod of that name"), content_type="application/json"
             )
