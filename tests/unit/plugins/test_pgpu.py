@@ -283,7 +283,7 @@ async def test_lists_stay_as_they_were_while_nobody_can_say_who_holds_what() -> 
     parts = Parts(2)
     parts.hold("GPU-0")
     for number in range(2):
-        parts.set_mode(number, GpuMode(Mode.PGPU, selling=False))
+        parts.set_mode(number, GpuMode(Mode.PGPU, Sale.CLOSED))
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]
     parts.cell.publish(None)
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]
