@@ -198,14 +198,17 @@ class ModeSwitcher:
         self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
         if not closing:
             return
+
+        async def publish() -> None:
+            self._change(closing)
+            await self._delivered()
+
         if self._announcer:
             listed = {uuid: state.listed for uuid, state in closing.items()}
             ahead = Assignment(MappingProxyType({**self.assignment.value.gpus, **listed}))
-            await self._announcer.shrink(ahead)
-        self._change(closing)
-        await self._delivered()
-        if self._announcer:
-            self._announcer.settled()
+            await self._announcer.withdraw(ahead, publish)
+        else:
+            await publish()
 
     def _tried_again(self, states: Mapping[str, ModeState]) -> dict[str, ModeState]:
         """All GPUs whose set-up failed, in one try, once it is due."""
