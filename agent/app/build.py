@@ -259,8 +259,6 @@ def _endpoint_of(agent: Agent) -> EndpointFactory:
             plugin,
             Path(settings.kubelet.root),
             settings.device_plugins_folder,
-            settings.kubelet.registration,
-            settings.kubelet.registry_wait_seconds,
             agent.holdings.allocated,
         )
 

@@ -108,9 +108,8 @@ def _program(settings: Settings) -> Program:
 def remove_files(settings: Settings) -> None:
     """Remove sockets, the CDI file and what the agent's folders hold. Blocks. Raises CleanupFailed."""
     try:
-        for folder in (Path(settings.kubelet.root) / "plugins_registry", settings.device_plugins_folder):
-            for socket in folder.glob(SOCKETS):
-                socket.unlink(missing_ok=True)
+        for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
+            socket.unlink(missing_ok=True)
         specification = Path(settings.host.cdi) / shares_cdi.FILE
         if specification.exists():
             specification.unlink()

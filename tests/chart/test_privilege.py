@@ -80,7 +80,12 @@ def test_kernel_log_is_read_where_it_can_be_opened(setting: str, read: bool, tmp
 
 def test_host_folders_are_read_only_where_nothing_is_written() -> None:
     mounts = {each["name"]: each for each in agent()["containers"][0]["volumeMounts"]}
-    assert {name for name, each in mounts.items() if each.get("readOnly")} == {"config", "cdi", "cdi-static"}
+    assert {name for name, each in mounts.items() if each.get("readOnly")} == {
+        "config",
+        "device-plugins",
+        "cdi",
+        "cdi-static",
+    }
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
     assert shares["run"]["mountPropagation"] == "Bidirectional"

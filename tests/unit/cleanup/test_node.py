@@ -39,7 +39,6 @@ def settings(tmp_path: Path) -> Settings:
 def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     ours = (
         "kubelet/plugins_registry/gna-nvidia.com-gpu.sock",
-        "kubelet/device-plugins/gna-nvidia.com-gpu.sock",
         "run/agent.sock",
         "run/mps/GPU-1/log/control.log",
         "state/verdicts.json",
