@@ -24,6 +24,7 @@ from agent.kubelet.endpoint import Endpoint
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
+from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Vocabulary
 from agent.modes.memory import ModeMemory
 from agent.modes.metrics import Patching
@@ -109,6 +110,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
         agent.blockers,
         lambda uuid: agent.mps.report(uuid) if agent.mps else None,
         lambda: remarks(agent),
+        agent.cordons,
     )
     Commands(sources).add_to(control)
     if agent.sources:
@@ -141,6 +143,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
         agent.node = build_node(agent, agent.cluster, own, resources, assignment)
         writers |= {"status": agent.node.capacity, "taint": agent.node.taint}
+    node = own if agent.cluster else None
+    agent.cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, node)
+    await agent.cordons.restore()
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -152,6 +157,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
         standing=agent.desired.vocabulary.remembered(remembered),
+        cordons=agent.cordons.cell,
     )
     if agent.sources:
         switcher = agent.switcher
@@ -166,6 +172,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         await agent.desired.known.wait()
     agent.desired.from_memory(remembered)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
+    group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.node:
         labels: Cell[Mapping[str, str]] = Cell({})

@@ -52,8 +52,11 @@ def cordoned(
     }
 
 
-def decoded(text: str, gpus: Mapping[str, Gpu]) -> Cordons:
-    """The cordons that an annotation asks for, of GPUs of this node. Raises CordonsUnreadable."""
+def decoded(text: str, gpus: Mapping[str, Gpu] | None) -> Cordons:
+    """The cordons that an annotation asks for, of GPUs of this node. Raises CordonsUnreadable.
+
+    `gpus` None: whatever it names, by UUID.
+    """
     named: dict[str, Cordon] = {}
     if text.lstrip().startswith("{"):
         try:
@@ -68,6 +71,8 @@ def decoded(text: str, gpus: Mapping[str, Gpu]) -> Cordons:
         for part in filter(None, (each.strip() for each in text.split(","))):
             gpu, _, reason = part.partition("=")
             named[gpu.strip()] = Cordon(_line(reason))
+    if gpus is None:
+        return named
     by_name = {str(gpu.index): uuid for uuid, gpu in gpus.items()} | {uuid: uuid for uuid in gpus}
     unknown = sorted(set(named) - set(by_name))
     if unknown:
@@ -78,10 +83,10 @@ def decoded(text: str, gpus: Mapping[str, Gpu]) -> Cordons:
     return {by_name[name]: cordon for name, cordon in named.items()}
 
 
-def dated(cordons: Cordons, known: Cordons, now: str) -> Cordons:
-    """Each with a time: that of `known`, else `now`."""
+def dated(cordons: Cordons, known: Cordons, at: str) -> Cordons:
+    """Each with a time: that of `known`, else `at`."""
     return {
-        uuid: one if one.since else replace(one, since=known[uuid].since if uuid in known else now)
+        uuid: one if one.since else replace(one, since=known[uuid].since if uuid in known else at)
         for uuid, one in cordons.items()
     }
 

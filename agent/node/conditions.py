@@ -1,6 +1,5 @@
 """Tells the Node object how far the mode is: a label, an annotation, a condition, events."""
 
-import datetime as dt
 import json
 from collections.abc import Mapping
 
@@ -10,6 +9,7 @@ import structlog
 from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.timestamps import now
 from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 
@@ -22,6 +22,7 @@ SPACING_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 60.0
 LONGEST_MESSAGE = 400
+NONE = "none"  # what is wanted, and in force, where nothing is
 
 EVENT_REASONS = {
     Phase.APPLIED: "ModeApplied",
@@ -115,6 +116,12 @@ class Reporter:
         self._retry.reset()
         return SPACING_SECONDS
 
+    @property
+    def nothing_to_give_back(self) -> bool:
+        """Whether nothing is wanted of this node and nothing is sold: perhaps no agent is, either."""
+        state = self._state.value
+        return (state.phase, state.desired, state.applied) == (Phase.APPLIED, NONE, NONE)
+
     def _tell_event(self, state: SwitchState) -> None:
         told = (state.phase, state.desired, state.message)
         if told == self._told:
@@ -150,12 +157,8 @@ def _gpu(gpu: GpuSwitch) -> dict[str, object]:
         told["desired"] = gpu.wanted.mode.value
     if gpu.waiting_for:
         told["waitingFor"] = list(gpu.waiting_for[:5])
-    reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else "")
+    refused = gpu.wanted.reason if gpu.wanted.refused else ""  # while it still drains, too
+    reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else refused)
     if reason:
         told["reason"] = reason[:120]
     return told
-
-
-def now() -> str:
-    """The present time in RFC 3339."""
-    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

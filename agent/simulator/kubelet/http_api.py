@@ -96,6 +96,11 @@ class HttpApi:
             self.labels[key] = value
         self._api.changed()
 
+    def set_annotation(self, key: str, value: str) -> None:
+        """Set an annotation of the node."""
+        self.annotations[key] = value
+        self._api.changed()
+
     # Objects
 
     @property
@@ -284,7 +289,11 @@ class HttpApi:
             {key: int(value) for key, value in status.get(part, {}).items()}
             for part in ("capacity", "allocatable")
         )
-        self.conditions |= {each["type"]: each for each in status.get("conditions", [])}
+        for each in status.get("conditions", []):
+            if each.get("$patch") == "delete":
+                self.conditions.pop(each["type"], None)
+            else:
+                self.conditions[each["type"]] = each
         self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
         self._api.changed()
         return web.json_response(self._node_object())

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -165,6 +166,7 @@ async def switching(
     wish: Desired | None = None,
     standing: Desired | None = None,
     gate: Gate = no_gate,
+    cordons: Any = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere.
@@ -186,6 +188,7 @@ async def switching(
         when_busy="refuse" if when_busy == "refuse" else "drain",
         standing=standing,
         gate=gate,
+        cordons=cordons,
     )
     async with anyio.create_task_group() as group:
         if run:

@@ -79,7 +79,9 @@ class Node(OwnNode):
 
     mute = False
 
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
         if self.mute:
             await anyio.sleep_forever()
         await super().write_metadata(labels, annotations)

@@ -44,12 +44,14 @@ class OwnNode:
     def annotations(self) -> Mapping[str, str]:
         return self.notes
 
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
         if self.refuse:
             raise NodeNotWritten(self.refuse)
         assert self.known is not None
         self.known |= {key: value for key, value in labels.items() if value is not None}
-        self.notes |= annotations
+        self.notes |= {key: value for key, value in annotations.items() if value is not None}
         self.changes.publish(object())
 
     async def write_condition(self, *condition: str) -> None:
