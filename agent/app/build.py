@@ -247,13 +247,13 @@ def _vgpu_plugins(
         agent.inventory.snapshot,
         assignment,
         injector,
-        agent.holdings.client,
+        agent.holdings,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
     )
     agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.view.waiting)
+        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.waiting)
     )
     return list(plugins)
 

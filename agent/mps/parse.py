@@ -9,7 +9,7 @@ from agent.mps.errors import CommandRefused, NotSupported
 _PID = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
 _PERCENTAGE = re.compile(r"\d{1,3}\.\d+")
-_LIMIT = re.compile(r"(?i)(?<![\w.])(\d+)\s*([GMK])i?B?\b")
+_LIMIT = re.compile(r"(?i)(?<![\w.])([0-9]{1,15})\s*([GMK])i?B?\b")
 _BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _REFUSALS = ("not found", "invalid", "denied", "not permitted", "failed", "cannot", "error")
 

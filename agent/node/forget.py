@@ -1,6 +1,6 @@
 """Takes the agent's labels, annotations, taint and condition off a Node object."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -23,8 +23,8 @@ class _NodeList(msgspec.Struct):
     items: list[Node]
 
 
-async def forget(api: KubeApi, name: str) -> None:
-    """Remove everything that the agent wrote to the node; again is nothing.
+async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
+    """Remove everything that the agent wrote to the node but the annotations in `keep`; again is nothing.
 
     What a person wrote stays: the mode's label, a cordon. Raises ApiError, msgspec.DecodeError.
     """
@@ -35,7 +35,10 @@ async def forget(api: KubeApi, name: str) -> None:
         return
     metadata = found[0].metadata
     labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
-    annotations = {key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key != CORDON}
+    kept = {CORDON, *keep}
+    annotations = {
+        key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in kept
+    }
     if labels or annotations:
         body = {"metadata": {"labels": labels, "annotations": annotations}}
         await api.merge_patch(f"/api/v1/nodes/{name}", body)
