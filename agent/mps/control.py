@@ -112,10 +112,6 @@ class Control:
         """PIDs of a server's clients."""
         return answers.pids(await self._ask(f"get_client_list {server:d}"))
 
-    async def default_percentage(self) -> float:
-        """What clients of the next server may use at most, in percent of the GPU's SMs."""
-        return await self.alive()
-
     async def set_default_percentage(self, percent: int) -> None:
         """Set what clients of the next server may use at most, 1..100."""
         if not 1 <= percent <= 100:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import structlog
 
 from agent.kit.cell import Cell
-from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, Kind, Reporter
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class Publisher:
             replace(
                 before,
                 state=DaemonState.STARTING,
-                reason=f"{problem}; it is restarted",
+                reason=f"{problem}{RESTARTED}",
                 pid=None,
                 server=None,
                 server_state=None,

@@ -178,12 +178,12 @@ async def test_default_percentage_is_restored(program: Program, run_folder: Path
         with anyio.fail_after(20):
             while Kind.SETTING not in bench.reports.kinds():
                 await anyio.sleep(0.05)
-        assert await daemon.control.default_percentage() == 100
+        assert await daemon.control.alive() == 100
         assert "set the default active thread percentage to 1" in bench.reports.told[0][2]
         # Again and again: set back each time, told of once.
         await daemon.control.set_default_percentage(2)
         with anyio.fail_after(20):
-            while await daemon.control.default_percentage() != 100:
+            while await daemon.control.alive() != 100:
                 await anyio.sleep(0.05)
         assert bench.reports.kinds() == [Kind.SETTING]
         assert daemon.status.value.serving

@@ -59,7 +59,7 @@ async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
         await anyio.wait_all_tasks_blocked()
         (remark,) = scene.remarks()
         assert "advisory here, a pod's own variables win over them: containerd://1.7.27" in remark
-        scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.MPS, selling=False)}))
+        scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.MPS, replicas=2)}))
         await anyio.wait_all_tasks_blocked()
         assert scene.events == [("MPSCapsAdvisory", remark)]
         scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.PGPU)}))
