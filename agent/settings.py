@@ -56,6 +56,8 @@ class Cluster(Section, frozen=True):
     kubeconfig: AbsolutePath | None = None
     # The name of this node's Node object; null: the host's name. In a pod the chart sets it.
     node_name: str | None = None
+    # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
+    extender: bool = False
 
 
 class DriverFiles(Section, frozen=True):

@@ -43,10 +43,7 @@ def test_control_daemon_answers(campaign: Campaign) -> None:
             assert all(0 <= pid < 1 << 34 for pid in parse.pids(each))
             percentage = parse.percentage(each)
             assert percentage is None or 0 <= percentage <= 100
-            limit = parse.memory_bytes(each)
-            assert limit is None or limit >= 0
             assert isinstance(parse.server_state(each), parse.ServerState)
-            assert len(parse.clients(each)) <= len(each.splitlines())
         try:
             parse.check("get_server_list", text)
         except MpsError:
