@@ -38,7 +38,7 @@ class Site:
 
     async def offered(self, rig: RealRig) -> None:
         """The agent of one node runs, and all of its units are to be had."""
-        await start(rig)
+        await start(rig, extender=True)
         for resource, count in ((CORE, GPUS * CORES), (MEMORY, GPUS * BLOCKS)):
             await rig.wait_allocatable(count, resource, 60)
 

@@ -21,6 +21,7 @@ from tests.cluster.extender_process import Pair, Replica, free_port, pair
 from tests.cluster.extender_site import ALL, BLOCKS, GPUS, NODES, Place, Site, sited, three
 from tests.cluster.rig import Cluster
 from tests.cluster.rig_node import RigNode
+from tests.scenarios.holders import freed_gpu_goes_to_the_waiting_pod
 from tests.scenarios.load import full_load_with_departures
 from tests.scenarios.vgpu import CORE, CORES, share
 
@@ -255,6 +256,12 @@ async def test_choice_gone_bad_falls_back(site: Site) -> None:
         while not await site.ignored():
             await anyio.sleep(0.2)
     assert "the scheduler chose GPU 2" in (await site.ignored())[0]
+
+
+async def test_waiting_pod_gets_the_freed_gpu(site: Site, replica: Replica) -> None:
+    await site.offered(site.one)
+    await freed_gpu_goes_to_the_waiting_pod(site.one, GPUS, BLOCKS)
+    assert await site.ignored() == []
 
 
 async def test_full_load_with_departures(site: Site, replica: Replica) -> None:
