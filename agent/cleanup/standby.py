@@ -119,7 +119,7 @@ class Standby:
                 await answer(self._node, request, State.CLEAN)
             except CleanupRefused:
                 raise
-            except (CleanupFailed, ApiError) as error:
+            except (CleanupFailed, ApiError, OSError) as error:
                 log.warning("cleanup_failed", request=request.id, problem=str(error))
                 await self._answer(request, error)
                 with anyio.move_on_after(RETRY_SECONDS):

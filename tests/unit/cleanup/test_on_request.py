@@ -70,7 +70,7 @@ class Obstacles:
     """What stands in the way, look by look; nothing once the list is empty. Counts the clean-ups."""
 
     def __init__(self) -> None:
-        self.next: list[CleanupFailed] = []
+        self.next: list[Exception] = []
         self.cleaned = 0
 
     async def look(self, _: Settings) -> None:
@@ -204,9 +204,12 @@ async def test_a_pod_that_came_meanwhile_is_answered_and_the_agent_serves_again(
     assert obstacles.cleaned == 0
 
 
-async def test_it_tries_again_until_it_is_clean(obstacles: Obstacles, settings: Settings) -> None:
+@pytest.mark.parametrize("kind", [CleanupFailed, OSError])
+async def test_it_tries_again_until_it_is_clean(
+    kind: type[Exception], obstacles: Obstacles, settings: Settings
+) -> None:
     node = OwnNode()
-    obstacles.next = [CleanupFailed("the kubelet does not answer")]
+    obstacles.next = [kind("the kubelet does not answer")]
     async with anyio.create_task_group() as group:
         group.start_soon(stand, node, settings)
         await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
