@@ -56,6 +56,8 @@ class Cluster(Section, frozen=True):
     kubeconfig: AbsolutePath | None = None
     # The name of this node's Node object; null: the host's name. In a pod the chart sets it.
     node_name: str | None = None
+    # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
+    extender: bool = False
 
 
 class DriverFiles(Section, frozen=True):
@@ -160,8 +162,8 @@ class Mps(Section, frozen=True):
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     # nvidia-cuda-mps-control by full path; null: searched below driver.root, then on PATH.
     control_program: AbsolutePath | None = None
-    # auto: a tmpfs of its own for each daemon where the host sees it, else a folder; tmpfs: fail without.
-    shared_memory: Literal["auto", "tmpfs", "directory"] = "auto"
+    # What the pods of one GPU may take together of the node's memory by files in /dev/shm, in MiB.
+    shared_memory_mebibytes: Annotated[int, Meta(ge=64, le=4_194_304)] = 4096
     # Start the MPS server with the daemon and hold it to be up.
     prestart_server: bool = True
     # Keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve, so that nothing runs beside MPS.
