@@ -138,6 +138,11 @@ class Health(Section, frozen=True):
     xids: dict[XidNumber, XidOverride] = msgspec.field(default_factory=dict)
 
 
+# sun_path holds 108 bytes with its end (unix(7)).
+LONGEST_SOCKET_PATH = 107
+CONTROL_SOCKET = "/agent.sock"  # below host.run
+
+
 class Modes(Section, frozen=True):
     """Which modes this node may be switched to; one that is off is never registered."""
 
@@ -265,6 +270,13 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
+    longest = len(os.fsencode(settings.host.run)) + len(CONTROL_SOCKET)
+    if longest > LONGEST_SOCKET_PATH:
+        sentence = (
+            f"makes the path of the agent's socket {longest} bytes long, and the kernel takes "
+            f"{LONGEST_SOCKET_PATH}; name a shorter folder"
+        )
+        faults.append(("host.run", sentence))
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:
         sentence = (

@@ -56,6 +56,10 @@ class MpsBackend:
         """See agent.modes.ports.Backend."""
         await self._fleet.tear_down(gpu)
 
+    def depends_on(self) -> object:
+        """See agent.modes.ports.Backend."""
+        return self._fleet.program
+
 
 async def build_mps(
     agent: Agent,

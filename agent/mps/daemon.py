@@ -24,7 +24,7 @@ from agent.mps.following import Logs
 from agent.mps.lock import Locked
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, Kind, Reporter
 from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
@@ -352,7 +352,7 @@ class Daemon:
             replace(
                 before,
                 state=DaemonState.STARTING,
-                reason=f"{problem}; it is restarted",
+                reason=f"{problem}{RESTARTED}",
                 pid=None,
                 server=None,
                 server_state=None,

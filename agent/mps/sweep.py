@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 
 from agent.kit import trees
-from agent.mps.processes import identify
 
 MOUNTED_AT = "/dev/shm"  # noqa: S108  where containers have it
 YOUNG_SECONDS = 60.0  # a file that changed since is left alone; so much may the clock be off, too
@@ -96,9 +95,8 @@ def look(device: int, own: Collection[int], proc: Path) -> Seen:
             if not having[namespace]:
                 continue
             found.inodes |= _mapped(folder / "maps", device) | _opened(folder / "fd", device)
-            process = identify(int(entry.name))
-            if process and process.pid not in own:
-                found.users.append(User(boot + process.started / ticks, _users(folder / "status")))
+            if int(entry.name) not in own:
+                found.users.append(User(boot + _started(folder / "stat") / ticks, _users(folder / "status")))
     return found
 
 
@@ -123,6 +121,11 @@ def _opened(folder: Path, device: int) -> set[int]:
             if f"{MOUNTED_AT}/" in str(link.readlink()) and (status := link.stat()).st_dev == device:
                 found.add(status.st_ino)
     return found
+
+
+def _started(stat_file: Path) -> int:
+    """Clock ticks from boot to the begin of a process."""
+    return int(stat_file.read_text(errors="replace").rpartition(")")[2].split()[19])
 
 
 def _users(status: Path) -> frozenset[int]:

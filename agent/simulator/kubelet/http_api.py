@@ -103,6 +103,11 @@ class HttpApi:
             self.labels[key] = value
         self._api.changed()
 
+    def set_annotation(self, key: str, value: str) -> None:
+        """Set an annotation of the node."""
+        self.annotations[key] = value
+        self._api.changed()
+
     # Objects
 
     @property
