@@ -7,13 +7,14 @@ for an old version gets 410.
 
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from .api import Api, Pod
 from .pods import ContainerSpec, Phase
@@ -35,9 +36,11 @@ class HttpApi:
         self.port = 0
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator["HttpApi"]:
-        """Serve on a free port of loopback while the context is open."""
-        app = web.Application()
+    async def serving(
+        self, path: Path | None = None, middlewares: Sequence[Middleware] = ()
+    ) -> AsyncIterator["HttpApi"]:
+        """Serve on a free port of loopback, or on a unix socket, while the context is open."""
+        app = web.Application(middlewares=middlewares)
         pods = "/api/v1/namespaces/{namespace}/pods/{name}"
         events = "/api/v1/namespaces/{namespace}/events"
         app.add_routes(
@@ -55,9 +58,12 @@ class HttpApi:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
-        await web.SockSite(runner, listener).start()
+        if path is not None:
+            await web.UnixSite(runner, str(path)).start()
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+            await web.SockSite(runner, listener).start()
         try:
             yield self
         finally:

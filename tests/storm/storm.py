@@ -1,0 +1,80 @@
+"""One storm: a seed, its events, and what it proved."""
+
+import hashlib
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from tests.storm.actions import FAULTS, USERS, Act, calm
+from tests.storm.clock import CLOCK
+from tests.storm.invariants import Violation, check, check_calm
+from tests.storm.world import World, world
+
+PAUSES = (0.0, 0.0, 0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 30.0)
+
+
+@dataclass
+class Outcome:
+    """What became of a storm."""
+
+    seed: int
+    families: list[str]
+    history: list[str] = field(default_factory=list)
+    violation: str | None = None
+    virtual_seconds: float = 0.0
+    faults: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Two runs of a seed have the same."""
+        return hashlib.sha256("\n".join(self.history).encode()).hexdigest()[:16]
+
+
+async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Outcome:
+    """Let a seed's storm rage for so many steps, then be calm. `skip`: numbers of events to leave out."""
+    rng = random.Random(seed)
+    random.seed(seed)
+    chosen = [family for family in FAULTS if rng.random() < 0.4]
+    weights: dict[Act, int] = {}
+    for family in (USERS, *chosen):
+        weights |= family.weights
+    outcome = Outcome(seed, [family.name for family in chosen])
+    faults = {act for family in chosen for act in family.weights}
+    with tempfile.TemporaryDirectory(prefix="gs-") as folder:
+        async with world(Path(folder), seed) as made:
+            made.label(rng.choice(("pgpu", "vgpu", "mixed")))
+            await made.start_agent()
+            await anyio.sleep(rng.choice((0.0, 0.5, 3.0)))
+            try:
+                for number in range(steps):
+                    act = rng.choices(list(weights), list(weights.values()))[0]
+                    own = random.Random(f"{seed}/{number}")
+                    if number not in skip:
+                        outcome.faults += act in faults
+                        told = await act(made, own)
+                        outcome.history.append(f"{number} {CLOCK.now:.6f} {told}")
+                        check(made)
+                    await anyio.sleep(own.choice(PAUSES))
+                    outcome.history.append(_state(made))
+                    check(made)
+                outcome.history.append(f"calm {CLOCK.now:.6f}")
+                await calm(made)
+                await check_calm(made)
+                check(made)
+            except Violation as violation:
+                outcome.violation = str(violation)
+            outcome.history.append(_state(made))
+            outcome.virtual_seconds = CLOCK.now
+    return outcome
+
+
+def _state(made: World) -> str:
+    pods = ",".join(f"{key[1]}={pod.phase}" for key, pod in sorted(made.kubelet.api.pods.items()))
+    offered = {resource: count for resource, count in sorted(made.kubelet.allocatable.items())}
+    return f"  {CLOCK.now:.6f} {offered} [{pods}] writes={len(made.writes)}"
