@@ -144,8 +144,9 @@ async def lost_answer(world: World, rng: random.Random) -> str:
     return "an answer of the api server will be lost"
 
 
-USERS = Family("users", {create_pod: 40, delete_pod: 25, label: 8})
+USERS = Family("users", {create_pod: 40, delete_pod: 25})
 FAULTS = (
+    Family("labels", {label: 8}),
     Family("gpus", {xid: 4, fall_off: 2}),
     Family("nvml", {nvml_fault: 3}),
     Family("agent killed", {kill_agent: 3}),

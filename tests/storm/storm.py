@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from tests.storm.admission import observe
 from tests.storm.actions import FAULTS, USERS, Act, calm
 from tests.storm.clock import CLOCK
 from tests.storm.invariants import Violation, check, check_calm
@@ -40,7 +41,8 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
     """Let a seed's storm rage for so many steps, then be calm. `skip`: numbers of events to leave out."""
     rng = random.Random(seed)
     random.seed(seed)
-    chosen = [family for family in FAULTS if rng.random() < 0.4]
+    # One in four has no fault at all: then no pod that fits may be refused.
+    chosen = [] if rng.random() < 0.25 else [family for family in FAULTS if rng.random() < 0.4]
     weights: dict[Act, int] = {}
     for family in (USERS, *chosen):
         weights |= family.weights
@@ -51,24 +53,34 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
             made.label(rng.choice(("pgpu", "vgpu", "mixed")))
             await made.start_agent()
             await anyio.sleep(rng.choice((0.0, 0.5, 3.0)))
+            refused: list[str] = []
+            end = observe(made, refused.append)
             try:
                 for number in range(steps):
                     act = rng.choices(list(weights), list(weights.values()))[0]
                     own = random.Random(f"{seed}/{number}")
                     if number not in skip:
-                        outcome.faults += act in faults
+                        if act in faults:
+                            outcome.faults += 1
+                            made.disturbed = CLOCK.now
                         told = await act(made, own)
+                        if act in faults:
+                            made.disturbed = CLOCK.now
                         outcome.history.append(f"{number} {CLOCK.now:.6f} {told}")
                         check(made)
                     await anyio.sleep(own.choice(PAUSES))
                     outcome.history.append(_state(made))
                     check(made)
+                    if refused:
+                        raise Violation(refused[0])
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
                 await check_calm(made)
                 check(made)
             except Violation as violation:
                 outcome.violation = str(violation)
+            finally:
+                end()
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
     return outcome

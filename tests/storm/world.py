@@ -90,6 +90,7 @@ class World:
         self.made = 0
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
         self.nvml_faults = 0
+        self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
 
     def settings(self) -> Settings:
         """The agent's configuration."""
@@ -119,6 +120,7 @@ class World:
         if self.current is not None and not self.current.ended.is_set():
             return
         self.lives += 1
+        self.disturbed = anyio.current_time()
         self.current = AgentRun(self.lives, self.settings(), self.machine)
         # A context of its own: whose files and calls these are is found by a context variable.
         contextvars.copy_context().run(self.group.start_soon, self.current.run)
