@@ -17,6 +17,10 @@ EPOCH: Final = 1_767_225_600.0  # 2026-01-01T00:00:00Z, when every storm begins
 # An idle loop may jump this far at once; the agent's longest pause is an hour.
 LONGEST_JUMP: Final = 24 * 3600.0
 
+ROUND_SECONDS: Final = 1e-6
+# A second in which the loop turns more often is one in which somebody spins.
+MOST_ROUNDS_A_SECOND: Final = 50_000
+
 
 class Stuck(RuntimeError):
     """Nothing is ready and no timer is set: the program under test would wait for ever."""
@@ -50,7 +54,17 @@ def install() -> None:
 class _JumpingSelector(selectors.EpollSelector):
     """Never waits: either something is ready, or the clock moves."""
 
+    _rounds = 0
+    _since = 0.0
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._rounds += 1
+        if CLOCK.now - self._since >= 1.0:
+            self._rounds, self._since = 0, CLOCK.now
+        elif self._rounds > MOST_ROUNDS_A_SECOND:
+            raise Stuck(f"{self._rounds} rounds of the loop within a second of virtual time")
+        # Work takes time: without this, a pause that is too short for the clock's precision would never end.
+        CLOCK.now += ROUND_SECONDS
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
