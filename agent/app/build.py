@@ -77,9 +77,9 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
-        pods = agent.cluster.pods
-        agent.holdings.ended, agent.holdings.api_away = pods.ended, lambda: pods.reflector.away
-        agent.holdings.node = agent.cluster.node.name
+        from agent.pairing.cluster_pods import inform  # noqa: PLC0415  loads the client
+
+        inform(agent.holdings, agent.cluster.pods, agent.cluster.node.name)
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))
@@ -210,13 +210,13 @@ def _plugins(
 ) -> dict[Mode, list[ResourcePlugin]]:
     """The plugins of each mode; none is registered before its mode is first used."""
     slicing = agent.settings.time_slicing
-    snapshot, holdings = agent.inventory.snapshot, agent.holdings.cell
+    snapshot = agent.inventory.snapshot
 
     def pgpu(resource: str, whole: bool, replicas: bool) -> PgpuPlugin:
         return PgpuPlugin(
             snapshot,
             assignment,
-            holdings,
+            agent.holdings,
             injector,
             resource=resource,
             whole=whole,
@@ -231,7 +231,7 @@ def _plugins(
 
 def _pod_ports(agent: Agent, group: TaskGroup) -> tuple[PodSource | None, Recorder | None]:
     """The node's pods and their owners, where there is an API server."""
-    if agent.cluster is None:
+    if not agent.cluster:
         return None, None
     from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  loads the client
 
@@ -302,7 +302,8 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
         return None
     # The kubelet names its node so: the host's name in lower case.
     name = wish.node_name or os.uname().nodename.strip().lower()
-    return ClusterAccess(api, NodeObject(api, name), PodCache(api, name), EventRecorder(api, name))
+    node = NodeObject(api, name)
+    return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 
 
 async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:

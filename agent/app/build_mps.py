@@ -174,13 +174,13 @@ def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
             return ()
         return [
             PodFacts(
-                pod.cgroup_uid,
+                uid,
                 pod.metadata.namespace,
                 pod.metadata.name,
                 _moment(pod.metadata.deletion_timestamp),
                 pod.metadata.deletion_grace_period_seconds,
             )
-            for pod in agent.cluster.pods.pods().values()
+            for uid, pod in agent.cluster.pods.by_cgroup_uid().items()
         ]
 
     return facts

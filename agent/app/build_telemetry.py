@@ -74,13 +74,11 @@ def _known_pods(agent: Agent) -> Callable[[], Mapping[str, KnownPod]]:
         nonlocal last
         if agent.cluster is None:
             return {}
-        pods = agent.cluster.pods.pods()
+        pods = agent.cluster.pods.by_cgroup_uid()
         if pods is not last[0]:
             found = {
-                pod.cgroup_uid: KnownPod(
-                    pod.metadata.namespace, pod.metadata.name, pod.container_names, pod.finished
-                )
-                for pod in pods.values()
+                uid: KnownPod(pod.metadata.namespace, pod.metadata.name, pod.container_names, pod.finished)
+                for uid, pod in pods.items()
             }
             last = (pods, found)
         return last[1]

@@ -14,7 +14,7 @@ import structlog
 
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit.lock import Taken, exclusive
-from agent.kubelet.holdings import holders_by_gpu
+from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
@@ -60,7 +60,8 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
 async def refuse_holders(settings: Settings) -> None:
     """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons."""
     try:
-        pods = await PodResources(Path(settings.kubelet.root)).list(LIST_SECONDS)
+        client = PodResources(Path(settings.kubelet.root))
+        pods = await HoldingsWatch(client, settings.device_plugins_folder).look(LIST_SECONDS)
     except PodResourcesUnavailable as error:
         raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
     held = {

@@ -101,7 +101,7 @@ def _release(path: Path, options: argparse.Namespace) -> str:
     if options.end:
         client.ask(path, "release", end=True)
         return "NVML is opened again; GPUs return as they answer"
-    client.ask(path, "release", seconds=options.seconds)
+    client.ask(path, "release", deadline=client.RELEASE_SECONDS, seconds=options.seconds)
     return (
         f"released for {duration(options.seconds)}: no unit of this node is handed out, NVML is closed.\n"
         "Running pods keep their GPUs. After a reset: gpu-node-agent clear-health GPU\n"

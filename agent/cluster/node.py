@@ -1,5 +1,6 @@
 """The own Node object: what it says, and the parts of it that the agent writes."""
 
+import contextlib
 from collections.abc import Mapping
 
 import msgspec
@@ -7,8 +8,8 @@ import msgspec
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import Metadata, Reflector
 
-TAINT_TRIES = 5  # others change the node, too
-CONFLICT = 409
+TAINT_TRIES = 5  # others change the node's taints, too
+CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed
 
 
 class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
@@ -51,6 +52,7 @@ class NodeObject:
         self._api = api
         self.name = name
         self._path = f"/api/v1/nodes/{name}"
+        self._written = ""  # the node's version after our last write
         self.reflector = Reflector(
             api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
         )
@@ -64,6 +66,15 @@ class NodeObject:
         """The node as last seen."""
         return next(iter(self.reflector.items.value.values()), None)
 
+    @property
+    def uid(self) -> str | None:
+        """The UID of the Node object; None: not known yet."""
+        return self.value.metadata.uid if self.value else None
+
+    async def seen(self) -> None:
+        """Return once the watch has told of our last write; bound it with a cancel scope."""
+        await self.reflector.reached(self._written)
+
     async def patch_metadata(
         self,
         labels: Mapping[str, str | None] | None = None,
@@ -71,23 +82,29 @@ class NodeObject:
     ) -> None:
         """Set labels and annotations; None removes one. Raises ApiError."""
         metadata = {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
-        await self._api.merge_patch(self._path, {"metadata": {k: v for k, v in metadata.items() if v}})
+        body = {"metadata": {k: v for k, v in metadata.items() if v}}
+        self._answered(await self._api.merge_patch(self._path, body))
 
     async def set_taint(self, key: str, effect: str, *, present: bool) -> None:
-        """Add or remove one taint, keep the others. Raises ApiError."""
+        """Add or remove one taint, keep the others. Raises ApiError.
+
+        One call where the taints are as we saw them last. A patch replaces them as a whole, so it tests them
+        first; a version in place of the test would fail at each heartbeat of the kubelet.
+        """
         node = self.value or await self._read()
         for _ in range(TAINT_TRIES):
-            taints = [each for each in node.spec.taints if each.get("key") != key]
+            before = node.spec.taints
+            after = [each for each in before if each.get("key") != key]
             if present:
-                taints.append({"key": key, "effect": effect})
-            # A patch replaces the whole list: the version keeps it from undoing what somebody else just did.
-            version = {"resourceVersion": node.metadata.resource_version}
+                after.append({"key": key, "effect": effect})
+            operations: list[dict[str, object]] = [
+                {"op": "test", "path": "/spec/taints", "value": before or None},
+                {"op": "add", "path": "/spec/taints", "value": after},
+            ]
             try:
-                await self._api.merge_patch(
-                    self._path, {"metadata": version, "spec": {"taints": taints or None}}
-                )
+                self._answered(await self._api.json_patch(self._path, operations))
             except ApiRefused as error:
-                if error.status != CONFLICT:
+                if error.status not in CHANGED_MEANWHILE:
                     raise
             else:
                 return
@@ -95,6 +112,13 @@ class NodeObject:
         raise ApiError(
             f"the taints of node {self.name} changed under each of {TAINT_TRIES} tries to set {key}"
         )
+
+    def _answered(self, data: bytes) -> None:
+        """Each answer to a write shows the whole node: what was written is known without the watch."""
+        with contextlib.suppress(msgspec.DecodeError):
+            node = msgspec.json.decode(data, type=Node)
+            self._written = node.metadata.resource_version
+            self.reflector.answered(node)
 
     async def _read(self) -> Node:
         # A list of one: the agent's account may list nodes and needs no right to get them.
@@ -112,15 +136,11 @@ class NodeObject:
 
         Raises ApiError.
         """
-        await self._api.merge_patch(
-            f"{self._path}/status",
-            {
-                "status": {
-                    "capacity": {name: str(capacity) for name, (capacity, _) in figures.items()},
-                    "allocatable": {name: str(allocatable) for name, (_, allocatable) in figures.items()},
-                }
-            },
-        )
+        status = {
+            "capacity": {name: str(capacity) for name, (capacity, _) in figures.items()},
+            "allocatable": {name: str(allocatable) for name, (_, allocatable) in figures.items()},
+        }
+        self._answered(await self._api.merge_patch(f"{self._path}/status", {"status": status}))
 
     async def patch_condition(
         self, kind: str, status: str, reason: str, message: str, changed: str, now: str
@@ -134,4 +154,5 @@ class NodeObject:
             "lastTransitionTime": changed,
             "lastHeartbeatTime": now,
         }
-        await self._api.strategic_patch(f"{self._path}/status", {"status": {"conditions": [condition]}})
+        body = {"status": {"conditions": [condition]}}
+        self._answered(await self._api.strategic_patch(f"{self._path}/status", body))

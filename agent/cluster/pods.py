@@ -1,17 +1,16 @@
 """The pods of this node: what their containers ask for, as the API server tells it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 import anyio
 import msgspec
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.cgroup_uids import CgroupUids, cgroup_uids
 from agent.cluster.reflector import Metadata, Reflector
 
 FINISHED = ("Succeeded", "Failed")
-# Of static pods: their cgroups carry this in place of the UID of the object that mirrors them.
-HASH_ANNOTATION = "kubernetes.io/config.hash"
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
 
 
@@ -76,11 +75,6 @@ class Pod(msgspec.Struct, frozen=True):
         return self.status.phase == "Pending" and not self.metadata.deletion_timestamp
 
     @property
-    def cgroup_uid(self) -> str:
-        """The UID that the pod's cgroups carry."""
-        return self.metadata.annotations.get(HASH_ANNOTATION) or self.metadata.uid
-
-    @property
     def container_names(self) -> dict[str, str]:
         """Names of its containers by ID, without the runtime's scheme."""
         status = self.status
@@ -131,9 +125,12 @@ class Pod(msgspec.Struct, frozen=True):
 class PodCache:
     """Pods bound to one node; `run` keeps them true."""
 
-    def __init__(self, api: KubeApi, node: str) -> None:
+    def __init__(self, api: KubeApi, node: str, node_uid: Callable[[], str | None] = lambda: None) -> None:
+        """`node_uid`: the UID of the Node object; None: not known yet."""
         self._api = api
         self._node = node
+        self._node_uid = node_uid
+        self._by_cgroup: tuple[object, str | None, CgroupUids[Pod]] = (None, None, CgroupUids({}))
         self.reflector = Reflector(
             api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"}, Pod, "pods"
         )
@@ -146,13 +143,16 @@ class PodCache:
         """The pods as last seen, by UID."""
         return self.reflector.items.value
 
-    def ended(self, uid: str) -> bool:
-        """Whether the pod that the kubelet knows by `uid` is gone or has finished; False: not known."""
-        if not self.reflector.synced:
-            return False
-        known = [pod for pod in self.pods().values() if pod.cgroup_uid == uid]
-        # One that is not there may have come while the watch was interrupted.
-        return all(pod.finished for pod in known) if known else self.reflector.problem is None
+    def by_cgroup_uid(self) -> Mapping[str, Pod]:
+        """The pods as last seen, by the UID that the kubelet gives their cgroups."""
+        return self.cgroup_uids().pods
+
+    def cgroup_uids(self) -> CgroupUids[Pod]:
+        """The same, with the UIDs that more than one pod claims."""
+        pods, uid = self.pods(), self._node_uid()
+        if self._by_cgroup[0] is not pods or self._by_cgroup[1] != uid:
+            self._by_cgroup = (pods, uid, cgroup_uids(pods, self._node, uid))
+        return self._by_cgroup[2]
 
     def find(self, namespace: str, name: str) -> Pod | None:
         """A pod as last seen."""

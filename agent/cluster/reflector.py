@@ -20,12 +20,24 @@ from agent.kit.cell import Cell
 log = structlog.get_logger()
 
 WATCH_SECONDS = 300  # the server ends a watch after this; less a random part, so that nodes differ
-SILENCE_MARGIN_SECONDS = 15.0
+# A server sends a bookmark about once a minute. A connection that brings neither event nor bookmark for this
+# long may be half open (a balancer forgot it): another one tells what was missed, from the version seen last.
+SILENCE_SECONDS = 90.0
 STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure is a new one
 LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
 LIST_SECONDS = 30.0
 TOO_MANY_REQUESTS = 429
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
+
+
+class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
+    """The object that another one belongs to."""
+
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool | None = None
 
 
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
@@ -37,6 +49,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
     resource_version: str = ""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
     deletion_timestamp: str | None = None
     deletion_grace_period_seconds: int | None = None
 
@@ -74,7 +87,7 @@ class _Page(msgspec.Struct):
 class Reflector(Generic[Item]):
     """Copies of the objects at `path` that match `selector`, by UID.
 
-    `items` is published once per change; `synced` tells whether it was complete at least once.
+    `items` is published at each change; `synced` tells whether it was complete at least once.
     """
 
     # Whether a plain list may come from the server's cache, which can be behind what others have written.
@@ -95,6 +108,7 @@ class Reflector(Generic[Item]):
         self.problem: str | None = "not connected yet"
         self.away = True  # the server does not answer, or not for now; one that refuses us is there
         self._told: str | None = None  # the kind of failure that the log knows of
+        self._silent = False  # the last watch ended for want of any event
         # Called after each publication of `items`.
         self.on_change: Callable[[], None] | None = None
 
@@ -153,13 +167,26 @@ class Reflector(Generic[Item]):
         else:
             await self._list()
             query["resourceVersion"] = self._version
-        async with self._api.stream(self._path, query, seconds + SILENCE_MARGIN_SECONDS) as lines:
+        async with self._api.stream(self._path, query, 2 * SILENCE_SECONDS) as lines:
             if fresh is None:
                 self._well()
-            async for line in lines:
+            while True:
+                with anyio.move_on_after(SILENCE_SECONDS) as silence:
+                    line = await anext(lines, None)
+                if silence.cancelled_caught:
+                    self._fell_silent()
+                    break
+                if line is None:
+                    break
+                self._silent = False
                 fresh = self._take(msgspec.json.decode(line, type=_Event), fresh)
         if fresh is not None:
             raise ApiUnavailable(f"{self._path}: the server ended the list before it was complete")
+
+    def _fell_silent(self) -> None:
+        if not self._silent:
+            log.info("watch_silent", of=self._name, seconds=SILENCE_SECONDS, action="it is opened anew")
+        self._silent = True
 
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
         """One event of a watch; answers the list under construction, None once it is complete."""
@@ -190,9 +217,23 @@ class Reflector(Generic[Item]):
         items = dict(self.items.value)
         if gone:
             items.pop(item.metadata.uid, None)
-        else:
+        elif not self._is_older(item):
             items[item.metadata.uid] = item
         self._publish(items)
+
+    def answered(self, item: Item) -> None:
+        """Take up an object as the answer to a write shows it; the watch need not tell of it."""
+        if item.metadata.uid in self.items.value and not self._is_older(item):
+            self._publish({**self.items.value, item.metadata.uid: item})
+
+    def _is_older(self, item: Item) -> bool:
+        known = self.items.value.get(item.metadata.uid)
+        return known is not None and is_newer(known.metadata.resource_version, item.metadata.resource_version)
+
+    async def reached(self, version: str) -> None:
+        """Return once the watch itself has told of `version` or a later one; bound it with a cancel scope."""
+        while is_newer(version, self._version):
+            await self.items.wait_change(self.items.version)
 
     async def _list(self) -> None:
         """A plain list, for servers without streaming lists; version 0 comes from the server's cache."""
@@ -213,6 +254,15 @@ class Reflector(Generic[Item]):
         self.problem = self._told = None
         self.away = False
         self.synced = True
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Whether a resource version is known to be later than another of the same resource.
+
+    They are decimal numbers that grow (Kubernetes API concepts, resource versions: promised since 1.35, and
+    so in every version before). Of any others nothing is known.
+    """
+    return version.isdecimal() and than.isdecimal() and int(version) > int(than)
 
 
 def _is_outdated(error: Exception | None) -> bool:

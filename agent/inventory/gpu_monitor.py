@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class Guard:
-    """Watches the GPUs: what the drivers says of itself, what probes find, what earlier runs knew."""
+    """Watches the GPUs: what the driver says of itself, what probes find, what earlier runs knew."""
 
     def __init__(
         self, settings: Settings, nvml: NvmlPort, calls: Lane, inventory: Inventory, supervisor: Supervisor
@@ -41,6 +41,7 @@ class Guard:
             VerdictFile(Path(settings.host.state)),
             Path(kernel_log) if kernel_log else None,
             lambda: self.events.watched,
+            self._look_again,
         )
         self._scanner: Scanner | None = None
 
@@ -89,3 +90,9 @@ class Guard:
             case EventKind.ECC_SINGLE:
                 return  # corrected: the counters tell of it
         await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds()))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """After each fault, a harmless one too: the driver may say by now that it was not."""
+        if self._scanner is not None:
+            self._scanner.look_now()

@@ -10,7 +10,7 @@ import structlog
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
 from agent.inventory.kernel_log import KernelLog, LogXid
-from agent.inventory.messages import KernelXidSeen, Restored
+from agent.inventory.messages import KernelXidSeen, Restored, XidExplained
 from agent.inventory.reducer import records
 from agent.inventory.snapshot import KernelXid, Record
 from agent.inventory.verdicts import Memory, VerdictFile
@@ -32,11 +32,14 @@ class Keeper:
         file: VerdictFile,
         kernel_log: Path | None,
         watched: Callable[[], frozenset[str]],
+        look_again: Callable[[], None] = lambda: None,
     ) -> None:
+        """`look_again` has the GPUs probed at once."""
         self._inventory = inventory
         self._file = file
         self._kernel_log_path = kernel_log
         self._watched = watched
+        self._look_again = look_again
         self._log: KernelLog | None = None
         self._sequence: int | None = None
         self._written: Written | None = None
@@ -94,12 +97,17 @@ class Keeper:
                 await self._hand_on(xid)
 
     async def _hand_on(self, xid: LogXid) -> None:
-        """To the inventory, unless NVML tells of it anyway."""
+        """To the inventory; where NVML tells of it anyway only what NVML leaves out."""
         watched = self._watched()
         for state in self._inventory.snapshot.value.gpus:
-            if state.gpu.pci_bus_id.startswith(f"{xid.bus}.") and state.uuid not in watched:
-                seen = KernelXidSeen(KernelXid(xid.bus, xid.number), boot_seconds())
-                await self._inventory.mailbox.post(seen)
+            if not state.gpu.pci_bus_id.startswith(f"{xid.bus}."):
+                continue
+            seen = KernelXid(xid.bus, xid.number, told=xid.told)
+            if state.uuid not in watched:
+                await self._inventory.mailbox.post(KernelXidSeen(seen, boot_seconds()))
+                self._look_again()
+            elif xid.told is not None:
+                await self._inventory.mailbox.post(XidExplained(seen, boot_seconds()))
 
     async def _write(self) -> None:
         async with anyio.create_task_group() as group:
@@ -144,5 +152,5 @@ class Keeper:
 def _unseen(found: list[LogXid], memory: Memory) -> tuple[KernelXid, ...]:
     seen = -1 if memory.log_sequence is None else memory.log_sequence
     return tuple(
-        KernelXid(xid.bus, xid.number, new=memory.continuous) for xid in found if xid.sequence > seen
+        KernelXid(xid.bus, xid.number, memory.continuous, xid.told) for xid in found if xid.sequence > seen
     )

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent.model.nvlink_xids import class_of
+from agent.model.xids import XidClass
+
 FALLEN_OFF_BUS: Final = 79
 
 _ADDRESS: Final = rb"(?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-9a-fA-F])?"
@@ -29,6 +32,7 @@ class LogXid:
     sequence: int
     bus: str
     number: int
+    told: XidClass | None = None  # what the rest of the line says, where it decides
 
 
 def parse(record: bytes) -> LogXid | None:
@@ -40,7 +44,8 @@ def parse(record: bytes) -> LogXid | None:
     if int(fields[0]) >> 3:  # facility: 0 is the kernel itself
         return None
     if found := _XID.search(message):
-        return LogXid(int(fields[1]), _bus(found[1]), int(found[2]))
+        number, rest = int(found[2]), message[found.end() :].decode("ascii", "replace")
+        return LogXid(int(fields[1]), _bus(found[1]), number, class_of(number, rest))
     if found := _FALLEN.search(message):
         return LogXid(int(fields[1]), _bus(found[1]), FALLEN_OFF_BUS)
     return None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from agent.inventory.snapshot import KernelXid, Record, Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault
+from agent.model.recovery_action import RecoveryAction
 from agent.model.topology import Topology
 
 
@@ -18,6 +19,8 @@ class Probed:
     ecc_risen: bool = False  # uncorrectable errors more than at the probe before
     was_reset: bool = False  # volatile counters less than at the probe before
     obstacle: str = ""  # what waits for a reset (row remap, page retirement)
+    remap_failed: bool = False
+    action: RecoveryAction | None = None  # what the driver asks for; None: it does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Unavailable:
     problem: str
     released_until: float | None = None
     at: float = 0.0
+    let_go: str | None = None  # of a release: empty once NVML is closed, else why it cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ class Accused:
 @dataclass(frozen=True, slots=True)
 class KernelXidSeen:
     """An Xid in the kernel log of a GPU that NVML sends no events for."""
+
+    xid: KernelXid
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class XidExplained:
+    """The log line of an Xid that NVML tells of by its number alone."""
 
     xid: KernelXid
     at: float
@@ -88,4 +100,6 @@ class Connected:
     topology: Topology
 
 
-Message = Scanned | Unavailable | Accused | KernelXidSeen | Restored | Cleared | Removed | Connected
+Message = (
+    Scanned | Unavailable | Accused | KernelXidSeen | XidExplained | Restored | Cleared | Removed | Connected
+)

@@ -15,6 +15,7 @@ from agent.inventory.messages import (
     Restored,
     Scanned,
     Unavailable,
+    XidExplained,
 )
 from agent.inventory.snapshot import GpuState, KernelXid, Record, Snapshot
 from agent.model import health as verdicts
@@ -36,12 +37,9 @@ def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snaps
         case Accused(uuid, fault, at):
             after = _with_health(before, uuid, lambda one: verdicts.event(one, fault, rules, at))
         case KernelXidSeen(xid, at):
-            after = before
-            for state in before.gpus:
-                if _same_device(state, xid):
-                    after = _with_health(
-                        before, state.uuid, lambda one: _accused_by_kernel(one, xid, rules, at)
-                    )
+            after = _of_device(before, xid, lambda one: _accused_by_kernel(one, xid, rules, at))
+        case XidExplained(xid, at):
+            after = _of_device(before, xid, lambda one: verdicts.explained(one, xid.fault, rules, at))
         case Restored(records, kernel_xids):
             remembered = {record.gpu.uuid: record for record in records}
             after = replace(before, remembered=remembered, awaiting=kernel_xids)
@@ -73,6 +71,7 @@ def _unavailable(before: Snapshot, message: Unavailable, rules: Rules) -> Snapsh
         gpus=tuple(replace(state, blocked=message.problem) for state in known),
         remembered=remembered,
         released_until=message.released_until,
+        let_go=message.let_go,
     )
 
 
@@ -87,6 +86,12 @@ def _with_health(before: Snapshot, uuid: str, change: Callable[[Health], Health]
         before,
         gpus=tuple(replace(state, health=after) if state.uuid == uuid else state for state in before.gpus),
     )
+
+
+def _of_device(before: Snapshot, xid: KernelXid, change: Callable[[Health], Health]) -> Snapshot:
+    """`change` for the GPU at the address of a log line."""
+    found = next((state.uuid for state in before.gpus if _same_device(state, xid)), None)
+    return before if found is None else _with_health(before, found, change)
 
 
 def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
@@ -120,6 +125,7 @@ def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
         driver=scan.driver,
         problem=None,
         released_until=None,
+        let_go=None,
         # Lost GPUs keep their place behind the present ones.
         gpus=(*sorted(present, key=lambda state: state.gpu.index), *missing),
         # An index whose GPU is known and judged already is not told twice.
@@ -145,7 +151,9 @@ def _judged(health: Health, probe: Probed | None, rules: Rules, at: float) -> He
         return verdicts.probe_failed(health, probe.fault, probe.detail, rules, at)
     if probe.ecc_risen:
         return verdicts.event(health, Fault(FaultKind.ECC), rules, at)
-    return verdicts.probe_passed(health, rules, at, probe.obstacle, probe.was_reset)
+    return verdicts.probe_passed(
+        health, rules, at, probe.obstacle, probe.was_reset, probe.action, probe.remap_failed
+    )
 
 
 def _lost(state: GpuState) -> Probed:
@@ -153,7 +161,7 @@ def _lost(state: GpuState) -> Probed:
 
 
 def _accused_by_kernel(health: Health, xid: KernelXid, rules: Rules, at: float) -> Health:
-    after = verdicts.event(health, Fault(FaultKind.XID, xid.number), rules, at)
+    after = verdicts.event(health, xid.fault, rules, at)
     if after is health or xid.new or after.fault == health.fault:
         return after
     # An old line of a log that nobody read so far: the GPU may have been reset since, so checks and

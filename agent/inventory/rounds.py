@@ -81,6 +81,8 @@ class Rounds:
             ecc_risen=compared and now > before,  # type: ignore[operator]
             was_reset=compared and now < before,  # type: ignore[operator]
             obstacle=_obstacle(probe),
+            remap_failed=bool(probe.remap_failed),
+            action=probe.action,
         )
 
 

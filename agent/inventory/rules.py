@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from agent import settings
 from agent.model.health import FaultKind, Rules
+from agent.model.nvlink_xids import NUMBERS as NVLINK_XIDS
 from agent.model.xids import UNKNOWN, XIDS, Rule, Verdict, XidClass, default_verdict
 
 
@@ -24,12 +25,13 @@ def rules_from(wanted: settings.Health) -> Rules:
     others = dict(Rules().others)
     for kind, seconds in (
         (FaultKind.ECC, quiet.ecc),
+        (FaultKind.REMAP, quiet.ecc),
         (FaultKind.LOST, quiet.lost),
         (FaultKind.HUNG, quiet.probe),
         (FaultKind.PROBE, quiet.probe),
     ):
         others[kind] = replace(others[kind], quiet_seconds=seconds)
-    return Rules(xids, unknown, others)
+    return Rules(xids, unknown, others, NVLINK_XIDS - {int(number) for number in wanted.xids})
 
 
 def _overridden(rule: Rule, wanted: settings.XidOverride, quiet: dict[XidClass, float]) -> Rule:

@@ -20,6 +20,8 @@ from agent.nvml.worker_thread import Lane
 log = structlog.get_logger()
 
 SCAN_SECONDS = 2.0
+GATHER_SECONDS = 0.2
+CLOSE_RETRY_SECONDS = 1.0  # of a call that hangs: the thread may come back
 OPEN_RETRY_SECONDS = 2.0
 OPEN_DEADLINE_SECONDS = 30.0  # a cold driver without persistence mode initialises each GPU in turn
 
@@ -42,9 +44,10 @@ class Scanner:
         self._beside = beside
         self._seconds = seconds
         self._open = False
+        self._unclosed = ""  # why NVML could not be closed last
         self._released_until = released_until
         self._maintenance = _maintenance(released_until) if released_until is not None else ""
-        self._asked = anyio.Event()  # somebody asked for a release or for its end
+        self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
     def release(self, until: float) -> None:
         """Close NVML and have all IDs Unhealthy until that time, in seconds since boot."""
@@ -55,6 +58,10 @@ class Scanner:
     def end_release(self) -> None:
         """Open NVML again."""
         self._released_until = None
+        self._asked.set()
+
+    def look_now(self) -> None:
+        """Look at once instead of after the usual pause."""
         self._asked.set()
 
     async def run(self) -> None:
@@ -115,7 +122,9 @@ class Scanner:
             if uuids != connected:
                 await self._read_links(scanned.gpus)
                 connected = uuids
-            await self._pause(self._seconds)
+            # A storm of events is looked into together.
+            await anyio.sleep(min(GATHER_SECONDS, self._seconds))
+            await self._pause(self._seconds - GATHER_SECONDS)
 
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
         reading = LinkReading(self._nvml, gpus)
@@ -128,8 +137,10 @@ class Scanner:
 
     async def _stay_released(self) -> None:
         while self._released_until is not None and boot_seconds() < self._released_until:
-            await self._unavailable(self._maintenance, self._released_until)
-            await self._pause(min(60.0, self._released_until - boot_seconds()))
+            await self._close()  # again, where it could not be closed so far
+            await self._unavailable(self._maintenance, self._released_until, let_go=self._unclosed)
+            longest = CLOSE_RETRY_SECONDS if self._unclosed else 60.0
+            await self._pause(min(longest, self._released_until - boot_seconds()))
         self._released_until = None
         log.info("release_over")
 
@@ -139,17 +150,24 @@ class Scanner:
             await self._asked.wait()
         self._asked = anyio.Event()
 
-    async def _unavailable(self, problem: str, released_until: float | None = None) -> None:
-        await self._inventory.mailbox.post(Unavailable(problem, released_until, boot_seconds()))
+    async def _unavailable(
+        self, problem: str, released_until: float | None = None, let_go: str | None = None
+    ) -> None:
+        message = Unavailable(problem, released_until, boot_seconds(), let_go)
+        await self._inventory.mailbox.post(message)
 
     async def _close(self) -> None:
-        if self._open:
-            self._open = False
-            try:
-                await self._lane.run(self._nvml.close)
-            except NvmlError as error:
-                # It is closed as far as it can be; the next open tells more.
-                log.debug("nvml_not_closed", problem=str(error))
+        """Close NVML, if it is open; `_unclosed` says why it could not be."""
+        if not self._open:
+            return
+        try:
+            await self._lane.run(self._nvml.close)
+        except NvmlError as error:
+            if self._unclosed != str(error):
+                log.warning("nvml_not_closed", problem=str(error))
+            self._unclosed = str(error)
+        else:
+            self._open, self._unclosed = False, ""
 
 
 def _maintenance(until: float) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agent.model.gpu import Driver, Gpu
-from agent.model.health import HEALTHY, Health
+from agent.model.health import HEALTHY, Fault, FaultKind, Health
 from agent.model.topology import Topology
+from agent.model.xids import XidClass
 
 NOT_YET = "NVML is not initialised yet"
 
@@ -67,6 +68,12 @@ class KernelXid:
     bus: str
     number: int
     new: bool = True
+    told: XidClass | None = None  # what the rest of the line says, where it decides
+
+    @property
+    def fault(self) -> Fault:
+        """What the GPU is accused of."""
+        return Fault(FaultKind.XID, self.number, self.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,8 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     # Seconds since boot at which NVML is opened again, while it is released for maintenance.
     released_until: float | None = None
+    # Whether it is closed meanwhile: empty: it is; None: not yet; else why it cannot be closed.
+    let_go: str | None = None
     # Verdicts of earlier runs on GPUs that were not seen yet, by UUID, and Xids that await their GPU.
     remembered: Mapping[str, Record] = field(default_factory=dict, repr=False)
     awaiting: tuple[KernelXid, ...] = field(default=(), repr=False)

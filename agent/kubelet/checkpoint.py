@@ -1,18 +1,23 @@
-"""The kubelet's checkpoint of devices: the one record that shows what ended init containers still hold.
+"""The kubelet's checkpoint of devices: the one record that shows what plain init containers hold.
 
-Layout: kubelet 1.20 to 1.36, `pkg/kubelet/cm/devicemanager/checkpoint`. It is written when all devices of a
-container are allocated, and keeps entries of pods that have gone until it is written again.
+Layout: kubelet 1.20 to 1.36, `pkg/kubelet/cm/devicemanager/checkpoint`. It is written anew, by a rename, when
+all devices of a container are allocated and with each list of a plugin. The kubelet forgets pods that have
+ended when somebody asks it for devices or for PodResources; it names them until the next writing.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import structlog
-
-log = structlog.get_logger()
 
 FILE_NAME = "kubelet_internal_checkpoint"
+
+# Device IDs by pod UID, container and resource.
+Entries = Mapping[tuple[str, str, str], frozenset[str]]
+
+
+class CheckpointUnreadable(Exception):
+    """There is a checkpoint, and it cannot be read or understood; the text names it and says why."""
 
 
 class _Entry(msgspec.Struct, rename="pascal"):
@@ -30,15 +35,37 @@ class _File(msgspec.Struct, rename="pascal"):
     data: _Data
 
 
-def read(folder: Path) -> Mapping[tuple[str, str, str], frozenset[str]]:
-    """Device IDs by pod UID, container and resource; empty where the file cannot be read. Blocks."""
-    try:
-        content = msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=_File)
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("checkpoint_unreadable", folder=str(folder), problem=str(error))
-        return {}
+class Checkpoint:
+    """Reads the file when it has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE_NAME
+        self._stamp: object = None
+        self._entries: Entries = {}
+
+    def read(self) -> Entries:
+        """The entries; none where there is no file. The same object until it changes. Blocks.
+
+        Raises CheckpointUnreadable.
+        """
+        try:
+            stat = self._file.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if stamp != self._stamp:
+                content = msgspec.json.decode(self._file.read_bytes(), type=_File)
+                self._entries = _entries(content)
+                self._stamp = stamp
+        except FileNotFoundError:
+            self._stamp, self._entries = None, {}
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._stamp = None
+            raise CheckpointUnreadable(
+                f"the kubelet's checkpoint {self._file} is not readable: {error}"
+            ) from error
+        return self._entries
+
+
+def _entries(content: _File) -> Entries:
     return {
         (each.pod_uid, each.container_name, each.resource_name): frozenset().union(
             *(each.device_ids or {}).values()

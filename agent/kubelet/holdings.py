@@ -1,18 +1,26 @@
-"""Keeps the newest PodResources list at hand for whoever reports on pods; decisions ask anew."""
+"""Keeps the record of who holds what at hand for whoever reports on pods; decisions ask anew."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet import checkpoint
-from agent.kubelet.podresources import Holding, PodList, PodResources, PodResourcesUnavailable
+from agent.kubelet.checkpoint import Checkpoint, CheckpointUnreadable, Entries
+from agent.kubelet.podresources import (
+    LIST_SECONDS,
+    Holding,
+    PodList,
+    PodResources,
+    PodResourcesUnavailable,
+)
+from agent.kubelet.record import Record, View, entries_of, join
 from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
 from agent.model.modes import Mode
 
@@ -50,7 +58,7 @@ class Holder:
     @property
     def pod(self) -> str:
         """namespace/name of the pod."""
-        return f"{self.holding.namespace}/{self.holding.pod}"
+        return f"{self.holding.namespace}/{self.holding.pod}".removeprefix("/")
 
 
 def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
@@ -74,24 +82,26 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
 
 
 class HoldingsWatch:
-    """A cell with who holds what, refreshed soon after each Allocate, and on a timer.
-
-    The kubelet tells nobody when a pod frees devices.
-    """
+    """The record, read anew for decisions, soon after each Allocate, at a pod's end, and on a timer."""
 
     def __init__(self, client: PodResources, checkpoints: Path | None = None) -> None:
-        """`checkpoints`: the folder of the kubelet's checkpoint; None: a new kubelet is believed at once."""
+        """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
-        self._checkpoints = checkpoints
-        self._known: tuple[int, int] | None = None  # the socket of a kubelet that is believed
-        # Whether the pod of a UID is known to have ended: the checkpoint goes on naming it until it is
-        # written anew, which takes until the next pod comes.
-        self.ended: Callable[[str], bool] = lambda _: False
+        self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
+        self._believed: tuple[int, int] | None = None  # the socket of a kubelet that has heard of its pods
+        self._heard = False  # whether the last answer was of such a one
+        self._record = Record()
+        self._looks = 0  # begun so far
+        self._newest = 0  # the look that the record is of
+        # The pods of this node by the API server, and what is published when they change.
+        self.view: Callable[[], View] = View
+        self.pod_changes: Cell[Any] = Cell(None)
         # Whether the API server does not answer: a new kubelet then knows the pods of its own files only,
         # which it lists as NAME-NODE.
         self.api_away: Callable[[], bool] = lambda: False
         self.node = ""
         self._blind_until = -math.inf  # on the event loop's clock
+        self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
@@ -102,15 +112,17 @@ class HoldingsWatch:
 
     async def run(self) -> None:
         """Refresh for ever."""
-        seen = self._allocations.version
-        with self.client.keeping_connection():
-            while True:
-                await self.refresh()
-                pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
-                with anyio.move_on_after(pause) as waited:
-                    seen = await self._allocations.wait_change(seen)
-                if not waited.cancelled_caught:
-                    seen = await self._until_they_pause(seen)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_pods)
+            with self.client.keeping_connection():
+                seen = self._allocations.version
+                while True:
+                    await self.refresh()
+                    pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
+                    with anyio.move_on_after(pause) as waited:
+                        seen = await self._allocations.wait_change(seen)
+                    if not waited.cancelled_caught:
+                        seen = await self._until_they_pause(seen)
 
     async def _until_they_pause(self, seen: int) -> int:
         """Pods come in bursts, and a read in the middle holds theirs up: wait for the end, within reason."""
@@ -122,60 +134,113 @@ class HoldingsWatch:
                     break
         return seen
 
+    async def _follow_pods(self) -> None:
+        """A pod that the API server tells to have ended holds nothing from that moment on.
+
+        Whoever waits for its units is bound by the same word, and may be here before the next look.
+        """
+        async for _ in self.pod_changes.values():
+            record, view = self._record, self.view()
+            if any(
+                uid not in view.pods or view.pods[uid].finished
+                for uid, pod in record.pods.items()
+                if pod.watched
+            ):
+                entries = entries_of(record.pods)
+                self._record = join(record, record.listed, entries, view, believed=self._heard, fresh=False)
+                if self.problem is None:
+                    self._publish()
+
     async def refresh(self) -> PodList | None:
-        """Read anew now; None: not readable, `problem` says why."""
-        holdings: PodList | None
+        """Read anew now; None: it is not known who holds what, `problem` says why."""
         try:
-            holdings = listed = await self.client.list()
+            await self.look()
         except PodResourcesUnavailable as error:
             self._told(str(error))
-            holdings = None
-        else:
-            if missing := await self._unlisted(listed):
-                text = f"the kubelet has just started and does not list {missing} devices in use yet"
-                self._told(text + ("; the API server is away" if self.api_away() else ""))
-                return None
-            self._told(None)
-        if holdings != self.cell.value:
-            self.cell.publish(holdings)
-        return holdings
+            if self.cell.value is not None:
+                self.cell.publish(None)
+            return None
+        blind = self._blind()
+        self._told(blind)
+        if blind:
+            return None
+        self._publish()
+        return self._record.joined
 
-    async def _unlisted(self, found: PodList) -> int:
-        """How many devices are held by the checkpoint of a kubelet that is new and does not list them yet.
+    async def look(self, deadline: float = LIST_SECONDS) -> PodList:
+        """Who holds what, by a reading of this moment. Raises PodResourcesUnavailable.
 
-        Whoever took its list for the truth would sell GPUs that are in use.
+        The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
         """
-        if self._checkpoints is None:
-            return 0
+        self._looks += 1
+        mine = self._looks
+        entries = await self._entries()
+        listed = await self.client.list(deadline)
+        kubelet = await self._kubelet()
+        heard = kubelet is None or kubelet == self._believed
+        view = self.view()
+        record = join(self._record, listed, entries, view, believed=heard, fresh=True)
+        complete = record.all_listed and self._unreadable is None
+        if kubelet and not heard and (complete or not self._young(kubelet, listed)):
+            self._believed, heard = kubelet, True
+            record = join(record, listed, entries, view, believed=True, fresh=True)
+        if mine > self._newest:  # else one that began later was answered before
+            self._newest, self._record, self._heard = mine, record, heard
+        return record.joined
+
+    async def _entries(self) -> Entries:
+        """What the checkpoint says, or said before it became unreadable."""
+        if self._checkpoint is None:
+            return {}
+        try:
+            entries = await anyio.to_thread.run_sync(self._checkpoint.read)
+        except CheckpointUnreadable as error:
+            if self._unreadable is None:
+                log.warning("checkpoint_unreadable", problem=str(error))
+            self._unreadable = str(error)
+            return entries_of(self._record.pods)
+        self._unreadable = None
+        return entries
+
+    async def _kubelet(self) -> tuple[int, int] | None:
+        """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
+        if self._checkpoint is None:
+            return None
         try:
             stat = await anyio.Path(self.client.path).stat()
         except OSError:
-            return 0
-        kubelet = (stat.st_ino, stat.st_ctime_ns)
-        if kubelet == self._known:
-            return 0
-        if self.api_away() and not self._lists_api_pods(found):
-            self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
-        young = time() - stat.st_ctime < NEW_KUBELET_SECONDS
-        if young or anyio.current_time() < self._blind_until:
-            # Read each time: entries of pods that have ended go when it is written anew.
-            recorded = await anyio.to_thread.run_sync(checkpoint.read, self._checkpoints)
-            listed = {text for holding in found.holdings for text in holding.ids}
-            held = {
-                text
-                for (uid, _, _), ids in recorded.items()
-                if not self.ended(uid)
-                for text in ids
-                if text.startswith("GPU-")
-            }
-            if missing := len(held - listed):
-                return missing
-        self._known = kubelet
-        return 0
+            return None
+        return stat.st_ino, stat.st_ctime_ns
 
-    def _lists_api_pods(self, found: PodList) -> bool:
-        """Whether the kubelet has heard of its pods: the API server names them all at once."""
-        return any(not pod.endswith(f"-{self.node}") for _, pod, _ in found.containers)
+    def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
+        """Whether a kubelet may not have heard of all its pods yet."""
+        if self.api_away() and not any(not pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
+            # The API server names all pods at once: one of them is enough.
+            self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
+        age = time() - kubelet[1] / 1e9
+        return age < NEW_KUBELET_SECONDS or anyio.current_time() < self._blind_until
+
+    def _blind(self) -> str | None:
+        """Why it is not known who holds what, though the kubelet answers."""
+        if self._unreadable is None:
+            return None
+        if not self._heard:
+            return f"the kubelet has just started, and {self._unreadable}"
+        pods = self.view().pods
+        hiding = [
+            "/".join(pod.key)
+            for uid, pod in pods.items()
+            if pod.hides and not pod.finished and uid not in self._record.pods
+        ]
+        if hiding:
+            return (
+                f"what init containers of {', '.join(sorted(hiding))} hold is not known: {self._unreadable}"
+            )
+        return None
+
+    def _publish(self) -> None:
+        if self._record.joined != self.cell.value:
+            self.cell.publish(self._record.joined)
 
     def _told(self, problem: str | None) -> None:
         if problem != self.problem:

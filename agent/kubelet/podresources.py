@@ -44,6 +44,8 @@ class Holding:
     container: str
     resource: str
     ids: tuple[str, ...]
+    # False: only the kubelet's checkpoint shows it, as with plain init containers (`agent.kubelet.record`).
+    listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

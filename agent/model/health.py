@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from agent.model.xids import QUIET_SECONDS, UNKNOWN, XIDS, Rule, Verdict, XidClass
+from agent.model.nvlink_xids import NUMBERS as NVLINK_XIDS
+from agent.model.recovery_action import RecoveryAction
+from agent.model.xids import QUIET_SECONDS, UNKNOWN, XIDS, Rule, Verdict, XidClass, default_verdict
 
 
 class HealthState(Enum):
@@ -30,14 +32,17 @@ class FaultKind(Enum):
     LOST = "lost"  # NVML: lost, or not enumerated any more
     HUNG = "hung"  # NVML does not answer about it
     PROBE = "probe"  # NVML answers with another error
+    DRIVER = "driver"  # the driver itself asks for a reset or a reboot
+    REMAP = "remap"  # a row remap failed: the memory cannot be mended
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a GPU is accused of; `number` is the Xid."""
+    """What a GPU is accused of; `number` is the Xid, or the recovery action that the driver asks for."""
 
     kind: FaultKind
     number: int = 0
+    told: XidClass | None = None  # of an Xid of NVLink 5: what the rest of its log line says
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Health:
     reset_seen: bool = False  # the GPU was reset since the fault, as far as one can see from outside
     away: bool = False  # gone from NVML, by the last probe
     misses: int = 0  # failed probes in a row, counted to 2
+    driver_asks: bool = False  # for a reset or a reboot, by the last probe
 
     @property
     def sold(self) -> bool:
@@ -65,16 +71,26 @@ HEALTHY: Final = Health()
 
 LOST_QUIET_SECONDS: Final = 60.0
 PROBE_QUIET_SECONDS: Final = 30.0
+# How long after an event the driver's word that nothing is to be done counts, and how long probation is then:
+# on a B200 the driver asked for a reset 0.4 s after the Xid that called for it.
+SETTLED_SECONDS: Final = 10.0
+# Reports of one and the same memory error come within this time: Xids 48, 63 and 94, ECC event, counter.
+SAME_ERROR_SECONDS: Final = 10.0
+CONTAINED_XID: Final = 94
+# With a row remap recorded NVIDIA's catalog (WORKFLOW_XID_48) has 63 decide, which calls for nothing.
+_EXCUSES: Final = frozenset({63, CONTAINED_XID})
 
 
 def _defaults() -> dict[FaultKind, Rule]:
     bad = Verdict.UNHEALTHY
     ecc = QUIET_SECONDS[XidClass.RESET]
     return {
-        FaultKind.ECC: Rule("uncorrectable memory errors", XidClass.RESET, bad, True, ecc),
+        FaultKind.ECC: Rule("uncorrectable memory errors", XidClass.RESET, bad, True, ecc, open=True),
         FaultKind.LOST: Rule("the GPU is lost", XidClass.RESET, bad, True, LOST_QUIET_SECONDS),
         FaultKind.HUNG: Rule("NVML does not answer", XidClass.RESET, bad, True, PROBE_QUIET_SECONDS),
         FaultKind.PROBE: Rule("the health probe fails", XidClass.RESET, bad, True, PROBE_QUIET_SECONDS),
+        FaultKind.DRIVER: Rule("the driver asks for a reset", XidClass.RESET, bad, True, SETTLED_SECONDS),
+        FaultKind.REMAP: Rule("a row remap failed", XidClass.RESET, bad, True, ecc),
     }
 
 
@@ -85,15 +101,28 @@ class Rules:
     xids: Mapping[int, Rule] = field(default_factory=lambda: XIDS)
     unknown: Rule = UNKNOWN
     others: Mapping[FaultKind, Rule] = field(default_factory=_defaults)
+    # Xids whose log line decides; one that the configuration overrides is not among them.
+    by_line: frozenset[int] = NVLINK_XIDS
 
     def of(self, fault: Fault) -> Rule:
         """The rule for a fault."""
-        if fault.kind is FaultKind.XID:
-            return self.xids.get(fault.number, self.unknown)
-        return self.others[fault.kind]
+        if fault.kind is FaultKind.DRIVER and RecoveryAction.of(fault.number).reboots:
+            return replace(self.others[fault.kind], kind=XidClass.REBOOT)
+        if fault.kind is not FaultKind.XID:
+            return self.others[fault.kind]
+        rule = self.xids.get(fault.number, self.unknown)
+        if fault.told is None or fault.number not in self.by_line:
+            return rule
+        # A reset that the line calls for must be seen; the line has closed what the number left open.
+        recovers = fault.told is not XidClass.RESET
+        return replace(
+            rule, kind=fault.told, verdict=default_verdict(fault.told), recovers=recovers, open=False
+        )
 
     def words(self, fault: Fault) -> str:
         """A fault in words, for lists, logs and refusals."""
+        if fault.kind is FaultKind.DRIVER:
+            return RecoveryAction.of(fault.number).words
         title = self.of(fault).title
         return f"Xid {fault.number}, {title}" if fault.kind is FaultKind.XID else title
 
@@ -102,6 +131,8 @@ class Rules:
         if health.fault is None:
             return ""
         rule = self.of(health.fault)
+        if health.fault.kind is FaultKind.REMAP and health.state is HealthState.UNHEALTHY:
+            return "have the GPU replaced"
         if health.state is HealthState.PROBATION:
             return "wait: it returns by itself if nothing more happens"
         if health.state is HealthState.SUSPECT:
@@ -117,6 +148,10 @@ class Rules:
 
 def event(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
     """A fault was reported: an Xid, an ECC event, a risen ECC counter."""
+    if _excused(health, fault, now):
+        return replace(health, last_event=now)
+    if fault.kind is FaultKind.XID and fault.number in _EXCUSES and _excusable(health, now):
+        return _watched(health, Fault(FaultKind.XID, CONTAINED_XID), rules, now)
     match rules.of(fault).verdict:
         case Verdict.COUNT:
             return health
@@ -124,6 +159,19 @@ def event(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
             return _suspected(health, fault, rules, now)
         case Verdict.UNHEALTHY:
             return _condemned(health, fault, rules, now)
+
+
+def explained(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
+    """The log line of an Xid that was reported by its number alone says what kind of trouble it was."""
+    if fault.number not in rules.by_line:
+        return health
+    rule = rules.of(fault)
+    if rule.verdict is Verdict.UNHEALTHY:
+        return _condemned(health, fault, rules, now)
+    only_this = health.fault == replace(fault, told=None) and not health.sold and not health.driver_asks
+    if not only_this or now - health.last_event > SAME_ERROR_SECONDS:
+        return health
+    return HEALTHY if rule.verdict is Verdict.COUNT else _watched(health, fault, rules, now)
 
 
 def probe_failed(health: Health, fault: Fault, detail: str, rules: Rules, now: float) -> Health:
@@ -148,37 +196,63 @@ def probe_failed(health: Health, fault: Fault, detail: str, rules: Rules, now: f
 
 
 def probe_passed(
-    health: Health, rules: Rules, now: float, obstacle: str = "", was_reset: bool = False
+    health: Health,
+    rules: Rules,
+    now: float,
+    obstacle: str = "",
+    was_reset: bool = False,
+    action: RecoveryAction | None = None,
+    remap_failed: bool = False,
 ) -> Health:
     """A probe found the GPU answering and its error counters at rest.
 
     `obstacle` names what still forbids to trust it again (a row remap or a page retirement that waits for
-    a reset); `was_reset`: its volatile counters fell since the last probe.
+    a reset); `was_reset`: its volatile counters fell since the last probe; `action`: what the driver asks
+    for, None: it does not tell.
     """
+    if action is not None and action.forbids_work:
+        return _condemned_by_probe(health, Fault(FaultKind.DRIVER, action), action.words, rules, now)
+    if remap_failed:
+        return _condemned_by_probe(health, Fault(FaultKind.REMAP), obstacle, rules, now)
     if health.state is HealthState.HEALTHY or health.fault is None:
         return health
     rule = rules.of(health.fault)
-    # What was gone and is back went through a reset; what was mute for a while did not.
-    seen = health.reset_seen or was_reset or health.away
-    present = replace(health, misses=0, away=False, reset_seen=seen, obstacle=obstacle)
-    after = present
+    # What was gone and is back went through a reset, and so did what the driver asks it for no more; what was
+    # mute for a while did not.
+    done = health.driver_asks and action is not None
+    present = replace(
+        health,
+        misses=0,
+        away=False,
+        reset_seen=health.reset_seen or was_reset or health.away or done,
+        obstacle=obstacle,
+        driver_asks=health.driver_asks and action is None,
+    )
+    after = _recovering(present, rule, now, fine=rule.open and action is not None)
+    return health if after == health else after
+
+
+def _recovering(health: Health, rule: Rule, now: float, *, fine: bool) -> Health:
+    """The next step of a GPU that answers. `fine`: the driver has settled what its rule leaves open."""
+    settling = min(rule.quiet_seconds, SETTLED_SECONDS)
     match health.state:
-        case HealthState.SUSPECT if health.fault.kind in (FaultKind.HUNG, FaultKind.PROBE):
+        case HealthState.SUSPECT if health.fault and health.fault.kind in (FaultKind.HUNG, FaultKind.PROBE):
             return HEALTHY
         case HealthState.SUSPECT:
-            if not obstacle and now - health.last_event >= rule.quiet_seconds:
+            if not health.obstacle and now - health.last_event >= rule.quiet_seconds:
                 return HEALTHY
         case HealthState.UNHEALTHY:
-            if not obstacle and (rule.recovers or seen):
-                after = replace(
-                    present, state=HealthState.PROBATION, since=now, until=now + rule.quiet_seconds
-                )
+            if fine and now - health.last_event >= settling:
+                return replace(health, state=HealthState.PROBATION, since=now, until=now + settling)
+            if not health.obstacle and (rule.recovers or health.reset_seen):
+                until = now + rule.quiet_seconds
+                return replace(health, state=HealthState.PROBATION, since=now, until=until)
         case HealthState.PROBATION:
-            if obstacle:
-                after = replace(present, state=HealthState.UNHEALTHY, since=now, until=None)
-            elif health.until is None or now >= health.until:
+            if health.obstacle and not fine:
+                return replace(health, state=HealthState.UNHEALTHY, since=now, until=None)
+            if health.until is None or now >= health.until:
                 return HEALTHY
-    return health if after == health else after
+    return health
 
 
 def after_reboot(health: Health, now: float) -> Health:
@@ -194,7 +268,43 @@ def after_reboot(health: Health, now: float) -> Health:
         obstacle="",
         reset_seen=True,
         away=False,
+        driver_asks=False,
     )
+
+
+def _excusable(health: Health, now: float) -> bool:
+    """Whether a GPU is condemned by nothing but a memory error of this moment."""
+    if health.fault is None or health.sold or health.driver_asks:
+        return False
+    return _is_memory_error(health.fault) and now - health.last_event <= SAME_ERROR_SECONDS
+
+
+def _excused(health: Health, fault: Fault, now: float) -> bool:
+    """Whether a memory error is the one that Xid 94 has just called contained: its program alone is hit."""
+    contained = health.state is HealthState.SUSPECT and health.fault == Fault(FaultKind.XID, CONTAINED_XID)
+    return contained and _is_memory_error(fault) and now - health.last_event <= SAME_ERROR_SECONDS
+
+
+def _is_memory_error(fault: Fault) -> bool:
+    return fault.kind is FaultKind.ECC or (fault.kind is FaultKind.XID and fault.number == 48)
+
+
+def _watched(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
+    """Sold again, and watched: what was reported last weighs less than it looked."""
+    cause = rules.words(fault)
+    obstacle, misses = health.obstacle, health.misses
+    return Health(HealthState.SUSPECT, fault, cause, now, now, obstacle=obstacle, misses=misses)
+
+
+def _condemned_by_probe(health: Health, fault: Fault, obstacle: str, rules: Rules, now: float) -> Health:
+    """What a probe finds standing against a GPU that answers, for as long as it stands."""
+    if health.state is HealthState.UNHEALTHY:
+        after = replace(health, obstacle=obstacle, misses=0, away=False)
+    else:
+        condemned = _condemned(health, fault, rules, now)
+        after = replace(condemned, obstacle=obstacle, misses=0, away=False)
+    after = replace(after, driver_asks=fault.kind is FaultKind.DRIVER)
+    return health if after == health else after
 
 
 def _suspected(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
@@ -228,9 +338,15 @@ def _condemned(
         reset_seen=False,
         away=health.away,
         misses=health.misses,
+        driver_asks=health.driver_asks,
     )
 
 
-def _gravity(rules: Rules, fault: Fault) -> tuple[bool, bool, bool]:
+def _gravity(rules: Rules, fault: Fault) -> tuple[bool, bool, bool, bool]:
     rule = rules.of(fault)
-    return (not rule.recovers, rule.kind is XidClass.REBOOT, fault.kind in (FaultKind.XID, FaultKind.ECC))
+    return (
+        not rule.recovers,
+        not rule.open,
+        rule.kind is XidClass.REBOOT,
+        fault.kind in (FaultKind.XID, FaultKind.ECC),
+    )

@@ -34,7 +34,9 @@ class Rule:
     """How a kind of fault is judged.
 
     `recovers`: quiet time and passing probes are enough. Otherwise the agent must have seen that the GPU
-    was reset (it was gone and came back, its counters fell, the machine was booted), or a person clears it.
+    was reset (it was gone and came back, its counters fell, the driver asks for it no more, the machine was
+    booted), or a person clears it. `open`: the table leaves open what has to be done; where the driver says
+    that nothing has (`agent.model.recovery_action`), that is the answer.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Rule:
     verdict: Verdict
     recovers: bool
     quiet_seconds: float
+    open: bool = False
 
 
 # Seconds without a new event before a GPU is trusted again, by class.
@@ -149,12 +152,19 @@ _INFORMATIONAL: Final = {
     163: "power smoothing disengaged",
     164: "power smoothing hardware near its end of life",
     165: "power smoothing hardware at its end of life",
+    # Confidential computing only, and without an action in the catalog: the driver's verdict decides.
+    166: "NVLink traffic before encryption was set up",
     168: "reduced memory capacity",
+    170: "NVLink interrupt in confidential computing",
 }
 
 # Faults whose end a probe can witness: ECC counters stand still and nothing is pending; a link
 # that was trained again raises no more Xids. For the others NVML answers as if nothing had happened.
-_WITNESSED: Final = frozenset({48, 74, 136, 140, *range(144, 151), 155, 156, 171, 172})
+_WITNESSED: Final = frozenset({74, 136, 140, *range(144, 151), 155, 156, 171, 172})
+
+# Numbers whose action the catalog makes depend on more than the number: on other Xids beside it (48, 171,
+# 172), on the rest of the log line (144 to 150, `agent.model.nvlink_xids`).
+_OPEN: Final = frozenset({48, *range(144, 151), 171, 172})
 
 UNKNOWN_TITLE: Final = "not in NVIDIA's public catalog"
 
@@ -170,7 +180,9 @@ def _rules() -> dict[int, Rule]:
     ):
         for number, title in titles.items():
             recovers = kind not in (XidClass.RESET, XidClass.REBOOT) or number in _WITNESSED
-            table[number] = Rule(title, kind, _VERDICTS[kind], recovers, QUIET_SECONDS[kind])
+            table[number] = Rule(
+                title, kind, _VERDICTS[kind], recovers, QUIET_SECONDS[kind], open=number in _OPEN
+            )
     return table
 
 
@@ -183,6 +195,7 @@ UNKNOWN: Final = Rule(
     Verdict.UNHEALTHY,
     recovers=True,
     quiet_seconds=QUIET_SECONDS[XidClass.RESET],
+    open=True,
 )
 
 

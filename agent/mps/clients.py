@@ -134,7 +134,12 @@ class ClientWatch:
         """Pods (namespace/name) with shares, by UUID of the GPU."""
         held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
         return {
-            uuid: frozenset(holder.pod for holder in holders if holder.mode is Mode.MPS)
+            uuid: frozenset(
+                # Plain init containers have no client once they have ended.
+                holder.pod
+                for holder in holders
+                if holder.mode is Mode.MPS and holder.holding.listed
+            )
             for uuid, holders in held.items()
         }
 

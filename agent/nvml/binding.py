@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
+from agent.model.recovery_action import RecoveryAction
 from agent.nvml import library
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
@@ -31,7 +32,7 @@ from agent.nvml.port import (
     Sample,
     SampleWish,
 )
-from agent.nvml.sampling import read_sample
+from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
 
 Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
@@ -167,12 +168,14 @@ class Binding:
         )
         rows = _offered("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
         pages = _offered("nvmlDeviceGetRetiredPagesPendingStatus", handle)
+        action = read_fields(handle, [RECOVERY_ACTION]).get(RECOVERY_ACTION)
         return Probe(
             memory_used_bytes=used,
             ecc_uncorrected=ecc,
             remap_pending=None if rows is None else bool(rows[2]),
             remap_failed=None if rows is None else bool(rows[3]),
             retirement_pending=None if pages is None else pages == pynvml.NVML_FEATURE_ENABLED,
+            action=None if action is None else RecoveryAction.of(action),
         )
 
     def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:

@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from typing import Protocol
 
 from agent.model.gpu import Driver, Gpu
+from agent.model.recovery_action import RecoveryAction
 
 
 class EventKind(Enum):
@@ -40,6 +41,7 @@ class Probe:
     remap_pending: bool | None  # row remapping waits for a reset
     remap_failed: bool | None
     retirement_pending: bool | None  # page retirement (before Ampere) waits for a reboot
+    action: RecoveryAction | None = None  # what the driver itself asks for; None: it does not tell
 
 
 @dataclass(frozen=True, slots=True)

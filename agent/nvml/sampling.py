@@ -1,6 +1,6 @@
 """One reading of a GPU's moving figures, call by call. Each may be missing on its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pynvml
 
@@ -25,6 +25,7 @@ _LINK_ERRORS = {
     "replay": pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
     "recovery": pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
 }
+RECOVERY_ACTION = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _FIELDS = [_ENERGY, (_SENT, ALL_LINKS), (_RECEIVED, ALL_LINKS), *_LINK_ERRORS.values()]
 _MEMBER = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
@@ -49,7 +50,7 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
             offered("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC)
             for kind in (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
         )
-        fields = _fields(handle)
+        fields = read_fields(handle, _FIELDS)
     energy = fields.get(_ENERGY)
     processes = _processes(handle)
     busy, newest = _busy(handle, wish.since_us)
@@ -90,9 +91,12 @@ def _throttle(handle: Opaque) -> int | None:
     return reasons if reasons is not None else offered("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
 
 
-def _fields(handle: Opaque) -> Mapping[int, int]:
-    """Field values that this GPU has: one call for all, each with a return code of its own."""
-    values = offered("nvmlDeviceGetFieldValues", handle, _FIELDS)
+def read_fields(handle: Opaque, wanted: Sequence[int | tuple[int, int]]) -> Mapping[int, int]:
+    """Field values that this GPU has: one call for all, each with a return code of its own.
+
+    `wanted`: numbers of fields, or number and scope. Raises NvmlError.
+    """
+    values = offered("nvmlDeviceGetFieldValues", handle, list(wanted))
     return {
         one.fieldId: getattr(one.value, _MEMBER[one.valueType])
         for one in values or ()

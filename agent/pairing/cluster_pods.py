@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -11,6 +12,8 @@ from agent.cluster.events import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.mailbox import Mailbox
+from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.record import KnownPod, View
 from agent.model.demand import Pod, Stage
 from agent.model.placement import ASSIGNED, HINT
 from agent.pairing.ports import LogRecorder, PodsUnavailable
@@ -19,6 +22,30 @@ log = structlog.get_logger()
 
 WAITING_PATCHES = 256
 FORBIDDEN = 403
+
+
+def view_of(cache: PodCache) -> View:
+    """The node's pods as the record of who holds what needs them."""
+    known = cache.cgroup_uids()
+    pods = {
+        uid: KnownPod(
+            (pod.metadata.namespace, pod.metadata.name),
+            pod.finished,
+            pod.metadata.deletion_timestamp is not None,
+            any(
+                each.restart_policy != "Always" and any("/" in name for name in each.resources.limits)
+                for each in pod.spec.init_containers
+            ),
+        )
+        for uid, pod in known.pods.items()
+    }
+    return View(pods, cache.reflector.synced and cache.reflector.problem is None, known.contested)
+
+
+def inform(record: HoldingsWatch, cache: PodCache, node: str) -> None:
+    """Have the record of who holds what know the pods of its node."""
+    record.view, record.pod_changes = partial(view_of, cache), cache.reflector.items
+    record.api_away, record.node = lambda: cache.reflector.away, node
 
 
 class ClusterPods:

@@ -14,8 +14,8 @@ import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet import checkpoint
 from agent.kubelet.api import Allocation, PreferenceRequest
+from agent.kubelet.checkpoint import Checkpoint
 from agent.model.demand import Kind
 from agent.model.gpu import Gpu
 from agent.model.ledger import Half, Stock
@@ -119,7 +119,7 @@ class Shares:
             while True:
                 if not recalled and self._device_plugins is not None:
                     # Once, as soon as pods are known: what is granted from now on is remembered anyway.
-                    held = await anyio.to_thread.run_sync(checkpoint.read, self._device_plugins)
+                    held = await anyio.to_thread.run_sync(Checkpoint(self._device_plugins).read)
                     recalled = await self.pairing.recall(held)
                 await self.pairing.reconcile()
                 await anyio.sleep(PRESSED_RECONCILE_SECONDS if self._pressed() else RECONCILE_SECONDS)

@@ -3,12 +3,13 @@
 A GPU may be time-sliced instead: it is then listed as N replicas, here or as `nvidia.com/gpu.shared`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, PreferenceRequest, Refused
-from agent.kubelet.podresources import PodList
+from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
+from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
@@ -22,6 +23,17 @@ SHARED_RESOURCE = "nvidia.com/gpu.shared"
 # Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
 
+LOOK_SECONDS = 1.0  # of the two seconds that an RPC may take
+
+
+class Record(Protocol):
+    """Who holds what (`agent.kubelet.holdings`)."""
+
+    cell: Cell[PodList | None]
+
+    async def look(self, deadline: float = LOOK_SECONDS) -> PodList:
+        """By a reading of this moment. Raises PodResourcesUnavailable."""
+
 
 class PgpuPlugin:
     """Advertises whole GPUs, their replicas or both, and hands them out."""
@@ -33,7 +45,7 @@ class PgpuPlugin:
         self,
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
-        holdings: Cell[PodList | None],
+        record: Record,
         injector: Injector,
         *,
         resource: str = RESOURCE,
@@ -44,7 +56,10 @@ class PgpuPlugin:
         self.resource = resource
         self._inventory = inventory
         self._modes = modes
-        self._holdings = holdings
+        self._record = record
+        self._known = PodList((), ())  # as read last: while nobody can read it the lists stay as they are
+        # Handed out since the record was read last, which it may not show yet.
+        self._granted: frozenset[str] = frozenset()
         self._injector = injector
         self._whole = whole
         self._replicas = replicas
@@ -53,7 +68,7 @@ class PgpuPlugin:
 
     async def run(self) -> None:
         """Keep the list true: one publication for each change that the kubelet would notice."""
-        await follow(self.refresh, self._inventory, self._modes, self._holdings)
+        await follow(self.refresh, self._inventory, self._modes, self._record.cell)
 
     def refresh(self) -> None:
         """Bring the list up to date now."""
@@ -67,13 +82,21 @@ class PgpuPlugin:
         return len(devices), sum(healthy for _, healthy, _ in devices)
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
-        """Whole GPUs: the best connected set (`agent.model.preference`); replicas: the least shared GPUs."""
-        if not any(SEPARATOR in text for text in (*request.available, *request.must_include)):
+        """Whole GPUs: the best connected set (`agent.model.preference`); replicas: the least shared GPUs.
+
+        Never IDs that somebody holds, though the kubelet offers some at times: a List during an Allocate has
+        it forget what is in flight (kubernetes PR 137534). Raises Refused when too few are left.
+        """
+        chosen = list(dict.fromkeys(request.must_include))
+        offered = set(request.available).difference(chosen)
+        taken, _ = await self._taken(offered)
+        free = [text for text in dict.fromkeys(request.available) if text in offered and text not in taken]
+        if taken and len(chosen) + len(free) < request.size:
+            raise self._held_already(taken)
+        if not any(SEPARATOR in text for text in (*free, *chosen)):
             topology = self._inventory.value.topology
-            return choose(topology, request.available, request.must_include, request.size)
+            return choose(topology, [*chosen, *free], chosen, request.size)
         order = {state.uuid: state.gpu.index for state in self._inventory.value.gpus}
-        chosen = list(request.must_include)
-        free = [text for text in request.available if text not in set(chosen)]
         load: dict[str, int] = {}
         for text in free:
             load[_gpu(text)] = load.get(_gpu(text), 0) - 1  # fewer free replicas: more shared
@@ -86,7 +109,9 @@ class PgpuPlugin:
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
         """Hand out GPUs by UUID. Refuses unknown, foreign and unhealthy ones; nothing changes then."""
-        states = [self._sold(device_id) for device_id in dict.fromkeys(ids)]
+        if len(set(ids)) < len(ids):
+            raise Refused(f"the same device ID of {self.resource} stands twice among those asked for")
+        states = [self._sold(device_id) for device_id in ids]
         if (
             self._refuse_more_than_one
             and len(ids) > 1
@@ -96,10 +121,51 @@ class PgpuPlugin:
                 f"{len(ids)} time slices of {self.resource} were asked for, and more give no more of a GPU: "
                 "ask for 1 (timeSlicing.refuseMoreThanOne is on)"
             )
+        taken, record = await self._taken(ids)
+        if refused := {text: held for text, held in taken.items() if not self._inherited(held, record)}:
+            raise self._held_already(refused)
+        self._granted |= frozenset(ids)
         return self._injector.allocation(list(dict.fromkeys(state.gpu for state in states)))
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""
+
+    async def _taken(self, ids: Collection[str]) -> tuple[Mapping[str, Holding], PodList]:
+        """Those of `ids` that somebody holds, and the record that says so. Raises Refused.
+
+        It is read only where the last one, or what was handed out since, gives reason to.
+        """
+        if not (self._held() | self._granted).intersection(ids):
+            return {}, self._known
+        try:
+            record = self._known = await self._record.look(LOOK_SECONDS)
+        except PodResourcesUnavailable as error:
+            text = f"whether GPUs of {self.resource} are still held is not known: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+        holders = {
+            text: held for held in record.holdings for text in held.ids if held.resource == self.resource
+        }
+        self._granted &= holders.keys()
+        return {text: holders[text] for text in ids if text in holders}, record
+
+    def _inherited(self, held: Holding, record: PodList) -> bool:
+        """Whether a later container of the pod may be asking: the kubelet hands on what this one had.
+
+        All of them are served before the kubelet turns to another pod.
+        """
+        pod = (held.namespace, held.pod)
+        same = [one for one in record.holdings if one.resource == held.resource]
+        served = {one.container for one in same if (one.namespace, one.pod) == pod}
+        waits = any(names[:2] == pod and names[2] not in served for names in record.containers)
+        return waits and not held.listed
+
+    def _held_already(self, taken: Mapping[str, Holding]) -> Refused:
+        text, held = min(taken.items())
+        return Refused(
+            f"device ID {text} of {self.resource} is held by container {held.container} of {held.namespace}/"
+            f"{held.pod}, though the kubelet offers it; nothing is handed out twice, create the pod anew",
+            Reason.UNAVAILABLE,
+        )
 
     def _sold(self, device_id: str) -> GpuState:
         try:
@@ -147,11 +213,9 @@ class PgpuPlugin:
                     yield text, False, state.gpu.numa_node
 
     def _held(self) -> frozenset[str]:
-        pods = self._holdings.value
-        if pods is None:
-            return frozenset()
+        self._known = self._record.cell.value or self._known
         return frozenset(
-            text for holding in pods.holdings if holding.resource == self.resource for text in holding.ids
+            text for held in self._known.holdings if held.resource == self.resource for text in held.ids
         )
 
     def _encoded(self, assignment: Assignment) -> bytes:

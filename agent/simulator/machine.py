@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from agent.model.recovery_action import RecoveryAction
 from agent.nvml.errors import NvmlCode
 from agent.simulator import events
 from agent.simulator.events import RawEvent
@@ -19,7 +20,7 @@ from agent.simulator.mapping import Mapping
 from agent.simulator.processes import ProcessTable
 from agent.simulator.profile import MIB, Profile
 from agent.simulator.profiles import profile_named
-from agent.simulator.state import MAX_GPUS, FaultKind, GpuState, Presence
+from agent.simulator.state import MAX_GPUS, NO_RECOVERY_ACTION, FaultKind, GpuState, Presence
 from agent.simulator.sysfs import write_sysfs
 
 GpuRef = int | str
@@ -151,7 +152,9 @@ class SimulatedMachine:
         with self.mapping.editing():
             one.presence = Presence.PRESENT
             one.ecc_volatile_corrected = one.ecc_volatile_uncorrected = 0
-            one.remap_pending = one.retirement_pending = 0
+            one.remap_pending = one.remap_failed = one.retirement_pending = 0
+            if one.recovery_action != NO_RECOVERY_ACTION:
+                one.recovery_action = RecoveryAction.NONE
 
     def ecc_double(self, gpu: GpuRef, count: int = 1, *, event: bool = True) -> None:
         """Uncorrectable memory errors: counted, and told as an event of their kind."""
@@ -181,6 +184,10 @@ class SimulatedMachine:
             else:
                 one.retired_double += 1
                 one.retirement_pending = 1
+
+    def recovery_action(self, gpu: GpuRef, action: RecoveryAction | None) -> None:
+        """What the driver asks for; None: it is a driver that does not tell."""
+        self.gpu(gpu).recovery_action = NO_RECOVERY_ACTION if action is None else action
 
     # -- calls that misbehave ---------------------------------------------------------------------
 

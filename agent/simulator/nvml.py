@@ -7,6 +7,7 @@ injected fault strikes both faces alike.
 import time
 
 from agent.model.gpu import Driver, Gpu
+from agent.model.recovery_action import RecoveryAction
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     ComputeMode,
@@ -24,7 +25,7 @@ from agent.simulator.calls import ANY, number_of
 from agent.simulator.events import EventReader
 from agent.simulator.fill import sysfs_bus_id
 from agent.simulator.machine import SimulatedMachine
-from agent.simulator.state import GpuState, Presence
+from agent.simulator.state import NO_RECOVERY_ACTION, GpuState, Presence
 
 _KINDS = {
     EventKind.XID: events.XID,
@@ -129,12 +130,15 @@ class SimulatedNvml:
         pages = self._offered(
             "nvmlDeviceGetRetiredPagesPendingStatus", slot, has=bool(gpu.retirement_supported)
         )
+        tells = self._offered("nvmlDeviceGetFieldValues", slot)
+        tells = tells and gpu.recovery_action != NO_RECOVERY_ACTION
         return Probe(
             memory_used_bytes=gpu.memory_used if sized else 0,
             ecc_uncorrected=gpu.ecc_volatile_uncorrected if ecc else None,
             remap_pending=bool(gpu.remap_pending) if rows else None,
             remap_failed=bool(gpu.remap_failed) if rows else None,
             retirement_pending=bool(gpu.retirement_pending) if pages else None,
+            action=RecoveryAction.of(gpu.recovery_action) if tells else None,
         )
 
     def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:

@@ -22,6 +22,7 @@ MAX_LINKS: Final = 18
 EVENT_SLOTS: Final = 1024  # a reader that falls further behind loses the oldest, as with the driver
 FAULT_SLOTS: Final = 32
 PROCESS_SLOTS: Final = 2048
+NO_RECOVERY_ACTION: Final = 0xFFFFFFFF  # of a driver before R565: it has no such field
 CLOCKS: Final = 4  # graphics, SM, memory, video: nvmlClockType_t
 
 
@@ -126,6 +127,7 @@ class GpuState(Structure):
     retired_single: int
     retired_double: int
     link_count: int
+    recovery_action: int
     ancestor: Array[c_uint32]
     clocks_mhz: Array[c_uint32]
     max_clocks_mhz: Array[c_uint32]
@@ -180,7 +182,7 @@ class GpuState(Structure):
         ("retired_single", c_uint32),
         ("retired_double", c_uint32),
         ("link_count", c_uint32),
-        ("padding", c_uint32),
+        ("recovery_action", c_uint32),
         ("ancestor", c_uint32 * MAX_GPUS),
         ("clocks_mhz", c_uint32 * CLOCKS),
         ("max_clocks_mhz", c_uint32 * CLOCKS),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_SECONDS = 10.0
+RELEASE_SECONDS = 25.0  # the driver may take its time to let go
 
 
 class AgentUnreachable(Exception):
@@ -16,12 +17,12 @@ class AgentRefused(Exception):
     """The agent answered no; the text is its own."""
 
 
-def ask(path: Path, command: str, **arguments: object) -> Any:  # noqa: ANN401  whatever the command answers
-    """Send one command; what it answers. Raises AgentUnreachable, AgentRefused."""
+def ask(path: Path, command: str, *, deadline: float = DEADLINE_SECONDS, **arguments: object) -> Any:  # noqa: ANN401  whatever the command answers
+    """Send one command; what it answers. Raises AgentUnreachable, AgentRefused. `deadline` in seconds."""
     request = json.dumps({"command": command, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(DEADLINE_SECONDS)
+            connection.settimeout(deadline)
             connection.connect(str(path))
             connection.sendall(request)
             data = b""

@@ -8,7 +8,7 @@ import structlog
 from agent.inventory.clock import boot_seconds
 from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.model.health import HealthState
+from agent.model.health import FaultKind, HealthState
 from agent.status.report import Document, StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
@@ -16,6 +16,7 @@ log = structlog.get_logger()
 
 LONGEST_RELEASE_SECONDS = 86400.0
 TAKE_EFFECT_SECONDS = 4.0
+CLOSE_SECONDS = 20.0  # calls under way end first, each within its deadline
 
 
 class Commands:
@@ -48,6 +49,9 @@ class Commands:
                 "bring it back first (reset or reboot)"
                 + (", or say --removed if it was taken out of the machine" if health.away else "")
             )
+        if health.driver_asks or (health.fault and health.fault.kind is FaultKind.REMAP):
+            remedy = self._sources.inventory.rules.remedy(health)
+            raise CommandRefused(f"{told} cannot be cleared, since {health.obstacle}: {remedy}")
         log.warning("health_cleared_by_hand", gpu=state.uuid, index=state.gpu.index, cause=health.cause)
         inventory = self._sources.inventory
         await inventory.mailbox.post(Cleared(state.uuid, boot_seconds()))
@@ -74,11 +78,17 @@ class Commands:
             raise CommandRefused("NVML can be released for 1 s to 24 h")
         log.warning("release_asked_for", seconds=seconds)
         self._sources.guard.release(float(seconds))
-        await self._wait(lambda now: now.released_until is not None)
+        await self._wait(lambda now: now.released_until is not None and now.let_go is not None, CLOSE_SECONDS)
+        if problem := self._sources.inventory.snapshot.value.let_go:
+            raise CommandRefused(
+                f"NVML cannot be closed: {problem}; nothing of this node is handed out, but the agent still "
+                "holds the driver: do not reset a GPU now. End it with release --end, or end the agent's "
+                "process, which lets go of the driver"
+            )
         return {"releasedForSeconds": seconds}
 
-    async def _wait(self, reached: Callable[[Snapshot], bool]) -> None:
-        with anyio.move_on_after(TAKE_EFFECT_SECONDS) as late:
+    async def _wait(self, reached: Callable[[Snapshot], bool], seconds: float = TAKE_EFFECT_SECONDS) -> None:
+        with anyio.move_on_after(seconds) as late:
             await self._sources.inventory.snapshot.wait_for(reached)
         if late.cancelled_caught:
             raise CommandRefused("the agent took it up, but it has had no effect yet; see its log")

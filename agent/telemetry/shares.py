@@ -50,6 +50,8 @@ def shares_of(pods: PodList, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
     """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over."""
     found: dict[tuple[str, str, str, str], _Units] = {}
     for holding in pods.holdings:
+        if not holding.listed:
+            continue  # plain init containers: their heirs have the same units, and run when they have ended
         for text in holding.ids:
             try:
                 device = parse(text)

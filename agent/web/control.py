@@ -22,6 +22,7 @@ log = structlog.get_logger()
 NAME: Final = "agent.sock"
 REQUEST_BYTES: Final = 65536
 REQUEST_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 30.0  # each command has a shorter deadline of its own
 
 Handler = Callable[[Mapping[str, object]], Awaitable[object]]
 
@@ -73,6 +74,7 @@ class ControlServer:
             try:
                 with anyio.fail_after(REQUEST_SECONDS):
                     line = await BufferedByteReceiveStream(stream).receive_until(b"\n", REQUEST_BYTES)
+                with anyio.fail_after(ANSWER_SECONDS):
                     reply = await self._reply(line)
                     await stream.send(json.dumps(reply).encode() + b"\n")
             except (TimeoutError, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError):

@@ -17,6 +17,7 @@ echo '{NODES}'
 find /dev -name 'nvidia*' '(' -type c -o -type b ')'
 echo '{END}'
 """
+ENDS_ITSELF = "trap 'exit 0' TERM; sleep {} & wait $!"
 UNTIL_DELETED = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 
 
@@ -42,7 +43,7 @@ def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
 
 
 def _container(spec: ContainerSpec, *, ends: bool) -> dict[str, Any]:
-    script = REPORT + ("exit 0" if ends else UNTIL_DELETED)
+    script = REPORT + (ENDS_ITSELF.format(spec.seconds) if ends else UNTIL_DELETED)
     made = manifests.container(spec.name, ["sh", "-c", script], limits=spec.limits, env=spec.env)
     if spec.restartable:
         made["restartPolicy"] = "Always"

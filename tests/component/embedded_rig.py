@@ -167,7 +167,13 @@ class EmbeddedRig(RigBase):
         return self.kubelet.pod(pod).message
 
     async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
-        answer: Any = await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
+        try:
+            answer: Any = await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
+        except grpc.RpcError as error:
+            # A kubelet that was started anew may not have taken the pod up again yet.
+            if "not found" in str(error.details()):
+                return frozenset()
+            raise
         devices = [item for each in answer.containers if each.name == container for item in each.devices]
         return frozenset(one for item in devices if item.resource_name == resource for one in item.device_ids)
 

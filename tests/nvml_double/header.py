@@ -30,6 +30,7 @@ def header_text() -> str:
         f"#define SIM_VERSION UINT32_C({state.VERSION:#x})",
     ]
     sizes = ("MAX_GPUS", "MAX_LINKS", "EVENT_SLOTS", "FAULT_SLOTS", "PROCESS_SLOTS", "CLOCKS")
+    parts.append(f"#define SIM_NO_RECOVERY_ACTION {state.NO_RECOVERY_ACTION:#x}u")
     parts += [f"#define SIM_{name} {getattr(state, name)}u" for name in sizes]
     for kinds in (state.Presence, state.FaultKind, state.ProcessKind):
         parts += [f"#define SIM_{_snake(kinds.__name__)}_{kind.name} {kind.value}u" for kind in kinds]

@@ -129,6 +129,11 @@ static nvmlReturn_t field_value(struct sim_gpu *gpu, nvmlFieldValue_t *field) {
         field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
         field->value.uiVal = gpu->power_mw;
         return NVML_SUCCESS;
+    case NVML_FI_DEV_GET_GPU_RECOVERY_ACTION:
+        SIM_OFFERED(gpu->recovery_action != SIM_NO_RECOVERY_ACTION);
+        field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
+        field->value.uiVal = gpu->recovery_action;
+        return NVML_SUCCESS;
     case NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION:
         field->valueType = NVML_VALUE_TYPE_UNSIGNED_LONG_LONG;
         field->value.ullVal = gpu->energy_mj;

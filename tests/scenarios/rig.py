@@ -9,9 +9,9 @@ nothing running on it; the agent NOT started; no pod; a CDI folder with a spec o
 `nvidia.com/gpu` as NVIDIA's toolkit writes it (one device per GPU UUID with the node /dev/nvidia<minor>, the
 common nodes /dev/nvidiactl and /dev/nvidia-uvm, and `NVIDIA_VISIBLE_DEVICES=void` for all).
 
-What every rig does with a pod: plain init containers and `exits` containers end by themselves with 0, all
-others run until deletion. Each container reports its environment and device nodes when it starts (a
-real one prints both into its log), so that they can be asked for after it has ended, too.
+What every rig does with a pod: plain init containers and `exits` containers end by themselves with 0 after
+their `seconds`, all others run until deletion. Each container reports its environment and device nodes when
+it starts (a real one prints both into its log), so that they can be asked for after it has ended, too.
 
 Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that tells
 what was seen last.

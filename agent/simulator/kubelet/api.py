@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import anyio
 import structlog
 
 from agent.kit.cell import Cell
@@ -15,6 +16,7 @@ from .pods import Phase, PodSpec
 
 logger = structlog.get_logger()
 UNSCHEDULABLE = "Unschedulable"
+CONFIG = "kubernetes.io/config"
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +33,24 @@ class Pod:
     # Why a container waits, by name: reason and message (`CreateContainerConfigError`, ...).
     waiting: Mapping[str, tuple[str, str]] | None = None
     deleting: bool = False
+    admitted: bool = False
     # Annotations written since it was created.
     written: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def api_uid(self) -> str:
+        """UID of the API's object. Of a static pod it is the mirror's own; `uid` is the manifest's."""
+        return str(uuid.uuid5(uuid.NAMESPACE_OID, self.uid)) if self.spec.static else self.uid
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """Annotations of the API's object, a mirror's by which it is known for one among them."""
+        mirror = (
+            {f"{CONFIG}.hash": self.uid, f"{CONFIG}.mirror": self.uid, f"{CONFIG}.source": "file"}
+            if self.spec.static
+            else {}
+        )
+        return {**self.spec.annotations, **mirror, **self.written}
 
     def container_id(self, name: str) -> str:
         """What a runtime would call the pod's container: 64 hexadecimal digits, of its own for each."""
@@ -53,6 +71,7 @@ class Api:
         self.allocatable: dict[str, int] = {}
         self.taints: list[dict[str, str]] = []
         self.pods: dict[tuple[str, str], Pod] = {}
+        self.manifests: dict[tuple[str, str], Pod] = {}  # static pods, known to the kubelet alone
         self.changes = Cell(0)
         self._rng = rng
         self._created = 0
@@ -85,18 +104,31 @@ class Api:
 
     def create(self, spec: PodSpec) -> Pod:
         """Raises ValueError for a name that is taken."""
-        if spec.key in self.pods:
+        if spec.key in self.pods or spec.key in self.manifests:
             raise ValueError(f'pods "{spec.name}" already exists in namespace {spec.namespace}')
-        uid = str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
+        uid = uuid.UUID(int=self._rng.getrandbits(128), version=4)
         self._created += 1
-        pod = Pod(spec, uid, self._created, node_name=self.node_name if spec.node_name else None)
-        self.pods[spec.key] = pod
+        here = self.node_name if spec.node_name or spec.static else None
+        pod = Pod(spec, uid.hex if spec.static else str(uid), self._created, here)
+        (self.manifests if spec.static else self.pods)[spec.key] = pod
         self.changed()
         return pod
 
+    def mirror_static_pods(self) -> None:
+        """Write the objects that stand for static pods which the kubelet has admitted.
+
+        The pod's worker does so (`kubelet.go`, `tryReconcileMirrorPods`). One that was refused has no worker
+        (`HandlePodAdditions`): it gets no object and is never tried again. Not modelled: a starting kubelet
+        writes missing objects once beside admission, too (`fastStaticPodsRegistration`).
+        """
+        missing = [pod for key, pod in self.manifests.items() if pod.admitted and key not in self.pods]
+        if missing and self.reachable:
+            self.pods |= {pod.spec.key: pod for pod in missing}
+            self.changed()
+
     def get(self, spec: PodSpec) -> Pod:
         """Raises KeyError with the pod's name where there is none."""
-        pod = self.pods.get(spec.key)
+        pod = self.pods.get(spec.key) or self.manifests.get(spec.key)
         if pod is None:
             raise KeyError(f"pod {spec.namespace}/{spec.name} is not there")
         return pod
@@ -111,14 +143,19 @@ class Api:
 
     def remove(self, pod: Pod) -> None:
         """The object goes; for good, as its UID never comes back."""
-        if self.pods.get(pod.spec.key) is pod:
-            del self.pods[pod.spec.key]
-            self.changed()
+        for known in (self.pods, self.manifests):
+            if known.get(pod.spec.key) is pod:
+                del known[pod.spec.key]
+                self.changed()
 
     def bound_pods(self) -> list[Pod]:
         """Pods of this node, oldest first."""
         found = [pod for pod in self.pods.values() if pod.node_name == self.node_name]
         return sorted(found, key=lambda pod: pod.sequence)
+
+    def pods_of_the_kubelet(self) -> list[Pod]:
+        """What the kubelet is told of: its manifests, then the pods that are bound to it, oldest first."""
+        return [*self.manifests.values(), *(pod for pod in self.bound_pods() if not pod.spec.static)]
 
     def used(self, resource: str) -> int:
         """What the scheduler counts as taken: requests of all bound pods that have not finished."""
@@ -128,14 +165,17 @@ class Api:
 class Scheduler:
     """Binds a pod as soon as the node's totals suffice; looks again whenever anything changes."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, latency: float) -> None:
+        """`latency`: seconds from a change to what it makes the scheduler do."""
         self._api = api
+        self._latency = latency
 
     async def run(self) -> None:
         """Schedule for ever, oldest pods first."""
         seen = -1
         while True:
             seen = await self._api.changes.wait_change(seen)
+            await anyio.sleep(self._latency)
             waiting = [pod for pod in self._api.pods.values() if pod.node_name is None and not pod.deleting]
             for pod in sorted(waiting, key=lambda each: each.sequence):
                 self._consider(pod)

@@ -90,7 +90,7 @@ class EmbeddedKubelet:
         """The node, up; on leaving, everything it started is gone. Not to be entered twice."""
         async with anyio.create_task_group() as group:
             self._group = group
-            group.start_soon(Scheduler(self.api).run)
+            group.start_soon(Scheduler(self.api, self._machine.timings.scheduling).run)
             await self.start()
             try:
                 yield self
@@ -182,7 +182,7 @@ class EmbeddedKubelet:
         pod = self.api.get(spec)
         self.api.delete(spec)
         await self.wait_for(
-            lambda: self.api.pods.get(spec.key) is not pod,
+            lambda: pod not in (self.api.pods.get(spec.key), self.api.manifests.get(spec.key)),
             deadline,
             lambda: f"pod {spec.name} is still there",
         )
@@ -194,6 +194,10 @@ class EmbeddedKubelet:
     def container(self, spec: PodSpec, name: str) -> ContainerView:
         """What a container was started with. Raises KeyError if it never was."""
         return self._machine.containers.views[self.api.get(spec).uid, name]
+
+    def runs(self, spec: PodSpec, name: str) -> bool:
+        """Whether a container's process is there now. Raises KeyError for a pod that is not."""
+        return self._machine.containers.running(self.api.get(spec).uid, name)
 
     async def wait_for(
         self, condition: Callable[[], bool], deadline: float, otherwise: Callable[[], str]

@@ -22,6 +22,7 @@ from .pods import ContainerSpec, Phase
 Object = dict[str, Any]
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 BOOKMARK_SECONDS = 60.0
+JSON_PATCH = "application/json-patch+json"
 
 
 class HttpApi:
@@ -136,10 +137,14 @@ class HttpApi:
         metadata: Object = {
             "name": spec.name,
             "namespace": spec.namespace,
-            "uid": pod.uid,
+            "uid": pod.api_uid,
             "resourceVersion": self._version,
-            "annotations": {**spec.annotations, **pod.written},
+            "annotations": pod.annotations,
         }
+        if spec.static:  # a mirror: the kubelet makes its Node the owner (`pod/mirror_client.go`)
+            node = self._node_object()
+            owner = {"apiVersion": "v1", "kind": "Node", "name": self._api.node_name, "controller": True}
+            metadata["ownerReferences"] = [{**owner, "uid": node["metadata"]["uid"]}]
         if pod.deleting:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         return {
@@ -223,8 +228,12 @@ class HttpApi:
             mark = {"resourceVersion": self._version, "annotations": {INITIAL_EVENTS_END: "true"}}
             await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
         while self.reachable:
-            with anyio.move_on_after(BOOKMARK_SECONDS):
+            with anyio.move_on_after(BOOKMARK_SECONDS) as idle:
                 seen = await self._api.changes.wait_change(seen)
+            if idle.cancelled_caught:
+                mark = {"resourceVersion": self._version}
+                await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+                continue
             present = {each["metadata"]["uid"]: each for each in objects()}
             for uid, each in present.items():
                 if uid not in known:
@@ -240,7 +249,7 @@ class HttpApi:
     async def _patch_pod(self, request: web.Request) -> web.Response:
         pod = self._find(request)
         metadata = (await request.json()).get("metadata", {})
-        if metadata.get("uid", pod.uid) != pod.uid:
+        if metadata.get("uid", pod.api_uid) != pod.api_uid:
             raise web.HTTPConflict(
                 text=_status(409, "another pod of that name"), content_type="application/json"
             )
@@ -251,21 +260,27 @@ class HttpApi:
     async def _patch_node(self, request: web.Request) -> web.Response:
         self._check()
         patch = await request.json()
+        if request.content_type == JSON_PATCH:
+            self._patch_taints(patch)
+            self._api.changed()
+            return web.json_response(self._node_object())
         metadata = patch.get("metadata", {})
-        if "taints" in patch.get("spec", {}):
-            self._patch_taints(metadata.get("resourceVersion"), patch["spec"]["taints"] or [])
         _merge(self.labels, metadata.get("labels", {}))
         _merge(self.annotations, metadata.get("annotations", {}))
         self._api.changed()
         return web.json_response(self._node_object())
 
-    def _patch_taints(self, version: str | None, taints: list[dict[str, str]]) -> None:
-        # The version here is that of everything, so that a patch with an old one conflicts more often than
-        # with a real server: whoever writes a list must bear it.
-        if version not in (None, self._version):
-            raise web.HTTPConflict(
-                text=_status(409, "the object has been modified"), content_type="application/json"
-            )
+    def _patch_taints(self, operations: list[Object]) -> None:
+        """A JSON patch of the taints, as whole lists: all that the agent sends."""
+        taints = self._api.taints
+        for each in operations:
+            kind, path, value = each["op"], each["path"], each["value"]
+            if path != "/spec/taints" or (kind == "test" and value != (taints or None)):
+                raise web.HTTPUnprocessableEntity(
+                    text=_status(422, f"{kind} of {path} failed"), content_type="application/json"
+                )
+            if kind == "add":
+                taints = value
         self._api.taints = taints
 
     async def _patch_status(self, request: web.Request) -> web.Response:

@@ -167,21 +167,30 @@ class Life:
     # Pods
 
     async def _sync(self) -> None:
-        """The sync loop: pods one after another, oldest first; what one waits for all wait for."""
+        """The sync loop: pods one after another, oldest first; what one waits for all wait for.
+
+        Static pods are known at once, those of the API server a while after the start: until then
+        PodResources list none of them, whatever they hold (`kubelet.go`, `syncLoopIteration`).
+        """
+        for pod in tuple(self._api.manifests.values()):
+            await self._take_up(pod)
+        await anyio.sleep(self._timings.first_pods)
         while not self._api.reachable:
             await self._api.changes.wait_change(self._api.changes.version)
         while True:
             seen = self._api.changes.version
-            for pod in self._api.bound_pods():
+            for pod in self._api.pods_of_the_kubelet():
                 if pod.uid not in self._pods and not pod.deleting:
                     await self._take_up(pod)
             self.devices.sources_ready = True
-            for pod in self._api.bound_pods():
+            for pod in self._api.pods_of_the_kubelet():
                 if pod.deleting:
                     self._pods.pop(pod.uid, None)
                     self._workers.terminate(pod)
                     self._api.remove(pod)
+            self._api.mirror_static_pods()
             await self._api.changes.wait_change(seen)
+            await anyio.sleep(self._timings.watch)
 
     async def _take_up(self, pod: Pod) -> None:
         self._pods[pod.uid] = pod
@@ -189,7 +198,7 @@ class Life:
             return
         try:
             for container in (*pod.spec.init_containers, *pod.spec.containers):
-                running = (pod.uid, container.name) in self._machine.containers.running
+                running = self._machine.containers.running(pod.uid, container.name)
                 await self.devices.allocate(pod.spec, pod.uid, container, running)
         except AdmissionRefused as error:
             text = f"Allocate failed due to {error}, which is unexpected"
@@ -198,6 +207,7 @@ class Life:
         if short := self._misfit(pod):
             self._reject(pod, *short)
             return
+        pod.admitted = True
         self._workers.start(pod)
 
     def _misfit(self, pod: Pod) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ devices, as their end has freed them.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
@@ -57,14 +57,14 @@ class PodResourcesServer(v1.PodResourcesListerBase):
     ) -> v1.ListPodResourcesResponse:
         """All pods that the kubelet has taken up, with the devices of their containers."""
         self._bucket.take()
-        pods = [pod for pod in self._pods() if self._lists_finished or not pod.phase.finished]
+        pods = self._listed()
         self._devices.free_inactive()
         return v1.ListPodResourcesResponse(pod_resources=[self._of(pod) for pod in pods])
 
     async def get(self, message: v1.GetPodResourcesRequest) -> v1.GetPodResourcesResponse:
-        """One pod, finished or not."""
+        """One pod, by the rule that List has for finished ones."""
         self._bucket.take()
-        for pod in self._pods():
+        for pod in self._listed():
             if pod.spec.key == (message.pod_namespace, message.pod_name):
                 return v1.GetPodResourcesResponse(pod_resources=self._of(pod))
         text = f"pod {message.pod_name} in namespace {message.pod_namespace} not found"
@@ -85,6 +85,9 @@ class PodResourcesServer(v1.PodResourcesListerBase):
                 for entry in _entries(resource, dict.fromkeys(tables.numa_of(resource, device), (device,)))
             ]
         )
+
+    def _listed(self) -> Sequence[Pod]:
+        return [pod for pod in self._pods() if self._lists_finished or not pod.phase.finished]
 
     def _of(self, pod: Pod) -> v1.PodResources:
         sidecars = [container for container in pod.spec.init_containers if container.restartable]

@@ -30,11 +30,16 @@ class ContainerSpec:
     restartable: bool = False
     # An app container that ends by itself with exit code 0; else it runs until the pod is deleted.
     exits: bool = False
+    # Seconds that a container runs which ends by itself: a plain init container, or one that `exits`.
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PodSpec:
-    """A pod. Plain init containers end by themselves with exit code 0."""
+    """A pod. Plain init containers end by themselves with exit code 0.
+
+    `static`: a manifest file on the node, which the kubelet reads by itself; its name ends with the node's.
+    """
 
     name: str
     containers: tuple[ContainerSpec, ...]
@@ -44,6 +49,7 @@ class PodSpec:
     node_name: str | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
     restart_policy: str = "Never"
+    static: bool = False
 
     @property
     def key(self) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """The pod workers: one task per admitted pod that starts its containers, and what the runtime has running."""
 
+import math
 from dataclasses import dataclass, field
 
 import anyio
@@ -23,16 +24,33 @@ class Containers:
     """The runtime's memory: it outlives the kubelet. Keys are pod UID and container name."""
 
     views: dict[tuple[str, str], ContainerView] = field(default_factory=dict)
-    running: set[tuple[str, str]] = field(default_factory=set)
+    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # when a process ends by itself
+
+    def started(self, uid: str, container: ContainerSpec, view: ContainerView, *, ends: bool) -> None:
+        """A container's process runs from now on, for ever unless it `ends` by itself."""
+        self.views[uid, container.name] = view
+        self._ends[uid, container.name] = anyio.current_time() + (container.seconds if ends else math.inf)
+
+    def running(self, uid: str, name: str) -> bool:
+        """Whether the container's process is there now."""
+        return self._ends.get((uid, name), -math.inf) > anyio.current_time()
+
+    async def ended(self, uid: str, name: str) -> None:
+        """Wait until the process of a container that was started has ended."""
+        await anyio.sleep_until(self._ends[uid, name])
+
+    def end(self, uid: str) -> None:
+        """End all processes of a pod; what its containers reported stays readable."""
+        self._ends = {key: ends for key, ends in self._ends.items() if key[0] != uid}
 
     def forget(self, uid: str) -> None:
         """Kill and remove all containers of a pod."""
-        self.running -= {key for key in self.running if key[0] == uid}
+        self.end(uid)
         self.views = {key: view for key, view in self.views.items() if key[0] != uid}
 
     def reboot(self) -> None:
         """All processes end and all containers are gone, as after a reboot of the machine."""
-        self.running.clear()
+        self._ends.clear()
         self.views.clear()
 
 
@@ -71,18 +89,20 @@ class PodWorkers:
         with scope:
             for container in pod.spec.init_containers:
                 if (pod.uid, container.name) not in self._containers.views:
-                    await self._start(pod, container)
-                    if not container.restartable:
-                        self._containers.running.discard((pod.uid, container.name))
+                    await self._start(pod, container, ends=not container.restartable)
+                if not container.restartable:
+                    await self._containers.ended(pod.uid, container.name)
             for container in pod.spec.containers:
                 if (pod.uid, container.name) not in self._containers.views:
-                    await self._start(pod, container)
+                    await self._start(pod, container, ends=container.exits)
             self._set_phase(pod, Phase.RUNNING)
             if all(container.exits for container in pod.spec.containers):
-                self._containers.running -= {key for key in self._containers.running if key[0] == pod.uid}
+                for container in pod.spec.containers:
+                    await self._containers.ended(pod.uid, container.name)
+                self._containers.end(pod.uid)
                 self._set_phase(pod, Phase.SUCCEEDED)
 
-    async def _start(self, pod: Pod, container: ContainerSpec) -> None:
+    async def _start(self, pod: Pod, container: ContainerSpec, *, ends: bool) -> None:
         pause = 0.0  # the first retry comes at once
         while True:
             try:
@@ -96,8 +116,7 @@ class PodWorkers:
             except ContainerRefused as error:
                 self._wait(pod, container, "CreateContainerError", str(error))
             else:
-                self._containers.views[pod.uid, container.name] = view
-                self._containers.running.add((pod.uid, container.name))
+                self._containers.started(pod.uid, container, view, ends=ends)
                 pod.waiting = None
                 self._api.changed()
                 return

@@ -133,8 +133,7 @@ def watch(*events: Mapping[str, Any] | bytes, then: str = "hang", pieces: int = 
     """
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
+        response = await opened(request)
         lines = [one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in events]
         for data in _cut(b"".join(lines), pieces):
             await response.write(data)
@@ -151,6 +150,18 @@ async def silence(request: web.Request) -> web.StreamResponse:
     """No answer at all."""
     await anyio.sleep_forever()
     raise AssertionError
+
+
+async def opened(request: web.Request) -> web.StreamResponse:
+    """The head of an answer that a test writes by itself."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    return response
+
+
+async def send(response: web.StreamResponse, *events: Mapping[str, Any]) -> None:
+    """Events as lines."""
+    await response.write(b"".join(json.dumps(one).encode() + b"\n" for one in events))
 
 
 def _cut(data: bytes, pieces: int) -> list[bytes]:

@@ -21,8 +21,10 @@ from tests.component.cluster.server import (
     client,
     error,
     event,
+    opened,
     page,
     pod,
+    send,
     silence,
     status,
     watch,
@@ -60,7 +62,7 @@ async def test_a_streaming_list_is_shown_only_when_complete(logs: Any) -> None:
     gate = anyio.Event()
 
     async def slow(request: Any) -> Any:
-        response = await _opened(request)
+        response = await opened(request)
         await response.write(
             json.dumps(INITIAL[0]).encode() + b"\n" + json.dumps(bookmark("3")).encode() + b"\n"
         )
@@ -238,13 +240,43 @@ async def test_a_missing_right_is_named(logs: Any) -> None:
     assert [one["event"] for one in logs] == ["watch_interrupted", "watch_established"]
 
 
-async def test_silence_ends_a_watch(monkeypatch: pytest.MonkeyPatch, logs: Any) -> None:
-    monkeypatch.setattr(reflector_module, "WATCH_SECONDS", 0)
-    monkeypatch.setattr(reflector_module, "SILENCE_MARGIN_SECONDS", 0.2)
-    async with following(watch(*INITIAL), watch(event("ADDED", pod("c", "11")))) as (fake, reflector):
+async def test_a_silent_watch_is_opened_anew(monkeypatch: pytest.MonkeyPatch, logs: Any) -> None:
+    assert reflector_module.SILENCE_SECONDS == 90.0
+    monkeypatch.setattr(reflector_module, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(reflector_module, "STEADY_SECONDS", 0.1)
+
+    async def padded(request: Any) -> Any:
+        """Something comes, but no event: a proxy that has lost the server behind it."""
+        response = await opened(request)
+        while True:
+            await response.write(b"\n")
+            await anyio.sleep(0.02)
+
+    after = watch(event("ADDED", pod("c", "11")))
+    async with following(watch(*INITIAL), padded, after, watch()) as (fake, reflector):
         await eventually(lambda: names(reflector) == {"a", "b", "c"})
-        assert fake.asked[1].version == "10"
-    assert "did not answer /api/v1/pods in time" in warnings(logs)[0]
+        assert [one.version for one in fake.asked] == [None, "10", "10"]
+        await eventually(lambda: len(fake.asked) >= 5)
+        # What was held is held on: the server has refused nothing, and it is not away.
+        assert (reflector.problem, reflector.away) == (None, False)
+    assert [one["event"] for one in logs] == ["watch_established", "watch_silent", "watch_silent"]
+
+
+async def test_events_and_bookmarks_keep_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflector_module, "SILENCE_SECONDS", 0.3)
+
+    async def sparse(request: Any) -> Any:
+        response = await opened(request)
+        await send(response, *INITIAL)
+        for number in range(8):
+            await anyio.sleep(0.1)
+            await send(response, bookmark(str(20 + number)))
+        await send(response, event("ADDED", pod("c", "30")))
+        await anyio.sleep_forever()
+
+    async with following(sparse) as (fake, reflector):
+        await eventually(lambda: names(reflector) == {"a", "b", "c"})
+        assert len(fake.asked) == 1
 
 
 async def test_a_server_that_accepts_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +343,7 @@ async def test_pauses_begin_anew_after_a_watch_that_held(monkeypatch: pytest.Mon
         await sleep(0.001)
 
     async def held(request: Any) -> Any:
-        response = await _opened(request)
+        response = await opened(request)
         await sleep(0.1)
         request.transport.abort()
         return response
@@ -330,11 +362,3 @@ async def test_cancellation_leaves_no_connection() -> None:
     for script in (watch(*INITIAL), silence, status(500)):
         async with following(script) as (fake, _):
             await eventually(lambda: bool(fake.asked))
-
-
-async def _opened(request: Any) -> Any:
-    from aiohttp import web
-
-    response = web.StreamResponse()
-    await response.prepare(request)
-    return response

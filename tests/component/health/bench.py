@@ -19,7 +19,8 @@ from agent.inventory.rules import rules_from
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.kubelet.podresources import PodList
+from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.podresources import PodResources
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.nvml.binding import Binding
@@ -177,8 +178,8 @@ async def _ready(watched: Watched, without_events: int) -> None:
 async def _collect(watched: Watched, loaded: settings.Settings) -> None:
     """The pGPU plugin with all GPUs sold whole, and every list that it publishes."""
     modes: Cell[Assignment] = Cell(Assignment())
-    holdings: Cell[PodList | None] = Cell(None)
-    plugin = PgpuPlugin(watched.inventory.snapshot, modes, holdings, Injector(loaded))
+    record = HoldingsWatch(PodResources(Path("nobody listens here")))
+    plugin = PgpuPlugin(watched.inventory.snapshot, modes, record, Injector(loaded))
     async with anyio.create_task_group() as group:
         group.start_soon(plugin.run)
         group.start_soon(_sell, watched.inventory.snapshot, modes)

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from agent.model.health import HealthState
+from agent.model.recovery_action import RecoveryAction
 from agent.nvml.errors import NvmlCode
 from tests.component.health.bench import FACE, watching
 
@@ -59,6 +60,7 @@ async def test_uncorrectable_memory_errors_by_event_and_by_counter_alone() -> No
 
 async def test_a_row_remap_that_waits_for_a_reset_forbids_recovery() -> None:
     async with watching() as watched:
+        watched.machine.recovery_action(1, None)  # a driver before R565
         watched.machine.remap_pending(1)
         watched.machine.ecc_double(1)
         await watched.until(1, UNHEALTHY)
@@ -68,6 +70,31 @@ async def test_a_row_remap_that_waits_for_a_reset_forbids_recovery() -> None:
         assert "row remap" in state.health.obstacle
         watched.machine.restore(1)
         await watched.until(1, HEALTHY)
+
+
+async def test_a_gpu_first_seen_with_a_failed_remap_is_never_sold() -> None:
+    machine = await FACE.machine("l40s-2")
+    machine.remap_pending(1, failed=True)
+    async with watching(machine) as watched:
+        state = await watched.until(1, UNHEALTHY)
+        assert "row remap failed" in state.cause
+        await watched.listed(1, healthy=False)
+        assert {entry.get(state.uuid) for entry in watched.lists if entry} == {False}
+        watched.steady(0)
+
+
+async def test_the_drivers_own_verdict_is_read_at_each_xid_and_followed() -> None:
+    # Only an Xid, be it a harmless one, can have it read this soon.
+    async with watching("t4-4", wishes={"health.probeSeconds": 4}) as watched:
+        watched.machine.recovery_action(0, RecoveryAction.DRAIN_AND_RESET)
+        watched.machine.xid(0, 31)
+        state = await watched.until(0, UNHEALTHY, deadline=2)
+        assert state.cause == "the driver asks for a reset of the GPU once its work has ended"
+        await watched.listed(0, healthy=False)
+        watched.machine.restore(0)
+        watched.machine.xid(1, 31)
+        await watched.until(0, PROBATION, deadline=2)
+        watched.steady(1, 2, 3)
 
 
 @pytest.mark.parametrize(

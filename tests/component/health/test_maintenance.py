@@ -1,15 +1,27 @@
 """NVML released for maintenance, and a driver that was replaced meanwhile."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
+import anyio.to_thread
+import pytest
 
 from agent.inventory.clock import boot_seconds
+from agent.inventory.scanner import CLOSE_RETRY_SECONDS
 from agent.kit.supervise import FatalError, describe
 from agent.model.gpu import Driver
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from agent.status import client
+from agent.status.commands import Commands
+from agent.status.report import StatusSources
+from agent.web.control import ControlServer
 from tests.component.health.bench import watching
 
 
@@ -18,6 +30,7 @@ class Counted(SimulatedNvml):
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine)
+        self.machine = machine
         self.opened = 0
 
     def is_open(self) -> bool:
@@ -73,6 +86,48 @@ async def test_a_release_can_be_ended_and_lasts_over_a_restart(tmp_path: Path) -
         watched.guard.end_release()
         await watched.settled(lambda now: now.problem is None)
         assert all(state.healthy for state in watched.snapshot.gpus)
+
+
+@asynccontextmanager
+async def commanded(nvml: Counted, folder: Path) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """A watched machine and the agent's socket; yields what sends a command and answers its result."""
+    async with watching(nvml.machine, nvml=nvml) as watched:
+        server = ControlServer(folder / "agent.sock")
+        sources = SimpleNamespace(inventory=watched.inventory, guard=watched.guard)
+        Commands(cast("StatusSources", sources)).add_to(server)
+
+        async def ask(command: str, **arguments: object) -> Any:
+            call = partial(client.ask, server.path, command, deadline=client.RELEASE_SECONDS, **arguments)
+            return await anyio.to_thread.run_sync(call)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.serve)
+            while not server.path.exists():
+                await anyio.sleep(0.01)
+            yield ask
+            group.cancel_scope.cancel()
+
+
+async def test_release_answers_after_the_close(tmp_path: Path) -> None:
+    machine = SimulatedMachine.create("t4-4")
+    nvml = Counted(machine)
+    async with commanded(nvml, tmp_path) as ask:
+        machine.slow("nvmlShutdown", 600)
+        assert await ask("release", seconds=60) == {"releasedForSeconds": 60}
+        assert not nvml.is_open()
+        await ask("release", end=True)
+        assert nvml.is_open()
+        machine.clear_faults()
+        hang = machine.hang("nvmlShutdown")
+        with pytest.raises(client.AgentRefused, match=r"NVML cannot be closed: NVML close did not answer"):
+            await ask("release", seconds=60)
+        assert nvml.is_open()
+        hang.release()  # the call comes back: the next to ask is told that it is closed
+        with anyio.fail_after(10):
+            while nvml.is_open():
+                await anyio.sleep(0.05)
+        await anyio.sleep(CLOSE_RETRY_SECONDS)
+        assert await ask("release", seconds=60) == {"releasedForSeconds": 60}
 
 
 async def test_a_driver_that_does_not_fit_ends_the_agent_in_words() -> None:

@@ -151,3 +151,34 @@ async def test_the_kernel_log_tells_of_gpus_that_send_no_events(tmp_path: Path) 
             watched.steady(0, 1, 3)
     finally:
         os.close(keep)
+
+
+async def test_the_kernel_log_says_of_an_nvlink_xid_what_its_number_does_not(tmp_path: Path) -> None:
+    machine = SimulatedMachine.create("t4-4")
+    for slot in range(4):
+        machine.recovery_action(slot, None)
+    fifo = tmp_path / "kmsg"
+    os.mkfifo(fifo)
+    keep = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+
+    def told(sequence: int, bus: str, rest: str) -> bytes:
+        return kernel_line(sequence, bus, 145).replace("\n", f"{rest}\n").encode()
+
+    try:
+        wishes = {"health.kernelLog": str(fifo), "health.quiet.needsReset": 60}
+        async with watching(machine, wishes=wishes) as watched:
+            for slot in (0, 1, 2):
+                machine.xid(slot, 145)
+                await watched.until(slot, UNHEALTHY)
+            bus = [watched.state(slot).gpu.pci_bus_id.rpartition(".")[0] for slot in range(3)]
+            os.write(keep, told(5, bus[0], ", RLW_RXPIPE Nonfatal XC0 i0 Link 9 (0x6 0x1)"))
+            os.write(keep, told(6, bus[1], ", RLW_REMAP Nonfatal XC1 i0 Link 9 (0x4 0x1)"))
+            os.write(keep, told(7, bus[2], ", RLW_REMAP Fatal XC0 i0 Link 9 (0x4 0x40)"))
+            await watched.until(0, HealthState.HEALTHY, deadline=3)
+            await watched.until(1, HealthState.SUSPECT, deadline=3)
+            await watched.settled(lambda now: now.by_uuid[machine.uuid(2)].health.fault.told is not None)
+            assert watched.state(2).health.state is UNHEALTHY
+            assert watched.inventory.tally.xids[machine.uuid(0), 145] == 1  # and not once more by its line
+            watched.steady(3)
+    finally:
+        os.close(keep)

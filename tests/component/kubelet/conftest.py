@@ -9,7 +9,15 @@ import pytest
 
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 
-FAST = Timings(registry_poll=0.02, registry_retry=0.05, first_status=0.5, container_retry=0.05)
+FAST = Timings(
+    registry_poll=0.02,
+    registry_retry=0.05,
+    first_status=0.5,
+    container_retry=0.05,
+    first_pods=0.0,
+    scheduling=0.0,
+    watch=0.0,
+)
 
 
 @pytest.fixture

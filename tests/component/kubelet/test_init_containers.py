@@ -1,12 +1,16 @@
 """How init containers hand their devices on, and what of it PodResources shows."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 
-from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, PodSpec
+from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, Phase, PodSpec
+from tests.component.kubelet.conftest import FAST
 from tests.component.kubelet.peer import GPU, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
+from tests.component.kubelet.waiting import eventually
 
 LADDER = PodSpec(
     "ladder",
@@ -45,6 +49,43 @@ async def test_plain_init_containers_are_hidden(kubelet: EmbeddedKubelet, root: 
             table = await anyio.to_thread.run_sync(_held, kubelet)
             shown = {container: len(ids) for (_, container), ids in table.items()}
             assert shown == {"sidecar": 2, "main": 3, "second": 1}
+
+
+async def test_a_running_init_container_is_hidden_over_a_restart_too(root: Path) -> None:
+    """It runs, it holds devices and the pod is Pending; PodResources show nothing but a sidecar's share."""
+    spec = PodSpec(
+        "compiles",
+        containers=(ContainerSpec("main", {GPU: 1}),),
+        init_containers=(
+            ContainerSpec("sidecar", {GPU: 1}, restartable=True),
+            ContainerSpec("compile", {GPU: 3}, seconds=2.5),
+        ),
+    )
+    # The plugin is back before the pods are: a container that has not started yet is checked anew.
+    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=0.4))
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            kubelet.create_pod(spec)
+            await eventually(lambda: kubelet.runs(spec, "compile"))
+            for restarted in (False, True):
+                if restarted:
+                    await kubelet.restart()
+                    await ready(kubelet)
+                    assert await anyio.to_thread.run_sync(_held, kubelet) == {}
+                    await anyio.sleep(0.6)
+                table = await anyio.to_thread.run_sync(_held, kubelet)
+                # What the app container will have is its own from admission on.
+                assert {container: len(ids) for (_, container), ids in table.items()} == {
+                    "sidecar": 1,
+                    "main": 1,
+                }
+                assert kubelet.pod(spec).phase is Phase.PENDING
+                assert kubelet.runs(spec, "compile")
+                assert not kubelet.runs(spec, "main")
+            await eventually(lambda: kubelet.pod(spec).phase is Phase.RUNNING)
+            assert not kubelet.runs(spec, "compile")
+            assert held(kubelet, spec) < held(kubelet, spec, "compile")
 
 
 async def test_whole_node_in_init_and_again_in_the_app(kubelet: EmbeddedKubelet, root: Path) -> None:

@@ -2,14 +2,17 @@
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from agent.simulator.kubelet import EmbeddedKubelet, Phase
-from tests.component.kubelet.peer import GPU, V1BETA1, Plugin
+from tests.component.kubelet.conftest import FAST
+from tests.component.kubelet.peer import GPU, V1BETA1, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
 from tests.component.kubelet.waiting import eventually
 
@@ -54,6 +57,33 @@ async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedK
             assert held(kubelet, pod("old")) == before
             assert held(kubelet, pod("new")) == set(EIGHT) - before
             assert len(plugin.named("Allocate")) == 2
+
+
+async def test_nothing_is_listed_until_the_pods_are_told(root: Path) -> None:
+    """The socket serves, the plugin is back, units are held; and still no pod is there to hold them."""
+    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=1.0))
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
+            await ready(kubelet)
+            await run(kubelet, pod("old", 5))
+            await kubelet.restart()
+            await eventually(lambda: kubelet.known_devices(GPU) == 8)
+            assert await listed(kubelet) == {}
+            assert {entry["PodUID"] for entry in document(root)["Data"]["PodDeviceEntries"]} == {
+                kubelet.pod(pod("old")).uid
+            }
+            with anyio.fail_after(5):
+                while not await listed(kubelet):
+                    await anyio.sleep(0.02)
+            assert {one for _, one in (await listed(kubelet))["old", "main"]} == held(kubelet, pod("old"))
+
+
+async def listed(kubelet: EmbeddedKubelet) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    def ask() -> dict[tuple[str, str], list[tuple[str, str]]]:
+        with pod_resources(kubelet.pod_resources_socket) as lister:
+            return lister.held()
+
+    return await anyio.to_thread.run_sync(ask)
 
 
 async def test_pod_deleted_while_the_kubelet_is_down_goes_at_its_start(

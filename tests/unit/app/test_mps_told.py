@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from agent.app.build_mps import _pod_facts, _Told
-from agent.cluster.pods import HASH_ANNOTATION, Pod
+from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
@@ -56,9 +56,9 @@ def test_pods_are_known_by_what_their_cgroups_carry() -> None:
     text = """{"metadata": {"uid": "u1", "name": "p", "namespace": "n",
         "deletionTimestamp": "2026-11-22T01:00:00Z", "deletionGracePeriodSeconds": 30}}"""
     plain = msgspec.json.decode(text, type=Pod)
-    static = Pod(Metadata(uid="u2", name="s", namespace="n", annotations={HASH_ANNOTATION: "abc"}))
-    pods = {"u1": plain, "u2": static}
-    agent = SimpleNamespace(cluster=SimpleNamespace(pods=SimpleNamespace(pods=lambda: pods)))
+    static = Pod(Metadata(uid="u2", name="s", namespace="n"))
+    pods = {"u1": plain, "abc": static}
+    agent = SimpleNamespace(cluster=SimpleNamespace(pods=SimpleNamespace(by_cgroup_uid=lambda: pods)))
     facts = _pod_facts(cast("Any", agent))()
     assert [(each.uid, each.key, each.dies_at, each.grace_seconds) for each in facts] == [
         ("u1", "n/p", dt.datetime(2026, 11, 22, 1, tzinfo=dt.UTC), 30),

@@ -1,7 +1,13 @@
-"""What pods ask for, and what they have not got yet."""
+"""What pods ask for, what they have not got yet, and by which UID their cgroups know them."""
 
+from typing import Any
+
+import msgspec
+
+from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
 from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources
-from agent.cluster.reflector import Metadata
+from agent.cluster.reflector import Metadata, OwnerReference
+from agent.pairing.cluster_pods import view_of
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 OURS = frozenset({CORE, MEMORY})
@@ -26,20 +32,68 @@ def test_init_containers_that_have_ended_lack_nothing() -> None:
     assert not staged.lacks(OURS, {("main", CORE), ("main", MEMORY)})
 
 
+NODE = OwnerReference("v1", "Node", "node", "node-uid", controller=True)
+
+
+def mirror(uid: str, config_hash: str, *owners: OwnerReference) -> Pod:
+    annotations = {HASH_ANNOTATION: config_hash, "kubernetes.io/config.mirror": config_hash}
+    return Pod(Metadata(uid, uid=uid, annotations=annotations, owner_references=[*owners] or [NODE]))
+
+
 def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
     cache = PodCache(None, "node")  # type: ignore[arg-type]
-    assert not cache.ended("a")  # nothing is known yet
+    assert not view_of(cache).ended("a")  # nothing is known yet
     cache.reflector.items.publish(
         {
             "a": Pod(Metadata("a", uid="a"), PodSpec([]), PodStatus(phase="Running")),
             "b": Pod(Metadata("b", uid="b"), PodSpec([]), PodStatus(phase="Succeeded")),
-            "mirror": Pod(
-                Metadata("s", uid="mirror", annotations={"kubernetes.io/config.hash": "s"}), PodSpec([])
-            ),
+            "mirror": mirror("mirror", "s"),
         }
     )
     cache.reflector.synced = True
     # While the watch is interrupted a pod that is not there may be one that came since.
-    assert [cache.ended(uid) for uid in ("a", "b", "gone")] == [False, True, False]
+    assert [view_of(cache).ended(uid) for uid in ("a", "b", "gone")] == [False, True, False]
     cache.reflector.problem = None
-    assert [cache.ended(uid) for uid in ("a", "b", "gone", "s")] == [False, True, True, False]
+    assert [view_of(cache).ended(uid) for uid in ("a", "b", "gone", "s")] == [False, True, True, False]
+
+
+def test_a_hash_counts_where_the_node_owns_the_object_that_tells_it() -> None:
+    def owned(**fields: Any) -> Pod:
+        return mirror("m", "h", msgspec.structs.replace(NODE, **fields))
+
+    for pod, node_uid, found in (
+        (owned(), "node-uid", ["h"]),
+        (owned(), None, ["h"]),  # the Node object has not been read yet
+        (owned(uid="another"), "node-uid", ["m"]),
+        (owned(uid="another"), None, ["h"]),
+        (owned(name="another"), "node-uid", ["m"]),
+        (owned(kind="ReplicaSet"), "node-uid", ["m"]),
+        (owned(api_version="v2"), "node-uid", ["m"]),
+        (owned(controller=False), "node-uid", ["m"]),
+        (owned(controller=None), "node-uid", ["m"]),
+        (Pod(Metadata(uid="m", annotations={HASH_ANNOTATION: "h"})), "node-uid", ["m"]),
+    ):
+        assert list(cgroup_uids({"m": pod}, "node", node_uid).pods) == found, pod.metadata.owner_references
+
+
+def test_a_hash_that_is_claimed_twice_is_nobody_s() -> None:
+    twice = cgroup_uids({"a": mirror("a", "h"), "b": mirror("b", "h"), "c": mirror("c", "k")}, "node", None)
+    assert sorted(twice.pods) == ["a", "b", "k"]
+    assert twice.contested == {"h"}
+    cache = PodCache(None, "node")  # type: ignore[arg-type]
+    cache.reflector.items.publish({"a": mirror("a", "h"), "b": mirror("b", "h")})
+    cache.reflector.synced, cache.reflector.problem = True, None
+    # A static pod's units are not given away because somebody contests its UID.
+    assert not view_of(cache).ended("h")
+
+
+def test_the_mapping_follows_pods_and_node() -> None:
+    node_uid: list[str | None] = [None]
+    cache = PodCache(None, "node", lambda: node_uid[0])  # type: ignore[arg-type]
+    cache.reflector.items.publish({"m": mirror("m", "h")})
+    assert list(cache.by_cgroup_uid()) == ["h"]
+    assert cache.by_cgroup_uid() is cache.by_cgroup_uid()
+    node_uid[0] = "made anew"
+    assert list(cache.by_cgroup_uid()) == ["m"]
+    cache.reflector.items.publish({})
+    assert not cache.by_cgroup_uid()

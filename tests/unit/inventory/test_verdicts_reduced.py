@@ -19,6 +19,7 @@ from agent.inventory.reducer import records, reduce
 from agent.inventory.snapshot import KernelXid, Record, Snapshot, Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import HEALTHY, Fault, FaultKind, Health, HealthState
+from agent.model.recovery_action import RecoveryAction
 
 DRIVER = Driver("580.95.05", "13.580.95.05", (13, 0))
 LOST = Fault(FaultKind.LOST)
@@ -132,7 +133,13 @@ class Storm(RuleBasedStateMachine):
     def look(self) -> None:
         """A round of the scanner, as it would find the machine."""
         present = tuple(one for one in GPUS if one.uuid not in self.gone)
-        probes = tuple(Probed(one.uuid, LOST if one.uuid in self.gone else None, "lost") for one in GPUS)
+        # A driver that tells, and asks for nothing: it settles what the table of Xids leaves open.
+        probes = tuple(
+            Probed(one.uuid, LOST, "lost")
+            if one.uuid in self.gone
+            else Probed(one.uuid, action=RecoveryAction.NONE)
+            for one in GPUS
+        )
         before = {state.uuid for state in self.snapshot.gpus if state.health.away}
         self.snapshot = reduce(self.snapshot, scan(*present, at=self.now, probes=probes))
         self.deadly -= {uuid for uuid in before if uuid not in self.gone}

@@ -1,17 +1,12 @@
 """Who holds what, by GPU, and the watch that keeps it at hand."""
 
-import json
-import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 from agent.kubelet import holdings as holdings_module
-from agent.kubelet.checkpoint import FILE_NAME
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.modes import Mode
@@ -79,7 +74,7 @@ class Lister:
     def keeping_connection(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    async def list(self) -> PodList:
+    async def list(self, deadline: float = 2.0) -> PodList:
         self.asked.append(anyio.current_time())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
@@ -167,91 +162,3 @@ async def test_an_outage_does_not_last_until_the_next_timer(monkeypatch: pytest.
             await watch.cell.wait_for(lambda found: found == one)
         group.cancel_scope.cancel()
     assert watch.problem is None
-
-
-async def test_a_new_kubelet_is_believed_once_it_lists_what_its_checkpoint_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = {"PodUID": "u", "ContainerName": "c", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"-1": [A]}}
-    foreign = {**entry, "ResourceName": "example.com/x", "DeviceIDs": {"-1": ["x"]}}
-    file = tmp_path / FILE_NAME
-    file.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry, foreign]}, "Checksum": 0}))
-
-    class Lister:
-        path = tmp_path / "kubelet.sock"
-        answer = _listed()
-
-        async def list(self) -> PodList:
-            return self.answer
-
-    lister = Lister()
-    lister.path.touch()
-    watch = HoldingsWatch(lister, tmp_path)  # type: ignore[arg-type]
-    assert await watch.refresh() is None
-    assert watch.problem == "the kubelet has just started and does not list 1 devices in use yet"
-    lister.answer = _listed(_held(A))
-    assert await watch.refresh() == lister.answer
-    # From then on its list is the truth, whatever stands in the file.
-    lister.answer = _listed()
-    assert await watch.refresh() == lister.answer
-    # A pod that is known to have ended is not waited for.
-    other = HoldingsWatch(lister, tmp_path)  # type: ignore[arg-type]
-    assert await other.refresh() is None
-    other.ended = lambda uid: uid == "u"
-    assert await other.refresh() == lister.answer
-    # The next kubelet makes a new socket; one that is not young any more is believed, too.
-    lister.path.unlink()
-    lister.path.touch()
-    assert await HoldingsWatch(lister, tmp_path).refresh() is None  # type: ignore[arg-type]
-    monkeypatch.setattr(holdings_module, "NEW_KUBELET_SECONDS", 0.0)
-    assert await HoldingsWatch(lister, tmp_path).refresh() is not None  # type: ignore[arg-type]
-
-
-@dataclass
-class OldKubelet:
-    """PodResources of a kubelet whose socket is older than the time that a new one is given."""
-
-    folder: Path
-    answer: PodList = field(default_factory=_listed)
-
-    def __post_init__(self) -> None:
-        self.path = self.folder / "kubelet.sock"
-        self.path.touch()
-        entry = {"PodUID": "u", "ContainerName": "c", "ResourceName": "r", "DeviceIDs": {"-1": [A]}}
-        content = {"Data": {"PodDeviceEntries": [entry]}, "Checksum": 0}
-        (self.folder / FILE_NAME).write_text(json.dumps(content))
-
-    async def list(self) -> PodList:
-        return self.answer
-
-
-async def test_while_the_api_server_is_away_age_alone_makes_no_kubelet_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = time.time()
-    monkeypatch.setattr(holdings_module, "time", lambda: start + 3600)
-    kubelet, away = OldKubelet(tmp_path), True
-    watch = HoldingsWatch(kubelet, tmp_path)  # type: ignore[arg-type]
-    watch.api_away, watch.node = lambda: away, "node-1"
-    assert await watch.refresh() is None
-    assert watch.problem is not None
-    assert watch.problem.endswith("; the API server is away")
-    # Pods of its own files it knows without an API server.
-    kubelet.answer = PodList((), (("kube-system", "etcd-node-1", "etcd"),))
-    assert await watch.refresh() is None
-    # When the API server is back the kubelet takes a while to hear of its pods, as after its start.
-    away = False
-    assert await watch.refresh() is None
-    monkeypatch.setattr(watch, "_blind_until", anyio.current_time())
-    assert await watch.refresh() == kubelet.answer
-
-
-async def test_a_kubelet_that_lists_pods_of_the_api_server_has_heard_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = time.time()
-    monkeypatch.setattr(holdings_module, "time", lambda: start + 3600)
-    kubelet = OldKubelet(tmp_path, PodList((), (("kube-system", "gpu-node-agent-x7k2p", "agent"),)))
-    watch = HoldingsWatch(kubelet, tmp_path)  # type: ignore[arg-type]
-    watch.api_away, watch.node = lambda: True, "node-1"
-    assert await watch.refresh() == kubelet.answer

@@ -65,7 +65,7 @@ def test_an_unknown_xid_is_taken_seriously_and_recovers() -> None:
 
 
 def test_recovery_needs_the_quiet_time_and_probes() -> None:
-    unhealthy = after_xid(48, at=100)
+    unhealthy = after_xid(74, at=100)
     probation = probe_passed(unhealthy, RULES, 102)
     assert probation.state is HealthState.PROBATION
     assert not probation.sold
@@ -75,8 +75,8 @@ def test_recovery_needs_the_quiet_time_and_probes() -> None:
 
 
 def test_a_new_event_in_probation_begins_anew() -> None:
-    probation = probe_passed(after_xid(48), RULES, 102)
-    again = event(probation, xid(48), RULES, 200)
+    probation = probe_passed(after_xid(74), RULES, 102)
+    again = event(probation, xid(74), RULES, 200)
     assert again.state is HealthState.UNHEALTHY
     assert again.until is None
     assert probe_passed(again, RULES, 201).until == 501
@@ -84,14 +84,14 @@ def test_a_new_event_in_probation_begins_anew() -> None:
 
 @pytest.mark.parametrize("fault", [LOST, HUNG, PROBE])
 def test_a_failed_probe_ends_probation(fault: Fault) -> None:
-    probation = probe_passed(after_xid(48), RULES, 102)
+    probation = probe_passed(after_xid(74), RULES, 102)
     failed = probe_failed(probation, fault, "no", RULES, 200)
     assert failed.state is HealthState.UNHEALTHY
-    assert failed.fault == xid(48)  # the graver of the two
+    assert failed.fault == xid(74)  # the graver of the two
 
 
 def test_a_pending_row_remap_forbids_recovery() -> None:
-    unhealthy = after_xid(48)
+    unhealthy = after_xid(74)
     held = probe_passed(unhealthy, RULES, 102, obstacle="a row remap waits for a reset")
     assert held.state is HealthState.UNHEALTHY
     assert "clear-health" in RULES.remedy(held)

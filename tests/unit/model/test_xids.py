@@ -16,8 +16,10 @@ def test_the_document_shows_the_table(kind: XidClass) -> None:
     _, _, verdict, quiet, numbers, _ = (cell.strip() for cell in row.split("|"))
     assert verdict == default_verdict(kind).value
     assert quiet == (f"{QUIET_SECONDS[kind]:g} s" if QUIET_SECONDS[kind] else "")
-    shown = {int(number): not star for number, star in re.findall(r"(\d+)(\*?)", numbers)}
-    assert shown == {number: XIDS[number].recovers for number in numbers_of(kind)}
+    shown = {
+        int(number): (not star, bool(ask)) for number, star, ask in re.findall(r"(\d+)(\*?)(\??)", numbers)
+    }
+    assert shown == {number: (XIDS[number].recovers, XIDS[number].open) for number in numbers_of(kind)}
 
 
 def test_every_rule_is_whole() -> None:
@@ -33,4 +35,7 @@ def test_what_operators_know_is_judged_as_they_know_it() -> None:
         assert XIDS[number].kind is XidClass.RESET
     assert XIDS[79].kind is XidClass.REBOOT
     assert XIDS[94].kind is XidClass.CONTAINED
+    assert {166, 170} <= set(numbers_of(XidClass.INFORMATIONAL))  # no action in the catalog
+    assert not XIDS[48].recovers  # a reset, unless Xid 63 or 94 or the driver says otherwise
+    assert XIDS[48].open
     assert {63, 92} <= set(numbers_of(XidClass.INFORMATIONAL))

@@ -11,7 +11,7 @@ from agent._proto import v1beta1
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import PreferenceRequest, Reason, Refused
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.plugins.inject import Injector
@@ -37,9 +37,17 @@ class Parts:
         self.states = [GpuState(_gpu(number)) for number in range(count)]
         self.inventory: Cell[Snapshot] = Cell(_snapshot(*self.states))
         self.modes: Cell[Assignment] = Cell(Assignment({state.uuid: mode for state in self.states}))
-        self.holdings: Cell[PodList | None] = Cell(None)
+        self.cell: Cell[PodList | None] = Cell(None)
+        self.truth: PodList | None = PodList((), ())  # None: the kubelet does not answer
+        self.looks = 0
         injector = Injector(Settings(injection=Injection(strategy="envvar")))
-        self.plugin = PgpuPlugin(self.inventory, self.modes, self.holdings, injector, **options)
+        self.plugin = PgpuPlugin(self.inventory, self.modes, self, injector, **options)
+
+    async def look(self, deadline: float = 1.0) -> PodList:
+        self.looks += 1
+        if self.truth is None:
+            raise PodResourcesUnavailable("no answer")
+        return self.truth
 
     def fall_ill(self, number: int, cause: str = "Xid 79: it fell off the bus") -> None:
         self.states[number] = replace(self.states[number], blocked=cause)
@@ -49,7 +57,17 @@ class Parts:
         self.modes.publish(Assignment({**self.modes.value.gpus, f"GPU-{number}": mode}))
 
     def hold(self, *ids: str, resource: str = RESOURCE) -> None:
-        self.holdings.publish(PodList((Holding("ns", "p", "c", resource, ids),), (("ns", "p", "c"),)))
+        self.truth = PodList((Holding("ns", "p", "c", resource, ids),), (("ns", "p", "c"),))
+        self.cell.publish(self.truth)
+
+    @property
+    def held(self) -> tuple[Holding, ...]:
+        assert self.truth is not None
+        return self.truth.holdings
+
+    async def prefer(self, available: Sequence[str], size: int, must: Sequence[str] = ()) -> list[str]:
+        """What is preferred, in order."""
+        return sorted(await self.plugin.prefer(PreferenceRequest(tuple(available), tuple(must), size)))
 
     def listed(self) -> list[tuple[str, str, list[int]]]:
         """ID, health and NUMA nodes of the list as it is now."""
@@ -125,7 +143,7 @@ async def test_changes_are_published_once_each_and_only_if_the_kubelet_would_not
 async def test_gpus_are_handed_out_as_asked() -> None:
     parts = Parts(4)
     assert await parts.allocate("GPU-2", "GPU-0") == "GPU-2,GPU-0"
-    assert await parts.allocate("GPU-1", "GPU-1") == "GPU-1"
+    assert "stands twice" in str(await parts.refusal("GPU-1", "GPU-1"))
 
 
 @pytest.mark.parametrize(
@@ -216,3 +234,56 @@ def test_renamed_slices_have_a_resource_of_their_own() -> None:
     shared = Parts(2, resource=SHARED_RESOURCE, whole=False)
     shared.set_mode(0, sliced)
     assert [one for one, _, _ in shared.listed()] == ["GPU-0::r0", "GPU-0::r1"]
+
+
+async def test_held_units_are_never_handed_out_again() -> None:
+    parts = Parts(4)
+    everything = tuple(state.uuid for state in parts.states)
+    parts.hold("GPU-0", "GPU-1")
+    assert await parts.prefer(everything, 2) == ["GPU-2", "GPU-3"]
+    with pytest.raises(Refused, match=r"device ID GPU-0 of nvidia.com/gpu is held by container c of ns/p"):
+        await parts.prefer(everything, 3)
+    assert "is held by container c of ns/p" in str(await parts.refusal("GPU-1"))
+    # What was handed out a moment ago is looked up, too, though the record at hand is older than that.
+    assert await parts.allocate("GPU-2") == "GPU-2"
+    parts.truth = PodList((*parts.held, Holding("ns", "q", "c", RESOURCE, ("GPU-2",))), ())
+    for _ in range(2):
+        assert "is held by container c of ns/q" in str(await parts.refusal("GPU-2"))
+    assert await parts.prefer(everything, 1) == ["GPU-3"]
+
+
+async def test_the_record_at_hand_alone_refuses_nobody() -> None:
+    parts = Parts(2)
+    parts.hold("GPU-0")
+    parts.truth = PodList((), ())  # its holder ended a moment ago
+    assert await parts.prefer(("GPU-0", "GPU-1"), 2) == ["GPU-0", "GPU-1"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    looks = parts.looks
+    assert await parts.allocate("GPU-1") == "GPU-1"  # no reason to ask anybody
+    assert parts.looks == looks
+    parts.truth = None
+    assert (await parts.refusal("GPU-0")).reason is Reason.UNAVAILABLE
+
+
+async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> None:
+    parts = Parts(2)
+    held = Holding("ns", "p", "prepare", RESOURCE, ("GPU-0",), listed=False)
+    parts.truth = PodList((held,), (("ns", "p", "main"),))
+    parts.cell.publish(parts.truth)
+    assert await parts.prefer(("GPU-0", "GPU-1"), 1) == ["GPU-1"]
+    assert await parts.prefer(("GPU-0", "GPU-1"), 1, must=("GPU-0",)) == ["GPU-0"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    # All containers of that pod have what they ask for: whoever asks now is another pod.
+    main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
+    parts.truth = PodList((held, main), (("ns", "p", "main"),))
+    assert "is held by container prepare of ns/p" in str(await parts.refusal("GPU-0"))
+
+
+async def test_lists_stay_as_they_were_while_nobody_can_say_who_holds_what() -> None:
+    parts = Parts(2)
+    parts.hold("GPU-0")
+    for number in range(2):
+        parts.set_mode(number, GpuMode(Mode.PGPU, selling=False))
+    assert parts.listed() == [("GPU-0", "Unhealthy", [0])]
+    parts.cell.publish(None)
+    assert parts.listed() == [("GPU-0", "Unhealthy", [0])]

@@ -1,0 +1,311 @@
+"""The one record of who holds what: every source, every gap in it, and who has ended."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.kit.cell import Cell
+from agent.kubelet import holdings as holdings_module
+from agent.kubelet.checkpoint import FILE_NAME
+from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.record import KnownPod, View
+
+GPU = "nvidia.com/gpu"
+A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+Entry = tuple[str, str, str]  # pod UID, container, device ID
+
+
+@dataclass
+class Kubelet:
+    """What a kubelet tells, and its files. It started long ago, unless a test says otherwise."""
+
+    folder: Path
+    pods: dict[str, dict[str, str]] = field(default_factory=dict)  # listed: pod -> container -> ID, or empty
+
+    def __post_init__(self) -> None:
+        self.path = self.folder / "kubelet.sock"
+        self.path.touch()
+        self.age = 3600.0
+
+    async def list(self, deadline: float = 2.0) -> PodList:
+        containers = [("ns", pod, name) for pod, found in self.pods.items() for name in found]
+        return PodList(
+            tuple(
+                Holding("ns", p, c, GPU, (i,))
+                for p, found in self.pods.items()
+                for c, i in found.items()
+                if i
+            ),
+            tuple(containers),
+        )
+
+    def records(self, *entries: Entry) -> None:
+        """Write the checkpoint."""
+        found = [
+            {"PodUID": uid, "ContainerName": name, "ResourceName": GPU, "DeviceIDs": {"-1": [device]}}
+            for uid, name, device in entries
+        ]
+        text = json.dumps({"Data": {"PodDeviceEntries": found}, "Checksum": 0})
+        (self.folder / "new").write_text(text)
+        (self.folder / "new").rename(self.folder / FILE_NAME)
+
+    def tear(self) -> None:
+        (self.folder / FILE_NAME).write_text('{"Data": {"PodDev')
+
+    def restart(self) -> None:
+        """A kubelet that has heard of no pods yet."""
+        self.path.rename(self.folder / "before")  # its number stays taken
+        self.path.touch()
+        self.age, self.pods = 0.0, {}
+
+
+class Node:
+    """A kubelet, the API server's word on its pods, and an agent that reads both."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kubelet = Kubelet(folder)
+        start = time.time()
+        monkeypatch.setattr(holdings_module, "time", lambda: start + self.kubelet.age)
+        self.pods: dict[str, KnownPod] = {}
+        self.complete = True
+        self.contested: frozenset[str] = frozenset()
+        self.changes: Cell[Any] = Cell(None)
+        self.away = False
+        self.start_agent()
+
+    def start_agent(self) -> None:
+        self.watch = HoldingsWatch(self.kubelet, self.kubelet.folder)  # type: ignore[arg-type]
+        self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested)
+        self.watch.pod_changes = self.changes
+        self.watch.api_away, self.watch.node = lambda: self.away, "node-1"
+
+    def know(self, uid: str, name: str, **traits: bool) -> None:
+        self.pods[uid] = KnownPod(("ns", name), **traits)
+        self.changes.publish(None)
+
+    async def held(self) -> set[tuple[str, str, str]] | None:
+        """Pod, container and ID of everything that is held; None: it is not known."""
+        found = await self.watch.refresh()
+        return None if found is None else {(each.pod, each.container, each.ids[0]) for each in found.holdings}
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(tmp_path, monkeypatch)
+
+
+async def test_init_containers_hold_what_only_the_checkpoint_shows(node: Node) -> None:
+    node.know("u", "warm", hides=True)
+    node.kubelet.pods = {"warm": {"main": B}, "other": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A), ("u", "main", B))
+    assert await node.held() == {("warm", "prepare", A), ("warm", "main", B)}
+    assert node.watch.cell.value is not None
+    assert [each.listed for each in node.watch.cell.value.holdings] == [True, False]
+    version = node.watch.cell.version
+    await node.held()
+    assert node.watch.cell.version == version  # nothing changed, so nobody is woken
+
+
+async def test_a_pod_ends_by_the_kubelets_word(node: Node) -> None:
+    node.know("u", "warm")
+    node.kubelet.pods = {"warm": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    assert await node.held() == {("warm", "prepare", A)}
+    node.kubelet.pods = {}  # the file goes on naming it
+    assert await node.held() == set()
+
+
+async def test_a_pod_ends_by_the_api_servers_word_before_the_next_look(node: Node) -> None:
+    for end in ("finished", "gone"):
+        node.know("u", "warm")
+        node.kubelet.pods = {"warm": {"main": B}}
+        node.kubelet.records(("u", "prepare", A), ("u", "main", B))
+        async with anyio.create_task_group() as group:
+            assert await node.held()
+            group.start_soon(node.watch._follow_pods)
+            await anyio.wait_all_tasks_blocked()
+            if end == "gone":
+                del node.pods["u"]
+                node.changes.publish(None)
+            else:
+                node.know("u", "warm", finished=True)
+            with anyio.fail_after(5):
+                await node.watch.cell.wait_for(lambda now: now is not None and not now.holdings)
+            group.cancel_scope.cancel()
+        # A kubelet that lists it still, as after a deletion by force, is right: its containers may run.
+        assert await node.held()
+
+
+async def test_a_kubelet_that_lists_nothing_yet_makes_nobodys_devices_free(node: Node) -> None:
+    node.know("u", "warm")
+    node.know("v", "whole")
+    entries = (("u", "prepare", A), ("v", "main", B), ("w", "main", A))
+    listed = {"warm": {"main": ""}, "whole": {"main": B}}
+    node.kubelet.pods = listed
+    node.kubelet.records(*entries)
+    everything = await node.held()
+    assert everything == {("warm", "prepare", A), ("whole", "main", B)}
+    for agent in ("the same", "another"):
+        if agent == "another":
+            node.start_agent()
+        node.kubelet.restart()
+        assert await node.held() == everything
+        node.kubelet.pods = {"warm": {"main": ""}}
+        assert await node.held() == everything
+        assert node.watch.problem is None  # and the agent stays ready
+        node.kubelet.pods = listed
+        assert await node.held() == everything
+    # From then on what it does not list has ended.
+    node.kubelet.pods = {"warm": {"main": ""}}
+    assert await node.held() == {("warm", "prepare", A)}
+    # One that never lists a pod is believed in the end.
+    node.kubelet.restart()
+    assert await node.held() == everything
+    node.kubelet.age = holdings_module.NEW_KUBELET_SECONDS + 1
+    assert await node.held() == set()
+
+
+async def test_what_a_kubelet_listed_before_its_restart_stays_listed(node: Node) -> None:
+    node.kubelet.pods = {"p": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    before = await node.watch.refresh()
+    node.kubelet.restart()
+    after = await node.watch.refresh()
+    assert before is not None
+    assert after is not None
+    assert after.holdings[0] is before.holdings[0]
+
+
+async def test_while_the_api_server_is_away_age_alone_makes_no_kubelet_believed(node: Node) -> None:
+    node.away, node.complete = True, False
+    node.kubelet.records(("u", "main", A))
+    nameless = {("pod with UID u", "main", A)}
+    assert await node.held() == nameless
+    # Pods of its own files it knows without an API server.
+    node.kubelet.pods = {"etcd-node-1": {"etcd": ""}}
+    assert await node.held() == nameless
+    # When the API server is back the kubelet takes a while to hear of its pods, as after its start.
+    node.away = False
+    assert await node.held() == nameless
+    node.watch._blind_until = anyio.current_time()
+    node.kubelet.pods = {}
+    assert await node.held() == set()
+
+
+async def test_a_kubelet_that_lists_pods_of_the_api_server_has_heard_of_all(node: Node) -> None:
+    node.away, node.complete = True, False
+    node.kubelet.pods = {"gpu-node-agent-x7k2p": {"agent": ""}}
+    node.know("v", "gpu-node-agent-x7k2p")
+    node.kubelet.records(("u", "main", A))
+    assert await node.held() == set()
+
+
+async def test_a_pod_that_the_watch_has_not_told_of_yet_holds_what_its_init_container_got(node: Node) -> None:
+    node.know("v", "old")
+    node.kubelet.pods = {"old": {"main": ""}, "new": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    assert await node.held() == {("pod with UID u", "prepare", A)}
+    node.know("u", "new")
+    assert await node.held() == {("new", "prepare", A)}
+    # A UID that no listed pod can have is one of a pod that ended before this agent began.
+    node.kubelet.records(("u", "prepare", A), ("ghost", "main", B))
+    assert await node.held() == {("new", "prepare", A)}
+
+
+async def test_a_contested_uid_frees_nothing(node: Node) -> None:
+    node.know("s", "static-node-1")
+    node.kubelet.pods = {"static-node-1": {"main": ""}}
+    node.kubelet.records(("s", "prepare", A))
+    assert await node.held() == {("static-node-1", "prepare", A)}
+    del node.pods["s"]
+    node.contested = frozenset({"s"})
+    node.know("a", "static-node-1")
+    node.know("b", "forger")
+    for _ in ("the same agent", "another"):
+        assert {ids for _, _, ids in await node.held() or ()} == {A}
+        node.start_agent()
+
+
+async def test_a_namesake_takes_nothing_over(node: Node) -> None:
+    node.know("u", "web-0")
+    node.kubelet.pods = {"web-0": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    await node.held()
+    del node.pods["u"]
+    node.know("v", "web-0")
+    node.kubelet.records(("u", "prepare", A), ("v", "prepare", B))
+    assert await node.held() == {("web-0", "prepare", B)}
+
+
+async def test_an_unreadable_checkpoint_is_told_once_and_frees_nothing(node: Node, logs: Any) -> None:
+    node.know("u", "warm", hides=True)
+    node.kubelet.pods = {"warm": {"main": B}}
+    node.kubelet.records(("u", "prepare", A), ("u", "main", B))
+    everything = await node.held()
+    node.kubelet.tear()
+    for _ in range(3):
+        assert await node.held() == everything
+    assert [each["event"] for each in logs].count("checkpoint_unreadable") == 1
+    # PodResources count alone beside what is remembered.
+    node.kubelet.pods["later"] = {"main": A}
+    assert ("later", "main", A) in (await node.held() or ())
+    # An agent that remembers nothing knows that there is something that it does not know.
+    node.start_agent()
+    assert await node.held() is None
+    assert node.watch.problem is not None
+    assert "what init containers of ns/warm hold is not known" in node.watch.problem
+    node.know("u", "warm", hides=True, finished=True)
+    assert await node.held() == {("warm", "main", B), ("later", "main", A)}
+    # Of a kubelet that lists nothing yet nothing is known then.
+    node.kubelet.restart()
+    node.start_agent()
+    assert await node.held() is None
+    assert node.watch.problem.startswith("the kubelet has just started")
+    node.kubelet.age = holdings_module.NEW_KUBELET_SECONDS + 1
+    assert await node.held() == set()
+
+
+async def test_without_a_checkpoint_podresources_count_alone(node: Node) -> None:
+    node.know("u", "warm", hides=True)
+    node.kubelet.pods = {"warm": {"main": B}}
+    assert await node.held() == {("warm", "main", B)}
+    assert node.watch.problem is None
+
+
+async def test_devices_of_other_plugins_and_of_gpus_that_are_gone_are_in_nobodys_way(node: Node) -> None:
+    node.know("u", "p")
+    node.kubelet.pods = {"p": {"main": ""}}
+    node.kubelet.records(("x", "main", "mlx5_0"), ("u", "prepare", "GPU-that-was-taken-out"))
+    assert await node.held() == {("p", "prepare", "GPU-that-was-taken-out")}
+    node.kubelet.restart()
+    assert await node.held() == {("p", "prepare", "GPU-that-was-taken-out")}
+
+
+async def test_an_answer_that_comes_late_does_not_replace_a_newer_one(node: Node) -> None:
+    late = anyio.Event()
+    listed = node.kubelet.list
+
+    async def slow(deadline: float = 2.0) -> PodList:
+        answer = await listed(deadline)
+        await late.wait()
+        return answer
+
+    node.kubelet.pods = {"p": {"main": A}}
+    node.kubelet.list = slow  # type: ignore[method-assign]
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch.refresh)
+        await anyio.wait_all_tasks_blocked()
+        await anyio.sleep(0.05)
+        node.kubelet.list = listed  # type: ignore[method-assign]
+        node.kubelet.pods = {"q": {"main": B}}
+        newer = await node.held()
+        late.set()
+    assert newer == {("q", "main", B)}
+    assert node.watch.cell.value is not None
+    assert [each.pod for each in node.watch.cell.value.holdings] == ["q"]
