@@ -1,8 +1,8 @@
 """Pods that the kubelet refused, and whether anything excuses it.
 
-kube-scheduler without an extender counts totals (`NodeResourcesFit`), so a pod that fits no single GPU is bound
-and dies: that is Kubernetes' own limit, and the reason why there is an extender. A pod that did fit must not die while
-nothing is wrong with the node.
+kube-scheduler without an extender counts totals (`NodeResourcesFit`), so a pod that fits no single GPU is
+bound and dies: that is Kubernetes' own limit, and the reason why there is an extender. A pod that did fit
+must not die while nothing is wrong with the node.
 """
 
 from collections import Counter
@@ -43,9 +43,10 @@ def _excused(world: World) -> bool:
     now, agent = anyio.current_time(), world.running
     if agent is None or agent.switcher is None or now - world.disturbed < SETTLED_SECONDS:
         return True
-    troubled = not world.http.reachable or world.api_faults or world.api_delay or world.nvml_faults or world.lost
+    troubled = world.api_faults or world.api_delay or world.nvml_faults or world.lost
     unwell = any(not state.healthy for state in agent.inventory.snapshot.value.gpus)
-    return bool(troubled or unwell or agent.switcher.state.value.phase is not SwitchPhase.APPLIED)
+    away = not world.http.reachable
+    return bool(troubled or unwell or away or agent.switcher.state.value.phase is not SwitchPhase.APPLIED)
 
 
 def _fits(world: World, life: Life, pod: Pod) -> bool:
@@ -53,8 +54,8 @@ def _fits(world: World, life: Life, pod: Pod) -> bool:
     if pod.spec.init_containers or len(pod.spec.containers) != 1:
         return False
     limits = pod.spec.containers[0].limits
-    agent = world.running
-    modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent and agent.switcher else {}
+    switcher = world.running.switcher if world.running else None
+    modes = {one.uuid: one.active.mode for one in switcher.state.value.gpus} if switcher else {}
     used = _used(life, pod.uid)
     if GPU in limits:
         free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]

@@ -1,8 +1,9 @@
 """Virtual time: an asyncio loop whose clock jumps to the next timer as soon as nothing is ready.
 
-Everything runs in one thread: what the agent gives to worker threads runs at once, on the loop (`seams`). Local
-sockets hand bytes over inside the system call, so a selector that finds nothing ready is right: only a timer can
-bring news. `time.monotonic` and `time.time` follow the same clock, so this module is imported before the agent is.
+Everything runs in one thread: what the agent gives to worker threads runs at once, on the loop (`seams`).
+Local sockets hand bytes over inside the system call, so a selector that finds nothing ready is right: only a
+timer can bring news. `time.monotonic` and `time.time` follow the same clock, so this module is imported
+before the agent is.
 """
 
 import asyncio
@@ -91,11 +92,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # carried to the caller, as an executor does
+        except Exception as error:  # noqa: BLE001  carried to the caller, as an executor does
             future.set_exception(error)
         return future
 
-    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:  # type: ignore[override]
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         """Without a thread; only loopback is asked for."""
         return socket.getaddrinfo(host, port, **options)
 

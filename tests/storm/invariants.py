@@ -9,7 +9,12 @@ from agent.node.taint import TAINT
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.storm.world import World
 
-MODES = {Unit.WHOLE: Mode.PGPU, Unit.REPLICA: Mode.PGPU, Unit.VGPU_CORE: Mode.VGPU, Unit.VGPU_MEMORY: Mode.VGPU}
+MODES = {
+    Unit.WHOLE: Mode.PGPU,
+    Unit.REPLICA: Mode.PGPU,
+    Unit.VGPU_CORE: Mode.VGPU,
+    Unit.VGPU_MEMORY: Mode.VGPU,
+}
 
 
 class Violation(AssertionError):
@@ -32,33 +37,37 @@ def held(world: World) -> dict[str, dict[tuple[str, str], set[str]]]:
 
 def check(world: World) -> None:
     """After every step. Raises Violation."""
-    holders: dict[str, tuple[str, Mode]] = {}
-    owner: dict[str, str] = {}
-    for uid, parts in held(world).items():
-        gpus: dict[str, dict[str, set[str]]] = {}
-        for (container, resource), ids in parts.items():
-            for each in ids:
-                if owner.setdefault(each, uid) != uid:
-                    raise Violation(f"{each} is held by pods {owner[each]} and {uid}")
-                device = parse(each)
-                mode = MODES[device.unit]
-                before = holders.setdefault(device.gpu, (uid, mode))
-                if before[1] is not mode:
-                    raise Violation(f"{device.gpu} is held as {before[1].value} by {before[0]}, as {mode.value} by {uid}")
-                gpus.setdefault(container, {}).setdefault(resource, set()).add(device.gpu)
-        for container, by_resource in gpus.items():
-            if VGPU.core in by_resource and VGPU.memory in by_resource:
-                core, memory = by_resource[VGPU.core], by_resource[VGPU.memory]
-                if core != memory:
-                    raise Violation(f"pod {uid} container {container}: cores on {core}, memory on {memory}")
+    _units_have_one_holder(world)
     for gpu, modes in world.modes_of_lists().items():
         if len(modes) > 1:
             raise Violation(f"{gpu} stands on lists of {sorted(mode.value for mode in modes)}")
     if world.kubelet.panics:
         raise Violation(f"the kubelet panicked: {world.kubelet.panics}")
-    current = world.current
-    if current is not None and current.failure is not None:
-        raise Violation(f"the agent ended by itself: {current.failure!r}")
+    if world.current is not None and world.current.failure is not None:
+        raise Violation(f"the agent ended by itself: {world.current.failure!r}")
+
+
+def _units_have_one_holder(world: World) -> None:
+    modes: dict[str, tuple[Mode, str]] = {}
+    owner: dict[str, str] = {}
+    for uid, parts in held(world).items():
+        gpus: dict[str, dict[str, set[str]]] = {}
+        for (container, resource), ids in parts.items():
+            for each in sorted(ids):
+                if owner.setdefault(each, uid) != uid:
+                    raise Violation(f"{each} is held by pods {owner[each]} and {uid}")
+                device = parse(each)
+                mode = MODES[device.unit]
+                before, holder = modes.setdefault(device.gpu, (mode, uid))
+                if before is not mode:
+                    raise Violation(
+                        f"{device.gpu} is held as {before.value} by {holder}, as {mode.value} by {uid}"
+                    )
+                gpus.setdefault(container, {}).setdefault(resource, set()).add(device.gpu)
+        for container, found in gpus.items():
+            core, memory = found.get(VGPU.core), found.get(VGPU.memory)
+            if core and memory and core != memory:
+                raise Violation(f"pod {uid} container {container}: cores on {core}, memory on {memory}")
 
 
 CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
@@ -87,7 +96,10 @@ async def check_calm(world: World) -> None:
     wanted = CORES * len(healthy)
     offered, known = world.kubelet.allocatable.get(VGPU.core, 0), world.kubelet.healthy(VGPU.core)
     if not offered == known == wanted:
-        raise Violation(f"{len(healthy)} GPUs are well, so {wanted} cores should be on offer; node.status says {offered}, the kubelet knows {known}")
+        raise Violation(
+            f"{len(healthy)} GPUs are well, so {wanted} cores should be on offer; node.status says "
+            f"{offered}, the kubelet knows {known}"
+        )
     begun = len(world.writes)
     await anyio.sleep(300)
     if len(world.writes) - begun > 10:

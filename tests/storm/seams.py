@@ -1,13 +1,14 @@
 """What stands in place of threads and of the network in a storm, and who is dead.
 
-A process that was killed does nothing any more. Inside one process that is played so: the life of an agent is marked
-dead, and from then on its files, its API calls and its calls to NVML end in an error before they have an effect,
-while its tasks are cancelled.
+A process that was killed does nothing any more. Inside one process that is played so: the life of an agent is
+marked dead, and from then on its files, its API calls and its calls to NVML end in an error before they have
+an effect, while its tasks are cancelled.
 """
 
 import asyncio
 import contextvars
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -171,10 +172,11 @@ class _Rest:
 def install(api_socket: str) -> None:
     """Put the stand-ins in place, for this process."""
 
-    async def connect(_: object) -> agent.cluster.api.KubeApi:
+    async def connect(kubeconfig: Path | None) -> agent.cluster.api.KubeApi:
+        del kubeconfig
         return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket))
 
-    anyio.to_thread.run_sync = _inline
+    anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.api.connect = connect
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]

@@ -1,18 +1,15 @@
 """One storm: a seed, its events, and what it proved."""
 
 import hashlib
-import os
 import random
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import anyio
 
-from tests.storm.admission import observe
 from tests.storm.actions import FAULTS, USERS, Act, calm
+from tests.storm.admission import observe
 from tests.storm.clock import CLOCK
 from tests.storm.invariants import Violation, check, check_calm
 from tests.storm.world import World, world
@@ -30,6 +27,9 @@ class Outcome:
     violation: str | None = None
     virtual_seconds: float = 0.0
     faults: int = 0
+    steps: int = 0
+    checks: int = 0  # how often the invariants were looked at
+    skipped: frozenset[int] = frozenset()
 
     @property
     def digest(self) -> str:
@@ -55,28 +55,30 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
             await anyio.sleep(rng.choice((0.0, 0.5, 3.0)))
             refused: list[str] = []
             end = observe(made, refused.append)
+
+            def look() -> None:
+                outcome.checks += 1
+                check(made)
+                if refused:
+                    raise Violation(refused[0])
+
             try:
                 for number in range(steps):
                     act = rng.choices(list(weights), list(weights.values()))[0]
                     own = random.Random(f"{seed}/{number}")
-                    if number not in skip:
-                        if act in faults:
-                            outcome.faults += 1
-                            made.disturbed = CLOCK.now
-                        told = await act(made, own)
-                        if act in faults:
-                            made.disturbed = CLOCK.now
-                        outcome.history.append(f"{number} {CLOCK.now:.6f} {told}")
-                        check(made)
+                    if number in skip:
+                        continue
+                    outcome.steps += 1
+                    outcome.faults += act in faults
+                    await _step(made, act, act in faults, number, own, outcome)
+                    look()
                     await anyio.sleep(own.choice(PAUSES))
                     outcome.history.append(_state(made))
-                    check(made)
-                    if refused:
-                        raise Violation(refused[0])
+                    look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
                 await check_calm(made)
-                check(made)
+                look()
             except Violation as violation:
                 outcome.violation = str(violation)
             finally:
@@ -86,7 +88,18 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
     return outcome
 
 
+async def _step(
+    made: World, act: Act, fault: bool, number: int, own: random.Random, outcome: Outcome
+) -> None:
+    if fault:
+        made.disturbed = CLOCK.now
+    told = await act(made, own)
+    if fault:
+        made.disturbed = CLOCK.now
+    outcome.history.append(f"{number} {CLOCK.now:.6f} {told}")
+
+
 def _state(made: World) -> str:
     pods = ",".join(f"{key[1]}={pod.phase}" for key, pod in sorted(made.kubelet.api.pods.items()))
-    offered = {resource: count for resource, count in sorted(made.kubelet.allocatable.items())}
+    offered = dict(sorted(made.kubelet.allocatable.items()))
     return f"  {CLOCK.now:.6f} {offered} [{pods}] writes={len(made.writes)}"

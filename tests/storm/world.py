@@ -1,4 +1,4 @@
-"""The world of a storm: GPUs, a kubelet, an API server and one node agent, all in this process and in virtual time."""
+"""The world of a storm: GPUs, a kubelet, an API server and one node agent in this process."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from agent.app.agent import Agent
 from agent.model.modes import Mode
 from agent.modes.desired import LABEL
 from agent.settings import Cluster, Health, Host, Http, Kubelet, LayoutEntry, Modes, Sampling, Settings
-from agent.simulator.kubelet import EmbeddedKubelet, Timings
+from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pods import PodSpec
 from agent.simulator.machine import SimulatedMachine
@@ -45,7 +45,9 @@ class AgentRun:
         seams.LIFE.set(self.life)
         try:
             with self._scope, contextlib.suppress(app.StoppedEarly):
-                async with app.running(self._settings, SimulatedNvml(self._machine), self._stop) as self.agent:
+                async with app.running(
+                    self._settings, SimulatedNvml(self._machine), self._stop
+                ) as self.agent:
                     await self._stop.wait()
         except BaseException as error:
             if not self.life.dead and not isinstance(error, asyncio.CancelledError):
@@ -97,7 +99,9 @@ class World:
         folder = self.folder
         return Settings(
             modes=Modes(mps=False),
-            layouts={"mixed": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="vgpu")]},
+            layouts={
+                "mixed": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="vgpu")]
+            },
             http=Http(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
             cluster=Cluster(access="required", node_name=self.kubelet.api.node_name),
@@ -148,7 +152,7 @@ class World:
         self.http.set_label(LABEL, word)
 
     def modes_of_lists(self) -> dict[str, set[Mode]]:
-        """GPU -> the modes on whose lists it stands, as the kubelet has them from plugins that are connected."""
+        """GPU -> the modes on whose lists it stands; lists of plugins that are gone do not count."""
         life = self.kubelet._life
         found: dict[str, set[Mode]] = {}
         for resource, endpoint in life.devices.tables.endpoints.items() if life else ():
@@ -170,7 +174,9 @@ class World:
                 await anyio.sleep(self.api_delay)
             if self.api_faults:
                 status = self.api_faults.pop()
-                return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
+                return web.json_response(
+                    {"kind": "Status", "message": "storm", "code": status}, status=status
+                )
             if write:
                 body = await request.text()
                 self.writes.append((anyio.current_time(), f"{request.method} {request.path} {body}"))
