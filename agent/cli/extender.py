@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from agent.kit import logs
+from agent.kit.descriptors import raise_limit
 from agent.kit.supervise import FatalError, describe
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def _extender(options: argparse.Namespace) -> int:
     named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
     loaded = settings.load(options.config or (Path(named) if named else None), os.environ, options.set)
     logs.configure(loaded.logging.level, loaded.logging.format)
+    raise_limit()
     try:
         anyio.run(_serve, loaded)
     except Exception as error:  # the last line of defence

@@ -23,6 +23,7 @@ from agent.cli import cleanup, extender
 from agent.cli import status as shell
 from agent.kit import logs
 from agent.kit.cell import Cell
+from agent.kit.descriptors import raise_limit
 from agent.kit.supervise import FatalError, describe
 from agent.nvml.port import NvmlPort
 
@@ -130,6 +131,7 @@ def _simulate(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     loaded = _load(options)
     logs.configure(loaded.logging.level, loaded.logging.format)
+    raise_limit()
     try:
         anyio.run(_serve, loaded, _nvml(loaded, options.simulated_machine), options)
     except Exception as error:  # the last line of defence

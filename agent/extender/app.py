@@ -13,7 +13,7 @@ from agent import __version__
 from agent.cluster.api import KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
-from agent.extender.certificates import Certificates
+from agent.extender.certificates import AllowedNames, Certificates
 from agent.extender.fleet import Fleet
 from agent.extender.handlers import Serving, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election
@@ -24,12 +24,17 @@ from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
 from agent.model.fragmentation import Mix
 from agent.model.placement import Policy
+from agent.web.connections import Limits
 from agent.web.probes import Probes
 from agent.web.server import HttpServer, Reply, Request
 
 log = structlog.get_logger()
 
 MEBIBYTE = 1 << 20
+# All calls may come from one address, the API server's or kube-scheduler's, with a connection for each
+# binding under way. A connection with TLS takes 0.3 MiB.
+PLAIN_LIMITS = Limits(connections=1024, connections_per_address=768, requests=512, requests_per_address=384)
+TLS_LIMITS = Limits(connections=256, connections_per_address=192, requests=128, requests_per_address=96)
 
 
 class Extender:
@@ -40,7 +45,7 @@ class Extender:
         self._api = api
         self.supervisor = Supervisor()
         self.metrics = Metrics()
-        self.http = HttpServer(settings.http.address, settings.http.port)
+        self.http = HttpServer(settings.http.address, settings.http.port, limits=PLAIN_LIMITS)
         self.https: HttpServer | None = None
         self.certificates: Certificates | None = None
         self.election = Election(api, settings.lease, namespace)
@@ -134,7 +139,10 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
         if settings.tls.port is not None:
             extender.certificates = await anyio.to_thread.run_sync(Certificates, settings.tls)
             context = extender.certificates.context
-            extender.https = HttpServer(settings.http.address, settings.tls.port, context)
+            allowed = AllowedNames(settings.tls.client_names)
+            extender.https = HttpServer(
+                settings.http.address, settings.tls.port, context, TLS_LIMITS, allowed.refusal
+            )
         extender.add_routes()
         log.info("extender_starting", version=__version__, identity=extender.election.identity)
         spawn = extender.supervisor.restarting

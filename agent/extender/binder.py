@@ -4,7 +4,6 @@ The API server copies a Binding's annotations onto the pod together with the nod
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ log = structlog.get_logger()
 BIND_SECONDS = (
     4.0  # less than the time between losing and giving up a lease: no late write of a former leader
 )
-REMEMBERED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +56,11 @@ class Binder:
         self._seconds = assume_seconds
         self._holds = holds
         self._clock = clock
-        self._wishes: OrderedDict[str, Wish] = OrderedDict()
         self._open: dict[str, tuple[str, PodClaim]] = {}  # written, and no answer came
 
     def wish(self, pod: Pod) -> Wish:
-        """What a pod wants, kept for its binding. Raises Impossible."""
-        found = Wish(demand_for(pod), policy_of(pod, self._policy))
-        self._wishes[pod.uid] = found
-        self._wishes.move_to_end(pod.uid)
-        if len(self._wishes) > REMEMBERED:
-            self._wishes.popitem(last=False)
-        return found
+        """What a pod wants. Raises Impossible."""
+        return Wish(demand_for(pod), policy_of(pod, self._policy))
 
     async def bind(self, binding: Binding) -> None:
         """Raises NotBound."""
@@ -92,7 +84,6 @@ class Binder:
         except ApiError as error:
             raise NotBound(str(error)) from error
         self._open.pop(binding.pod_uid, None)
-        self._wishes.pop(binding.pod_uid, None)
         log.info(
             "pod_bound",
             pod=f"{binding.pod_namespace}/{binding.pod_name}",
@@ -120,9 +111,7 @@ class Binder:
         self._fleet.forget(uid)
 
     async def _wish_of(self, binding: Binding) -> Wish:
-        if found := self._wishes.get(binding.pod_uid):
-            return found
-        # Filtered by a former leader.
+        # What filter was told of the pod is the caller's word; a pod is bound by what the API server says.
         path = f"/api/v1/namespaces/{binding.pod_namespace}/pods/{binding.pod_name}"
         try:
             pod = decode_pod(await self._api.get(path, deadline=BIND_SECONDS / 2))
@@ -131,9 +120,12 @@ class Binder:
         if pod.metadata.uid != binding.pod_uid:
             raise NotBound("there is another pod of that name by now; nothing was done")
         try:
-            return self.wish(as_model(pod))
+            wish = self.wish(as_model(pod))
         except Impossible as error:
             raise NotBound(str(error)) from error
+        if wish.demand.nothing:
+            raise NotBound("the pod asks for no GPU: kube-scheduler binds it by itself; see managedResources")
+        return wish
 
     async def _write(self, binding: Binding, annotations: dict[str, str]) -> None:
         body = {

@@ -1,7 +1,9 @@
 """The extender's certificate for kube-scheduler: read at the start, and again when it was renewed."""
 
 import ssl
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -13,6 +15,8 @@ from agent.kit.supervise import FatalError
 log = structlog.get_logger()
 
 LOOK_SECONDS = 5.0  # the kubelet takes a minute or so to show a changed Secret anyway
+
+REMEMBERED_NAMES = 100  # of refused callers: whoever may sign certificates could make up any number
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
@@ -59,6 +63,30 @@ class Certificates:
         context.verify_mode = ssl.CERT_REQUIRED
         _load(context, self._tls)
         return context
+
+
+class AllowedNames:
+    """Whose certificates are served, by common name, which is what the API server takes for the user's name.
+
+    The authority alone is not enough: kubeadm's has signed a certificate of every kubelet, too.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._told: set[str] = set()
+
+    def refusal(self, certificate: Mapping[str, Any]) -> str | None:
+        """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` tells it) is not served."""
+        names = [
+            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
+        ]
+        if len(names) == 1 and names[0] in self._names:
+            return None
+        shown = ", ".join(map(repr, names)) or "no common name"
+        if shown not in self._told and len(self._told) < REMEMBERED_NAMES:
+            self._told.add(shown)
+            log.warning("client_certificate_refused", name=shown, allowed=sorted(self._names))
+        return f"a certificate of {shown} is not served; tls.clientNames has {', '.join(sorted(self._names))}"
 
 
 def _load(context: ssl.SSLContext, tls: Tls) -> None:

@@ -16,6 +16,7 @@ RESERVED = frozenset({"CONFIG"})
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
+Name = Annotated[str, Meta(min_length=1)]
 Size = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
@@ -43,8 +44,12 @@ class Tls(Section, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # null: not served
     certificate: AbsolutePath = "/etc/gpu-node-agent/tls/tls.crt"
     key: AbsolutePath = "/etc/gpu-node-agent/tls/tls.key"
-    # Whoever calls must show a certificate of this authority.
+    # Whoever calls must show a certificate of this authority ...
     client_authority: AbsolutePath = "/etc/gpu-node-agent/tls/ca.crt"
+    # ... with one of these common names.
+    client_names: Annotated[list[Name], Meta(min_length=1)] = field(
+        default_factory=lambda: ["system:kube-scheduler"]
+    )
 
 
 class Cluster(Section, frozen=True):

@@ -3,6 +3,7 @@
 After `k8s.io/kube-scheduler/extender/v1`: keys are the Go fields' names, objects inside are the API's.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -54,6 +55,8 @@ class Asked:
 
 _args, _objects = msgspec.json.Decoder(_Args), msgspec.json.Decoder(_Object)
 _bindings = msgspec.json.Decoder(Binding)
+_NAME = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # RFC 1123, as the API server takes names
+LONGEST_NAME = 253
 _DEEP = "it is nested too deep"
 T = TypeVar("T")
 
@@ -76,6 +79,10 @@ def binding(body: bytes) -> Binding:
     found = _decoded(_bindings.decode, body)
     if not (found.pod_name and found.pod_namespace and found.pod_uid and found.node):
         raise BadRequest("PodName, PodNamespace, PodUID and Node must all be given; nothing was done")
+    # They become part of a path at the API server.
+    for name in (found.pod_name, found.pod_namespace, found.node):
+        if len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
+            raise BadRequest(f"{name[:LONGEST_NAME]!r} is no name of a Kubernetes object; nothing was done")
     return found
 
 

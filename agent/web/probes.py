@@ -26,8 +26,8 @@ class Probes:
 
     def add_to(self, server: HttpServer) -> None:
         """Take both routes."""
-        server.add_route("/healthz", self.health)
-        server.add_route("/readyz", self.ready)
+        server.add_probe("/healthz", self.health)
+        server.add_probe("/readyz", self.ready)
 
     async def health(self, _: Request) -> Reply:
         """200 while every fatal task runs, else 503. Tasks that are restarted are told, and do no harm."""

@@ -4,35 +4,41 @@ It uses aiohttp's low-level server with a table of exact paths: a router, an app
 would cost 1.3 MiB of resident memory for a handful of GET routes. The address is bound at once, so that a
 fault shows at the start, but aiohttp comes in with the first connection: importing it is a quarter of the
 time that the agent needs until its resources are served.
+
+Connections are accepted here, not by asyncio: each is counted before its TLS handshake, in which a caller
+could stay for a minute otherwise.
 """
 
 import asyncio
+import contextlib
+import errno
 import importlib
-import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import structlog
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
-from agent.kit.supervise import FatalError
+from agent.web.connections import HEAD_SECONDS, Connection, Connections, Limits
+from agent.web.listening import first_connection, listen
 
 if TYPE_CHECKING:
-    from aiohttp.web_request import BaseRequest
-    from aiohttp.web_response import Response
+    from agent.web.protocol import BaseRequest, Response, Server
 
 log = structlog.get_logger()
 
 HANDLER_SECONDS = 5.0
+ANSWER_SECONDS = 10.0  # for the caller to take its answer
 # aiohttp waits up to twice this for requests under way, so stopping stays under a second.
 STOP_SECONDS = 0.4
-# Longer than the usual scrape interval, so that a scraper keeps its connection.
-KEEP_ALIVE_SECONDS = 75.0
+SHORT_SECONDS = 0.05  # while descriptors or memory for another connection are short
+BODIES = 2  # bodies of the greatest size that are held at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +66,42 @@ class Reply:
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
-
-
-class CannotListen(FatalError):
-    """The address or port of the HTTP server cannot be had; the message names the remedy."""
+# Why a caller with this certificate (as ssl.SSLSocket.getpeercert gives it) is not served; None: it is.
+Refusal = Callable[[Mapping[str, Any]], str | None]
 
 
 class HttpServer:
     """Serves one address. Port 0 takes any free port; `port` tells which, once bound."""
 
-    def __init__(self, address: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: serve HTTPS with it."""
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
+        """`tls`: serve HTTPS with it. `refusal` judges the callers' certificates."""
         self.address = address
         self.port = port
+        self.connections = Connections(limits or Limits(), anyio.current_time)
         self._tls = tls
+        self._refusal = refusal
         self._routes: dict[str, Handler] = {}
         self._posts: dict[str, int] = {}  # paths that take POST alone, and how many bytes at most
+        self._probes: set[str] = set()
+        self._body_bytes = 0  # of all requests under way
 
     def add_route(self, path: str, handler: Handler) -> None:
         """Answer GET and HEAD of `path` with `handler`, which runs under a deadline of `HANDLER_SECONDS`."""
         if path in self._routes:
             raise ValueError(f"HTTP route {path} is already taken")
         self._routes[path] = handler
+
+    def add_probe(self, path: str, handler: Handler) -> None:
+        """The same for a path that takes no place among the requests under way: it must cost nothing."""
+        self.add_route(path, handler)
+        self._probes.add(path)
 
     def add_post(self, path: str, handler: Handler, most_bytes: int) -> None:
         """The same for POST; a longer body is answered with 400 and never kept."""
@@ -90,12 +110,12 @@ class HttpServer:
 
     async def serve(self, *, task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; starts with the port that was bound. Raises CannotListen."""
-        listening = await self._bind()
+        listening = await listen(self.address, self.port)
         try:
             self.port = listening[0].getsockname()[1]
             log.info("http_listening", address=self.address, port=self.port)
             task_status.started(self.port)
-            await _first_connection(listening)
+            await first_connection(listening)
             await anyio.to_thread.run_sync(_load)
             await self._serve_on(listening)
         finally:
@@ -103,49 +123,100 @@ class HttpServer:
                 one.close()
 
     async def _serve_on(self, listening: Sequence[socket.socket]) -> None:
-        from aiohttp.web_server import Server  # noqa: PLC0415  loaded by now
+        from agent.web.protocol import Server  # noqa: PLC0415  loaded by now
 
-        http = Server(
-            self._answer, handler_cancellation=True, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS
-        )
-        loop = asyncio.get_running_loop()
-        listeners = [await loop.create_server(http, sock=one, ssl=self._tls) for one in listening]
+        http = Server(self._answer, handler_cancellation=True)
         try:
-            await anyio.sleep_forever()
+            async with anyio.create_task_group() as group:
+                for one in listening:
+                    group.start_soon(self._accept, one, http, group)
         finally:
-            for listener in listeners:
-                listener.close()
             with anyio.CancelScope(shield=True):
                 http.pre_shutdown()  # idle connections: nobody need wait for them
                 await http.shutdown(STOP_SECONDS)
 
-    async def _bind(self) -> list[socket.socket]:
-        """A listening socket for every address that the name stands for."""
-        bound: list[socket.socket] = []
+    async def _accept(self, listening: socket.socket, http: "Server", group: TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await anyio.lowlevel.checkpoint()  # a flood must not keep others from running
+            try:
+                accepted, address = await loop.sock_accept(listening)
+            except OSError as error:
+                # Or it is an error of the new connection; see accept(2).
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self.connections.make_room()
+                await anyio.sleep(SHORT_SECONDS)
+                continue
+            handshake = anyio.CancelScope()
+            connection = Connection(address[0], handshake.cancel)
+            self.connections.opened(connection)
+            group.start_soon(self._connect, accepted, connection, http, handshake)
+
+    async def _connect(
+        self, accepted: socket.socket, connection: Connection, http: "Server", handshake: anyio.CancelScope
+    ) -> None:
+        """Hand an accepted connection over to its protocol, past the TLS handshake if there is one."""
+        from agent.web.protocol import Protocol  # noqa: PLC0415  loaded by now
+
+        made = False
+
+        def protocol() -> Protocol:
+            nonlocal made
+            made = True  # and the socket is asyncio's from here on
+            return Protocol(http, self.connections, connection)
+
+        connected = False
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                self.address, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, address in dict.fromkeys(found):
-                port = bound[0].getsockname()[1] if bound else self.port
-                bound.append(_listening(family, (address[0], port, *address[2:])))
-            return bound
-        except socket.gaierror as error:
-            remedy = f"{self.address!r} is no address: {error.strerror}; correct http.address"
+            with handshake:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    protocol,
+                    accepted,
+                    ssl=self._tls,
+                    ssl_handshake_timeout=HEAD_SECONDS if self._tls else None,
+                    ssl_shutdown_timeout=STOP_SECONDS if self._tls else None,
+                )
+                connected = True
         except OSError as error:
-            cause = os.strerror(error.errno) if error.errno else str(error)
-            remedy = f"{cause}; stop what holds it, or change http.address or http.port"
-        for one in bound:
-            one.close()
-        raise CannotListen(f"HTTP cannot listen on {self.address} port {self.port}: {remedy}")
+            log.debug("http_handshake_failed", address=connection.address, problem=str(error))
+        finally:
+            if not made:
+                accepted.close()
+            if not connected:
+                self.connections.closed(connection)
 
     async def _answer(self, request: "BaseRequest") -> "Response":
-        from aiohttp.web_response import Response  # noqa: PLC0415  loaded by now
+        from agent.web.protocol import Protocol, Response  # noqa: PLC0415  loaded by now
 
-        reply = await self._reply(request)
-        return Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
+        protocol = request.protocol
+        assert isinstance(protocol, Protocol)
+        protocol.begins()
+        try:
+            if request.path in self._probes or self.connections.begins(protocol.connection):
+                reply = await self._reply(request)
+            else:
+                reply = Reply.text("too many requests at once; try again", 503)
+            response = Response(status=reply.status, headers=dict(reply.headers), body=reply.body)
+            with contextlib.suppress(ConnectionError):  # the caller has left; aiohttp sees it, too
+                with anyio.move_on_after(ANSWER_SECONDS) as sending:
+                    await response.prepare(request)
+                    await response.write_eof()
+                if sending.cancelled_caught:
+                    protocol.connection.drop()
+            return response
+        finally:
+            self.connections.answered(protocol.connection)
+
+    def _refused(self, request: "BaseRequest") -> Reply | None:
+        if self._refusal is None:
+            return None
+        transport = request.transport
+        certificate = transport.get_extra_info("peercert") if transport else None
+        why = self._refusal(certificate or {})
+        return Reply.text(why, 403) if why else None
 
     async def _reply(self, request: "BaseRequest") -> Reply:
+        if refused := self._refused(request):
+            return refused
         handler = self._routes.get(request.path)
         if handler is None:
             return Reply.text(f"no such path; there are {' '.join(sorted(self._routes))}", 404)
@@ -155,62 +226,35 @@ class HttpServer:
             plain = {"Content-Type": "text/plain; charset=utf-8", "Allow": ", ".join(allowed)}
             served = f"only {' and '.join(allowed)} are served" if most is None else "only POST is served"
             return Reply(f"{served}\n".encode(), 405, plain)
+        body = bytearray()
         try:
             with anyio.fail_after(HANDLER_SECONDS):
-                body = b""
-                if most is not None:
-                    read = await _bounded(request, most)
-                    if read is None:
-                        return Reply.text(f"the request is larger than {most} bytes; nothing was done", 400)
-                    body = read
-                return await handler(Request(request.path, request.query, request.headers, body))
+                if most is not None and (refused := await self._read(request, body, most)):
+                    return refused
+                return await handler(Request(request.path, request.query, request.headers, bytes(body)))
         except TimeoutError:
             log.error("http_handler_late", path=request.path, deadline_seconds=HANDLER_SECONDS)
             return Reply.text(f"no answer within {HANDLER_SECONDS:g} s", 503)
         except Exception:
             log.exception("http_handler_failed", path=request.path)
             return Reply.text("the agent failed to answer; its log tells why", 500)
+        finally:
+            self._body_bytes -= len(body)
 
-
-async def _bounded(request: "BaseRequest", most: int) -> bytes | None:
-    """The body; None if it is longer than `most` bytes, which is found before it is read where it can be."""
-    if (request.content_length or 0) > most:
+    async def _read(self, request: "BaseRequest", body: bytearray, most: int) -> Reply | None:
+        """Read a body into `body`; why it is not taken, which is found before it is read where it can be."""
+        too_large = Reply.text(f"the request is larger than {most} bytes; nothing was done", 400)
+        if (request.content_length or 0) > most:
+            return too_large
+        async for chunk in request.content.iter_any():
+            body += chunk
+            self._body_bytes += len(chunk)
+            if len(body) > most:
+                return too_large
+            if self._body_bytes > BODIES * most:
+                return Reply.text("too many large requests at once; try again", 503)
         return None
-    found = bytearray()
-    async for chunk in request.content.iter_any():
-        found += chunk
-        if len(found) > most:
-            return None
-    return bytes(found)
-
-
-def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setblocking(False)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-        made.listen(128)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-async def _first_connection(listening: Sequence[socket.socket]) -> None:
-    """Return when somebody has connected to one of the sockets; nothing is accepted yet."""
-
-    async def watch(one: socket.socket) -> None:
-        await anyio.wait_readable(one)
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        for one in listening:
-            group.start_soon(watch, one)
 
 
 def _load() -> None:
-    importlib.import_module("agent.kit.lean_aiohttp")
-    importlib.import_module("aiohttp.web_server")
+    importlib.import_module("agent.web.protocol")

@@ -53,6 +53,17 @@ def test_it_accepts_its_configuration_and_serves_the_ports_named(secret: str, tm
     assert {one["port"] for one in service["spec"]["ports"]} == set(ports.values())
 
 
+def test_the_scheduler_s_certificate_alone_may_call_unless_others_are_named(tmp_path: Path) -> None:
+    def names(*more: str) -> list[str]:
+        objects = made('extender.tls.secret="pki"', *more)
+        config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
+        (tmp_path / "c.yaml").write_text(config["data"]["extender.yaml"])
+        return settings.load(tmp_path / "c.yaml", {}).tls.client_names
+
+    assert names() == ["system:kube-scheduler"]
+    assert names('extender.tls.clientNames=["second-scheduler"]') == ["second-scheduler"]
+
+
 def test_where_certificates_are_asked_for_plain_http_has_no_verbs() -> None:
     def verbs(*settings: str) -> bool:
         objects = helm.template(settings=("extender.enabled=true", *settings))

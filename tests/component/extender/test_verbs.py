@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from agent.extender.explain import explain
+from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
 from tests.component.extender.api import ClusterApi, gpus
@@ -69,10 +70,6 @@ async def test_bound_and_chosen_in_one_write() -> None:
             pod = api.pod(f"p{number}", 60, 10, annotations={HINT: "7", "tencent.com/gpu-assigned": "true"})
             fits = (await scheduler.filter(pod, ["a"]))["NodeNames"] == ["a"]
             assert fits == (number < 2)
-            # Without a filter first, as after a change of leader, the pod is read.
-            if number % 2:
-                assert scheduler.extender.serving is not None
-                scheduler.extender.serving.binder._wishes.clear()
             error = await scheduler.bind(pod, "a")
             assert (error == "") == fits, error
         assert error == "a has no room any more: largest free share 40 of 60 cores"
@@ -141,6 +138,11 @@ async def test_a_binding_whose_answer_is_lost_still_counts() -> None:
         ("bind", b"null"),
         ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"","Node":"a"}'),
         ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"u","Node":7}'),
+        ("bind", b'{"PodName":"../../../nodes/a","PodNamespace":"ns","PodUID":"u","Node":"a"}'),
+        ("bind", b'{"PodName":"p","PodNamespace":"ns/pods/q/binding?","PodUID":"u","Node":"a"}'),
+        ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"u","Node":"a%2f"}'),
+        ("bind", b'{"PodName":"p\\n","PodNamespace":"ns","PodUID":"u","Node":"a"}'),
+        ("bind", b'{"PodName":"' + b"p" * 254 + b'","PodNamespace":"ns","PodUID":"u","Node":"a"}'),
         ("bind", b"x" * (1 << 20) + b"x"),
     ],
 )
@@ -155,6 +157,22 @@ async def test_what_cannot_be_understood_changes_nothing(path: str, body: bytes)
         assert api.bindings == []
         assert scheduler.extender.fleet is not None
         assert scheduler.extender.fleet.pods == 0
+
+
+async def test_pods_without_gpus_are_not_bound() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    plain = api.pod("plain", 0, 0)
+    plain["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "1"}
+    async with api.serving(), leader(api) as scheduler:
+        # What filter is told of the pod is the caller's word, and changes nothing.
+        lie = json.loads(json.dumps(plain))
+        lie["spec"]["containers"][0]["resources"]["limits"] = {VGPU.core: "10", VGPU.memory: "1"}
+        assert (await scheduler.filter(lie, ["a"]))["NodeNames"] == ["a"]
+        assert "asks for no GPU" in await scheduler.bind(plain, "a")
+        assert api.bindings == []
+        assert scheduler.extender.fleet is not None
+        assert scheduler.extender.fleet.waiting == 0
 
 
 async def test_a_request_that_nothing_can_grant_is_told_as_such() -> None:

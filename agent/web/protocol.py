@@ -1,0 +1,72 @@
+"""The part of an HTTP server that knows aiohttp; imported with the first connection, for it takes long.
+
+aiohttp bounds lines, headers and pipelined requests by itself, and ends idle connections. It sets no deadline
+for the head of a request.
+"""
+
+import asyncio
+import importlib
+from typing import Any
+
+importlib.import_module("agent.kit.lean_aiohttp")
+
+from aiohttp.web_protocol import RequestHandler  # noqa: E402
+from aiohttp.web_request import BaseRequest  # noqa: E402
+from aiohttp.web_response import Response  # noqa: E402
+from aiohttp.web_server import Server  # noqa: E402
+
+from agent.web.connections import HEAD_SECONDS, Connection, Connections  # noqa: E402
+
+# Longer than the usual scrape interval, so that a scraper keeps its connection.
+KEEP_ALIVE_SECONDS = 75.0
+LINGER_SECONDS = 2.0  # what a caller still sends of a request that is answered already is read for so long
+
+__all__ = ["BaseRequest", "Protocol", "Response", "Server"]
+
+
+class Protocol(RequestHandler):
+    """One connection: counted until it is lost, and dropped when the head of a request is late."""
+
+    __slots__ = ("_connections", "_head", "connection")
+
+    def __init__(self, server: Server, connections: Connections, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"access_log": None, "lingering_time": LINGER_SECONDS}
+        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_SECONDS, **options)
+        self._connections = connections
+        self.connection = connection
+        self._head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first request."""
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.connection.drop = transport.abort
+        if self.connection.gone:  # during the TLS handshake
+            transport.abort()
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest of a head, unless a request is under way."""
+        if self._current_request is None:
+            self._expect_head()
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget it."""
+        self._forget_head()
+        self._connections.closed(self.connection)
+        super().connection_lost(exc)
+
+    def begins(self) -> None:
+        """The head of a request is here."""
+        self._forget_head()
+
+    def _expect_head(self) -> None:
+        if self._head is None:
+            self._head = self._loop.call_later(HEAD_SECONDS, self.connection.drop)
+
+    def _forget_head(self) -> None:
+        if self._head:
+            self._head.cancel()
+            self._head = None
