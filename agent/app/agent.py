@@ -17,8 +17,11 @@ from agent.modes.state import STARTING, Phase
 from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import Fleet
-from agent.node.capacity import NodeFigures
+from agent.node.capacity import Capacity
 from agent.node.conditions import Reporter
+from agent.node.inherited import Inherited
+from agent.node.taint import SchedulingTaint
+from agent.node.withdrawal import Withdrawals
 from agent.nvml.worker_thread import Lane
 from agent.settings import Settings
 from agent.telemetry.reading import Part, Sources
@@ -78,6 +81,16 @@ class MpsParts:
 
 
 @dataclass
+class NodeParts:
+    """What keeps the node's status and its taint true."""
+
+    taint: SchedulingTaint
+    capacity: Capacity
+    withdrawals: Withdrawals
+    inherited: Inherited
+
+
+@dataclass
 class ClusterAccess:
     """What the agent has of the Kubernetes API."""
 
@@ -101,7 +114,7 @@ class Agent:
     cluster: ClusterAccess | None = None
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
-    figures: NodeFigures | None = None
+    node: NodeParts | None = None
     reporter: Reporter | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None

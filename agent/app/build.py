@@ -1,8 +1,7 @@
 """Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent, ClusterAccess
 from agent.app.build_mps import MpsBackend, build_mps
+from agent.app.build_node import build_node, run_node
 from agent.app.build_telemetry import build_telemetry
 from agent.app.degradations import remarks
 from agent.inventory.gpu_monitor import Guard
@@ -21,7 +21,6 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
@@ -33,10 +32,8 @@ from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
-from agent.node.capacity import KubeletMute, NodeFigures
 from agent.node.conditions import Reporter
 from agent.node.labels import labels_of
-from agent.node.taint import SchedulingHold
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
@@ -53,12 +50,10 @@ from agent.web.control import ControlServer
 
 if TYPE_CHECKING:
     from agent.cluster.node import NodeObject
-    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
 EndpointFactory = Callable[[ResourcePlugin], Endpoint]
-CaughtCheck = Callable[[], Awaitable[frozenset[str]]]
 
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_LOOK_SECONDS = 2.0
@@ -139,30 +134,20 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(agent), agent.supervisor, group)
     writers: dict[str, Patching] = {}
     if agent.cluster:
-        from agent.node.object import OwnNode  # noqa: PLC0415  loads the API client's room
+        from agent.node.object import ClusterNode  # noqa: PLC0415  loads the API client's room
 
-        own = OwnNode(agent.cluster.node, agent.cluster.events)
+        own = ClusterNode(agent.cluster.node, agent.cluster.events)
         most = settings.mps.most_clients
         resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
-        pods = agent.cluster.pods
-        agent.figures = NodeFigures(
-            own,
-            resources.figures,
-            assignment,
-            _caught(agent, pods),
-            SchedulingHold(own),
-            resources.delivered,
-            _taken_in(agent),
-            resources.names,
-        )
-        writers |= {"status": agent.figures, "taint": agent.figures.hold}
+        agent.node = build_node(agent, agent.cluster, own, resources, assignment)
+        writers |= {"status": agent.node.capacity, "taint": agent.node.taint}
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
         assignment,
         agent.holdings,
         resources,
-        announcer=agent.figures,
+        announcer=agent.node.withdrawals if agent.node else None,
         backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
@@ -182,10 +167,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     agent.desired.from_memory(remembered)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
-    if agent.cluster and agent.figures:
+    if agent.cluster and agent.node:
         labels: Cell[Mapping[str, str]] = Cell({})
-        group.start_soon(spawn, "node figures", agent.figures.run)
-        group.start_soon(spawn, "figures follow", resources.follow_lists, agent.figures.wake)
+        group.start_soon(spawn, "node capacity", run_node, agent.node, resources)
         notes: Cell[Mapping[str, str]] = Cell({})
         agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
         group.start_soon(spawn, "node report", agent.reporter.run)
@@ -323,28 +307,3 @@ async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
         found = labels_of(snapshot, node.metadata.labels if node else {})
         if found and found != labels.value:
             labels.publish(found)
-
-
-def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
-    """How many healthy devices the kubelet knows of each resource."""
-
-    async def taken_in() -> Mapping[str, int] | None:
-        try:
-            return await agent.holdings.client.allocatable()
-        except PodResourcesUnavailable as error:
-            if error.unsupported:
-                return None
-            raise KubeletMute from error  # the holdings watch tells why
-
-    return taken_in
-
-
-def _caught(agent: Agent, pods: "PodCache") -> CaughtCheck:
-    from agent.node.unadmitted_pods import caught  # noqa: PLC0415  loads the API client's room
-
-    return partial(
-        caught,
-        lambda: None if pods.reflector.problem else pods.pods(),
-        lambda: {endpoint.plugin.resource for endpoint in agent.endpoints},
-        agent.holdings.refresh,
-    )

@@ -15,10 +15,9 @@ def remarks(agent: Agent) -> list[str]:
                 "the scheduler hears of changes at the kubelet's next tick"
             )
         else:
-            hold = agent.figures.hold if agent.figures else None
             writers = [
-                ("node.status", agent.figures),
-                ("the node's taint", hold),
+                ("node.status", agent.node.capacity if agent.node else None),
+                ("the node's taint", agent.node.taint if agent.node else None),
                 ("the Node object", agent.reporter),
             ]
             found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)

@@ -31,9 +31,7 @@ log = structlog.get_logger()
 Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
-LOCK_SECONDS = 6.0
-# Telling the scheduler that nothing is sold here any more, before the lists end.
-FAREWELL_SECONDS = 4.0
+LOCK_SECONDS = 11.0
 
 
 class StoppedEarly(Exception):
@@ -74,9 +72,10 @@ async def running(
                 finally:
                     agent.stopping = True
                     log.info("agent_stopping")
-                    if agent.figures:
-                        with anyio.CancelScope(shield=True), anyio.move_on_after(FAREWELL_SECONDS):
-                            await agent.figures.close(agent.switcher.close if agent.switcher else None)
+                    # Nothing is offered any more before the lists end; bounded in time.
+                    if agent.node and agent.switcher:
+                        with anyio.CancelScope(shield=True):
+                            await agent.node.withdrawals.stop(agent.switcher.close)
                     inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
     finally:

@@ -1,6 +1,6 @@
 """What the switcher needs of other rooms; the composition root hands it over."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from agent.kit.cell import Cell
@@ -52,14 +52,12 @@ class Resources(Protocol):
 class Announcer(Protocol):
     """Keeps the scheduler from sending pods to what is about to go."""
 
-    async def shrink(self, assignment: Assignment) -> None:
-        """Prepare for an assignment that sells less: return when no bound pod lacks its devices.
+    async def withdraw(self, ahead: Assignment, publish: Callable[[], Awaitable[None]]) -> None:
+        """Call `publish`, which puts an assignment that offers less in force, when no pod is lost by it.
 
-        Bounded in time for each such pod; without the API server it returns at once.
+        Returns once the kubelet and the node's status have followed, or after a bounded time: neither an API
+        server nor a kubelet that fails keeps `publish` from being called.
         """
-
-    def settled(self) -> None:
-        """The lists now are those of the assignment that was prepared for."""
 
 
 NO_BACKENDS: Mapping[Mode, Backend] = {}

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
 import structlog
 
+from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.kit.inotify import FolderGone, watching
 from agent.kit.small_file import read_text
@@ -21,17 +21,6 @@ log = structlog.get_logger()
 SPACING_SECONDS = 1.0
 LONGEST_SETTLING_SECONDS = 30.0
 FILE_LOOK_SECONDS = 10.0
-
-
-class LabelledNode(Protocol):
-    """The own Node object, as far as it is needed here."""
-
-    @property
-    def changes(self) -> Cell[Any]:
-        """Published whenever the node changed."""
-
-    def labels(self) -> Mapping[str, str] | None:
-        """The node's labels; None: not known yet."""
 
 
 class DesiredSource:
@@ -65,7 +54,7 @@ class DesiredSource:
             log.warning("mode_remembered", desired=word, reason="the API server has not answered yet")
             self._publish(lambda words: words.named(word, "remembered mode"))
 
-    async def follow_node(self, node: LabelledNode) -> None:
+    async def follow_node(self, node: OwnNode) -> None:
         """Follow the node's labels for ever."""
         async for _ in node.changes.values():
             labels = node.labels()
@@ -104,7 +93,7 @@ class DesiredSource:
             return lambda words: words.of_labels({})
         return lambda words: words.named(word[:LONGEST_WORD], f"mode file {file}: value")
 
-    async def _settled(self, node: LabelledNode, labels: Mapping[str, str]) -> Mapping[str, str]:
+    async def _settled(self, node: OwnNode, labels: Mapping[str, str]) -> Mapping[str, str]:
         """The labels, once they ask for the same for a while if they have just asked for something else."""
         if self._last is None or anyio.current_time() - self._last >= SPACING_SECONDS:
             return labels

@@ -226,13 +226,16 @@ class ModeSwitcher:
         }
         if not stopping:
             return
+
+        async def publish() -> None:
+            self._publish(stopping)
+            await self._delivered()
+
         if self._announcer:
             ahead = Assignment(MappingProxyType({**self.assignment.value.gpus, **stopping}))
-            await self._announcer.shrink(ahead)
-        self._publish(stopping)
-        await self._delivered()
-        if self._announcer:
-            self._announcer.settled()
+            await self._announcer.withdraw(ahead, publish)
+        else:
+            await publish()
 
     def _advance(
         self, differing: list[str], targets: Mapping[str, GpuMode], holders: Holders, group: TaskGroup

@@ -58,8 +58,9 @@ class Control:
 
     def __init__(self, program: Program, folders: Directories, deadline: float = ANSWER_SECONDS) -> None:
         self._program = program
-        self._environment = environment(program, folders)
-        self._pipe = folders.pipe
+        # Never through the folder that pods mount: what stands there under the socket's name may be theirs.
+        self._environment = environment(program, folders) | {PIPE_DIRECTORY: str(folders.own)}
+        self._pipe = folders.own
         self._deadline = deadline
         self._turn = anyio.Lock()
         self._lacking: set[str] = set()  # commands that this version does not know

@@ -118,7 +118,7 @@ class Daemon:
             return None
         process = min(found, key=lambda each: (each.started, each.pid))
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
-        shared = await anyio.to_thread.run_sync(launch.private_shared_memory, process.pid, self.folders)
+        shared = await anyio.to_thread.run_sync(launch.adopt, process.pid, process.started, self.folders)
         servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
         await self._logs.skip(but={each.pid for each in servers})
         await hold(self._compute, self.uuid)

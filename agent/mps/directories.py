@@ -1,15 +1,25 @@
-"""The folders of one GPU's daemon: `<run>/mps/<uuid>/{pipe,log,shm}`.
+"""The folders of one GPU's daemon: `<run>/mps/<uuid>/{own,pipe,log,shm}`.
+
+`pipe` is what pods mount: read-only, but those that started under an agent of before have it writable, and
+root in one may put there what it likes. So the daemon works in `own`, which no pod ever sees, and `pipe`
+holds hard links to the sockets and the fifo there. Neither daemon, server nor agent opens anything by name in
+`pipe`; the agent links into it and removes from it, and neither follows a link.
 
 Pipe and log folder are named to pods and to the daemon by the very path they have here, so the run folder
 must have one path in the agent's pod and on the host.
 """
 
+import errno
 import os
-import shutil
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from agent.kit import trees
 from agent.mps.errors import BadFolder
 
 # sun_path holds 108 bytes with its end; the longest socket below the pipe folder is control_privileged.
@@ -17,7 +27,11 @@ LONGEST_SOCKET_PATH = 107
 SOCKETS = ("control", "control_privileged")
 # The type of what pods write to, and no category, so that those of every pod may: container-selinux's policy.
 SELINUX, POD_LABEL = "security.selinux", b"system_u:object_r:container_file_t:s0\0"
-LEFTOVERS = (*SOCKETS, "control_lock", "log", "nvidia-cuda-mps-control.pid")
+PIPE_FILES = (*SOCKETS, "log")  # what clients need of a pipe folder: sockets and a fifo
+KINDS = (stat.S_IFSOCK, stat.S_IFIFO)
+TAKEN_IN = "taken-in"
+LINK_TRIES = 3
+REMOVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +53,13 @@ class Directories:
         return found
 
     @property
+    def own(self) -> Path:
+        """Where the daemon makes its sockets: its pipe folder, seen by no pod."""
+        return self.root / "own"
+
+    @property
     def pipe(self) -> Path:
-        """Sockets of the daemon; shown to pods."""
+        """What pods see of it. In the daemon's mount namespace `own` lies over it, under this path."""
         return self.root / "pipe"
 
     @property
@@ -63,9 +82,10 @@ class Directories:
 
         Pods of any user pass through the way to the sockets; /dev/shm is writable for all, as everywhere.
         """
-        try:
+        with _problem_of(self.root):
             for folder, mode in (
                 (self.root, 0o755),
+                (self.own, 0o755),
                 (self.pipe, 0o755),
                 (self.log, 0o755),
                 (self.shm, 0o1777),
@@ -76,8 +96,6 @@ class Directories:
                 missing = 0o111 & ~parent.stat().st_mode
                 if missing:
                     parent.chmod(parent.stat().st_mode & 0o7777 | missing)
-        except OSError as error:
-            raise BadFolder(f"{error.filename or self.root}: cannot be prepared: {error.strerror}") from error
 
     def label(self) -> str | None:
         """Have SELinux let pods through to the daemon. Blocks. What stands in the way; None: nothing."""
@@ -85,7 +103,7 @@ class Directories:
             os.getxattr(self.root, SELINUX)
         except OSError:
             return None  # this kernel has no SELinux
-        for folder in (self.pipe, self.shm):
+        for folder in (self.own, self.pipe, self.shm):
             try:
                 os.setxattr(folder, SELINUX, POD_LABEL)
             except OSError as error:
@@ -93,21 +111,92 @@ class Directories:
         return None
 
     def clear(self) -> None:
-        """Remove what a daemon left in its pipe folder. Blocks. Only while no daemon runs on it.
+        """Empty the daemon's and the pods' pipe folder. Blocks. Only while no daemon runs. Raises BadFolder.
 
-        A pod that ran as root may have put folders in its place.
+        The pods' one stays the folder that it is: running pods have it mounted. A pod that fills it faster
+        than it is emptied keeps no daemon from its start: what is in a socket's place goes when it is linked.
         """
-        for name in LEFTOVERS:
-            try:
-                (self.pipe / name).unlink(missing_ok=True)
-            except IsADirectoryError:
-                shutil.rmtree(self.pipe / name)
+        with _problem_of(self.own), suppress(FileNotFoundError), trees.opened(self.own) as descriptor:
+            trees.empty(descriptor)
+        with suppress(OSError), trees.opened(self.pipe) as descriptor:
+            trees.empty(descriptor)
+
+    def show(self) -> None:
+        """Have pods find the daemon's sockets: link those that are missing, or were replaced. Blocks.
+
+        Raises BadFolder.
+        """
+        with _problem_of(self.pipe), trees.opened(self.own) as own, trees.opened(self.pipe) as pipe:
+            for name in PIPE_FILES:
+                _link(name, own, pipe)
+
+    def take_in(self, daemon: str) -> None:
+        """Have the agent find the sockets of a daemon that works in the pods' folder. Blocks.
+
+        That of an agent of before does, and of one without privileges. What was taken in once of this
+        `daemon` stays: pods may have put something in its place. Raises BadFolder.
+        """
+        with _problem_of(self.own):
+            self.own.mkdir(exist_ok=True)
+            note = self.own / TAKEN_IN
+            with trees.opened(self.pipe) as pipe, trees.opened(self.own) as own:
+                if not note.exists() or note.read_text() != daemon:
+                    trees.empty(own)
+                    note.write_text(daemon)
+                for name in PIPE_FILES:
+                    if _status(name, own) is None:
+                        _link(name, pipe, own)
 
     def remove(self) -> None:
-        """Take the pipe and shm folders away; logs stay for whoever asks why. Blocks."""
-        for folder in (self.pipe, self.shm):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Take the pipe and shm folders away, as far as can be; logs stay for whoever asks why. Blocks."""
+        # The pods' pipe folder goes last: `existing` asks for it.
+        for name in (self.own.name, self.shm.name, self.pipe.name):
+            with suppress(OSError), trees.opened(self.root) as descriptor:
+                trees.remove(descriptor, name)
 
     def existing(self) -> bool:
         """Whether there is anything of a daemon's here."""
         return self.pipe.is_dir()
+
+
+@contextmanager
+def _problem_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadFolder(f"{folder}: cannot be prepared: {error.strerror}") from error
+
+
+def _link(name: str, source: int, target: int) -> None:
+    """Have `name` in the open folder `target` be the socket or fifo that it is in `source`. Raises OSError.
+
+    Both may be written to by somebody else meanwhile: what is taken and what is replaced is never followed.
+    """
+    for _ in range(LINK_TRIES):
+        wanted = _status(name, source)
+        if wanted is None or stat.S_IFMT(wanted.st_mode) not in KINDS:
+            return
+        found = _status(name, target)
+        if found and os.path.samestat(found, wanted):
+            return
+        scratch = f".{secrets.token_hex(8)}"
+        os.link(name, scratch, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        try:
+            linked = _status(scratch, target)
+            if linked and stat.S_IFMT(linked.st_mode) in KINDS:
+                os.rename(scratch, name, src_dir_fd=target, dst_dir_fd=target)
+                return
+        except IsADirectoryError:
+            trees.remove(target, name, REMOVE_SECONDS)
+        except FileNotFoundError:
+            continue
+        finally:
+            trees.remove(target, scratch, REMOVE_SECONDS)
+    raise OSError(errno.EBUSY, f"a pod that mounts it writable takes the place of {name} again and again")
+
+
+def _status(name: str, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +16,13 @@ import anyio.to_thread
 
 from agent.mps import launcher
 from agent.mps.binary import Program
-from agent.mps.directories import Directories
+from agent.mps.directories import SOCKETS, Directories
 from agent.mps.errors import StartFailed
 
 CGROUP = "gpu-node-agent-mps"
 START_SECONDS = 10.0
+SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
+POLL_SECONDS = 0.01
 MNT_DETACH = 2
 MULTI_USER = "-multiuser-server"
 # What a version without the flag says: up to driver 550 it takes any further argument for a wish to be a
@@ -60,16 +63,19 @@ async def launch(
             "environment": dict(environment),
             "root": str(program.root),
             "folder": str(folders.root),
+            "own": str(folders.own),
+            "pipe": str(folders.pipe),
             "shm": str(folders.shm),
             "cgroups": [
                 str(folder / CGROUP) for folder in await anyio.to_thread.run_sync(hierarchies, cgroups)
             ],
-            "namespace_required": shared_memory == "tmpfs",
         }
         code, out, complaint = await _run(order)
         lacks_flag = any(words in f"{out} {complaint}".lower() for words in NO_SUCH_FLAG)
         if code == 0 and not lacks_flag:
-            return Launched(flagged, problems | dict(_problems(out)), known)
+            problems |= _problems(out)
+            await _shown(folders, private="namespace" not in problems)
+            return Launched(flagged, problems, known)
         # Whatever a version says to a flag that it lacks: what is wrong besides shows without the flag, too.
         known = lacks_flag
     said = complaint or "it said nothing"
@@ -79,6 +85,37 @@ async def launch(
             "the driver root or known to the loader"
         )
     raise StartFailed(f"{program.path} -d ended with {code}: {said}; see {folders.log}/control.log")
+
+
+async def _shown(folders: Directories, private: bool) -> None:
+    """Have pods, or the agent, find the sockets of a daemon that was started now. Raises BadFolder."""
+    made = folders.own if private else folders.pipe
+    with anyio.move_on_after(SOCKET_SECONDS):
+        # One that never listens is told of by whoever asks it next.
+        while not await anyio.to_thread.run_sync(os.path.lexists, made / SOCKETS[0]):
+            await anyio.sleep(POLL_SECONDS)
+    await anyio.to_thread.run_sync(folders.show if private else partial(folders.take_in, "started"))
+
+
+def adopt(pid: int, started: int, folders: Directories) -> bool:
+    """Have the agent find the sockets of a running daemon, and pods too. Whether it has their /dev/shm.
+
+    `started` tells it from another of the same PID. Blocks. Raises BadFolder.
+    """
+    if exposed(pid, folders):
+        folders.take_in(f"{pid} {started}")
+    else:
+        folders.show()
+    return private_shared_memory(pid, folders)
+
+
+def exposed(pid: int, folders: Directories) -> bool:
+    """Whether a running daemon works in the folder that pods mount. Blocks."""
+    try:
+        seen = os.stat(f"/proc/{pid}/root{folders.pipe}")  # noqa: PTH116  the root is the daemon's
+        return not os.path.samestat(seen, folders.own.stat())
+    except FileNotFoundError:
+        return not folders.own.exists() and folders.pipe.exists()
 
 
 async def _run(order: Mapping[str, object]) -> tuple[int | None, str, str]:

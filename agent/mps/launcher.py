@@ -2,8 +2,9 @@
 
 Argument: an order as JSON. In turn: a session of its own, a cgroup of its own in every hierarchy (what ends
 a container kills what is in its cgroup), a private mount namespace in which the GPU's shared-memory folder
-is /dev/shm, the driver's root, and the program, which goes into the background by itself. Its exit code is
-this program's. Standard output gets one line of JSON first: what could not be had, by name.
+is /dev/shm and a folder that no pod sees lies over the pipe folder, the driver's root, and the program, which
+goes into the background by itself. Its exit code is this program's. Standard output gets one line of JSON
+first: what could not be had, by name.
 """
 
 # pathlib takes longer to import than all the rest of this.
@@ -19,6 +20,9 @@ from typing import Any
 TRIES = 5
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_REMOUNT, MS_NOSUID, MS_NODEV, MS_NOSYMFOLLOW = 0x20, 0x2, 0x4, 0x100
+# What pods write to: device nodes and links there are of no use. The last since Linux 5.10, else passed over.
+TENANTS = MS_NOSUID | MS_NODEV | MS_NOSYMFOLLOW
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  where libcuda looks
 
 
@@ -33,12 +37,13 @@ def main(order: dict[str, Any]) -> None:
             problems.setdefault("cgroup", f"{folder}: {error.strerror}")
     root = order["root"]
     try:
-        private_mounts(root, order["folder"], order["shm"])
+        private_mounts(root, order["folder"], {SHARED_MEMORY: order["shm"], order["pipe"]: order["own"]})
     except OSError as error:
         problems["namespace"] = str(error)
-        if root != "/" or order["namespace_required"]:
+        # As root it would open by their names what pods can write to.
+        if root != "/" or os.geteuid() == 0:
             print(json.dumps(problems), flush=True)
-            sys.exit(f"no private mount namespace: {error}")
+            sys.exit(f"no private mount namespace: {error}; the agent must run privileged (CAP_SYS_ADMIN)")
     print(json.dumps(problems), flush=True)
     if root != "/":
         os.chroot(root)
@@ -72,17 +77,22 @@ def enter(folder: str) -> None:
         file.write(str(os.getpid()))
 
 
-def private_mounts(root: str, folder: str, shm: str) -> None:
-    """Enter a mount namespace of our own where `shm` is /dev/shm and `folder` is seen inside `root`."""
+def private_mounts(root: str, folder: str, over: dict[str, str]) -> None:
+    """Enter a mount namespace of our own with `folder` seen inside `root`, and the folders of `over` (path
+    inside `root`: path outside) lying over others.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS):
         failed("unshare")
     mount(libc, None, "/", MS_REC | MS_PRIVATE)
-    inside = root.rstrip("/") + folder
+    top = root.rstrip("/")
+    inside = top + folder
     if root != "/" and not (os.path.exists(inside) and os.path.samefile(folder, inside)):
         os.makedirs(inside, exist_ok=True)
         mount(libc, folder, inside, MS_BIND | MS_REC)
-    mount(libc, shm, root.rstrip("/") + SHARED_MEMORY, MS_BIND)
+    for target, source in over.items():
+        mount(libc, source, top + target, MS_BIND)
+        mount(libc, None, top + target, MS_REMOUNT | MS_BIND | TENANTS)
 
 
 def mount(libc: ctypes.CDLL, source: str | None, target: str, flags: int) -> None:

@@ -3,11 +3,11 @@
 import datetime as dt
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 import anyio
 import structlog
 
+from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.kit.cell import Cell
 from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
@@ -30,39 +30,12 @@ EVENT_REASONS = {
 CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 
-class ReportFailed(Exception):
-    """The Node object could not be written; the text says why."""
-
-
-class NodePort(Protocol):
-    """What is written of the own node."""
-
-    @property
-    def changes(self) -> Cell[Any]:
-        """Published whenever the node changed."""
-
-    def labels(self) -> Mapping[str, str] | None:
-        """The node's labels; None: not known yet."""
-
-    def annotations(self) -> Mapping[str, str]:
-        """The node's annotations."""
-
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
-        """Set labels (None removes one) and annotations. Raises ReportFailed."""
-
-    async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
-        """Write one condition. Raises ReportFailed."""
-
-    def event(self, reason: str, message: str, warning: bool) -> None:
-        """An event about the node; never waits."""
-
-
 class Reporter:
     """Level-triggered: writes what differs from what the Node object says, at most once a second."""
 
     def __init__(
         self,
-        node: NodePort,
+        node: OwnNode,
         state: Cell[SwitchState],
         extra_labels: Cell[Mapping[str, str]],
         extra_notes: Cell[Mapping[str, str]] | None = None,
@@ -128,7 +101,7 @@ class Reporter:
                 await self._node.write_condition(CONDITION, *condition, self._changed_at)
                 self._condition = condition
                 self.patches += 1
-        except ReportFailed as error:
+        except NodeNotWritten as error:
             if self.problem is None:
                 log.warning("node_not_written", problem=str(error))
             self.problem = str(error)

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable, Mapping
 import anyio
 import structlog
 
+from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import client_ceiling
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
-from agent.node.conditions import NodePort, ReportFailed
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ async def follow(
 
 
 def ahead(
-    node: NodePort, inventory: Cell[Snapshot], modes: Cell[Assignment], most_clients: int | None
+    node: OwnNode, inventory: Cell[Snapshot], modes: Cell[Assignment], most_clients: int | None
 ) -> Callable[[], Awaitable[None]]:
     """What writes the annotation, where there is none, before units are offered for the first time.
 
@@ -89,7 +89,7 @@ def ahead(
             note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients))}
             try:
                 await node.write_metadata({}, note)
-            except ReportFailed as error:
+            except NodeNotWritten as error:
                 problem = str(error)
             else:
                 return

@@ -1,19 +1,22 @@
-"""The own Node object as the mode room needs it: one adapter over the cluster room."""
+"""The own Node object over the cluster room: the one implementation of `agent.cluster.own_node.OwnNode`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from agent.cluster.api import ApiError
+from agent.cluster.api import ApiError, ApiRefused
 from agent.cluster.events import EventRecorder
 from agent.cluster.node import NodeObject
+from agent.cluster.own_node import Amounts, NodeNotWritten
 from agent.kit.cell import Cell
-from agent.node.capacity import Figures, FiguresFailed
-from agent.node.conditions import ReportFailed, now
-from agent.node.taint import EFFECT, TAINT, HoldFailed
+from agent.node.conditions import now
+from agent.node.taint import EFFECT, TAINT
+
+SERVER_ERROR = 500
 
 
-class OwnNode:
-    """Implements what sources, figures and report each ask for."""
+class ClusterNode:
+    """See `agent.cluster.own_node.OwnNode`."""
 
     def __init__(self, node: NodeObject, events: EventRecorder) -> None:
         self._node = node
@@ -21,63 +24,58 @@ class OwnNode:
 
     @property
     def changes(self) -> Cell[Any]:
-        """Published whenever the node changed."""
         return self._node.reflector.items
 
     def labels(self) -> Mapping[str, str] | None:
-        """The node's labels; None: not known yet."""
         node = self._node.value
         return None if node is None else node.metadata.labels
 
     def annotations(self) -> Mapping[str, str]:
-        """The node's annotations."""
         node = self._node.value
         return {} if node is None else node.metadata.annotations
 
-    def figures(self, resources: frozenset[str]) -> Figures | None:
-        """Capacity and allocatable as the node's status has them; None: not known now."""
+    def amounts(self, resources: frozenset[str]) -> Amounts | None:
         node = self._node.value
-        if node is None or self._node.reflector.problem:
+        if node is None:
             return None
         capacity, allocatable = node.status.capacity, node.status.allocatable
         return {name: (_count(capacity.get(name)), _count(allocatable.get(name))) for name in resources}
 
-    async def patch_resources(self, figures: Figures) -> None:
-        """Write capacity and allocatable. Raises FiguresFailed."""
-        try:
-            await self._node.patch_resources(figures)
-        except ApiError as error:
-            raise FiguresFailed(str(error)) from error
-
-    def held(self) -> bool:
-        """Whether the node carries our taint, as last seen."""
+    def tainted(self) -> bool | None:
         node = self._node.value
-        return node is not None and any(each.get("key") == TAINT for each in node.spec.taints)
-
-    async def hold(self, *, held: bool) -> None:
-        """Set or remove our taint. Raises HoldFailed."""
-        try:
-            await self._node.set_taint(TAINT, EFFECT, present=held)
-        except ApiError as error:
-            raise HoldFailed(str(error)) from error
+        return None if node is None else any(each.get("key") == TAINT for each in node.spec.taints)
 
     async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
-        """Set labels (None removes one) and annotations. Raises ReportFailed."""
-        try:
+        with _translated():
             await self._node.patch_metadata(labels, dict(annotations))
-        except ApiError as error:
-            raise ReportFailed(str(error)) from error
 
     async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
-        """Write one condition. Raises ReportFailed."""
-        try:
+        with _translated():
             await self._node.patch_condition(kind, status, reason, message, changed, now())
-        except ApiError as error:
-            raise ReportFailed(str(error)) from error
+
+    async def write_amounts(self, amounts: Amounts) -> None:
+        with _translated():
+            await self._node.patch_resources(amounts)
+
+    async def write_taint(self, *, present: bool) -> None:
+        with _translated():
+            await self._node.set_taint(TAINT, EFFECT, present=present)
+
+    async def seen(self) -> None:
+        await self._node.seen()
 
     def event(self, reason: str, message: str, warning: bool) -> None:
-        """An event about the node; never waits."""
         self._events.node(reason, message, warning)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except ApiRefused as error:
+        raise NodeNotWritten(str(error), refused=error.status < SERVER_ERROR) from error
+    except ApiError as error:
+        raise NodeNotWritten(str(error)) from error
 
 
 def _count(quantity: str | None) -> int:

@@ -124,9 +124,12 @@ class Conditions:
 
 
 def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
-    """What a container needs of its daemon's folders; clients write to both."""
+    """What a container needs of its daemon's folders.
+
+    Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
+    """
     return (
-        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=False),
+        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=True),
         Mount(SHARED_MEMORY_IN_CONTAINER, daemons.shared_memory(uuid), read_only=False),
     )
 

@@ -2,21 +2,26 @@
 
 It says `{"ready": ...}` once it has a context, does its job when it reads a line, tells the outcome as one
 line of JSON and keeps its context until it reads another line, or the end of its input. `--shm FOLDER` gives
-it that folder as /dev/shm, in a mount namespace of its own, as a container has it.
+it that folder as /dev/shm and its pipe folder read-only, in a mount namespace of its own, as a container has
+them.
 """
 
 import argparse
+import ctypes
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 
-from agent.mps.launcher import private_mounts
+from agent.model.mps import PIPE_DIRECTORY
+from agent.mps import launcher
 from tests.gpu import cuda as driver
 from tests.gpu import kernels
 from tests.gpu.cuda import Cuda, CudaError
 
 MIB = 1 << 20
+MS_RDONLY = 0x1
 WORK_ROUNDS = 100_000  # some milliseconds on the GPUs of 2026
 WORK_THREADS = 128
 STREAM_BYTES = 512 * MIB  # far beyond the cache of any GPU
@@ -121,7 +126,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("numbers", nargs="*", type=int)
     options = parser.parse_args(arguments)
     if options.shm:
-        private_mounts("/", options.shm, options.shm)
+        pipe = os.environ[PIPE_DIRECTORY]
+        launcher.private_mounts("/", options.shm, {launcher.SHARED_MEMORY: options.shm, pipe: pipe})
+        flags = launcher.MS_REMOUNT | launcher.MS_BIND | MS_RDONLY
+        launcher.mount(ctypes.CDLL(None, use_errno=True), None, pipe, flags)
     try:
         cuda = Cuda(options.library)
     except (CudaError, OSError) as error:

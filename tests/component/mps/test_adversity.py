@@ -253,7 +253,7 @@ async def test_pods_are_let_through_by_selinux(
         await reached(daemon, DaemonState.SERVING)
     label = b"system_u:object_r:container_file_t:s0\0"
     folders = daemon.folders
-    assert labels == {f"{each} security.selinux": label for each in (folders.pipe, folders.shm)}
+    assert labels == {f"{each} security.selinux": label for each in (folders.own, folders.pipe, folders.shm)}
     await daemon.stop()
 
 

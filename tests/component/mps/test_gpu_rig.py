@@ -3,6 +3,7 @@
 What a GPU does is not shown here; that the rig starts, asks, caps and clears up as it means to is.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,8 @@ async def test_clients_are_started_capped_and_ended(rig: Rig) -> None:
             # As in a container, its /dev/shm is the daemon's.
             seen = anyio.Path(f"/proc/{client.pid}/root/dev/shm")
             assert await seen.samefile(daemon.folders.shm)
+            pipe = f"/proc/{client.pid}/root{daemon.folders.pipe}"
+            assert os.statvfs(pipe).f_flag & os.ST_RDONLY
         assert client.process.returncode == 0
 
 

@@ -8,13 +8,14 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.model.mps import PIPE_DIRECTORY
 from agent.mps.binary import Program
 from agent.mps.control import environment
 from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.status import DaemonState
 from agent.simulator import mps_control
-from tests.component.mps.keeping import UUID, Bench, reached
+from tests.component.mps.keeping import Bench, reached
 
 COMMANDS = (
     "get_server_list",
@@ -79,7 +80,7 @@ async def test_it_dies_is_restarted_and_leaves_nothing(stand_in: Program, run_fo
         second = await anyio.to_thread.run_sync(
             lambda: subprocess.run(
                 [str(stand_in.path), "-d"],
-                env=environment(stand_in, Directories.of(run_folder, UUID)),
+                env=environment(stand_in, daemon.folders) | {PIPE_DIRECTORY: str(daemon.folders.own)},
                 capture_output=True,
                 text=True,
                 timeout=10,

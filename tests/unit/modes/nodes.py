@@ -1,6 +1,6 @@
 """A node in memory for the mode switcher: GPUs, holders, and resources that only write down what they did."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -110,11 +110,10 @@ class Announcements:
         self._lists = lists
         self.log: list[str] = []
 
-    async def shrink(self, assignment: Assignment) -> None:
+    async def withdraw(self, ahead: Assignment, publish: Callable[[], Awaitable[None]]) -> None:
         self.log.append(f"shrink after {len(self._lists.history)} lists")
         await anyio.lowlevel.checkpoint()
-
-    def settled(self) -> None:
+        await publish()
         self.log.append(f"settled after {len(self._lists.history)} lists")
 
 

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import anyio
 import anyio.to_thread
 import pytest
 
+from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.model.layout import Entry, LayoutError, faults_of, resolve
 from agent.model.modes import Mode
@@ -120,7 +122,7 @@ async def test_labels_are_followed_and_flapping_is_slowed_down(monkeypatch: pyte
             published.append(desired.name)  # noqa: PERF401  it never ends, and is read meanwhile
 
     async with anyio.create_task_group() as group:
-        group.start_soon(source.follow_node, node)
+        group.start_soon(source.follow_node, cast("OwnNode", node))
         group.start_soon(record)
         await anyio.sleep(0.01)
         assert not source.known.is_set()

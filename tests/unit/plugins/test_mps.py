@@ -106,7 +106,7 @@ def test_each_half_answers_its_own_caps_by_variables() -> None:
     }
     assert memory.environment == {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G"}
     assert {each.container_path: (each.host_path, each.read_only) for each in core.mounts} == {
-        "/run/gpu-node-agent/mps": (f"/run/gna/mps/{gpus[0].uuid}/pipe", False),
+        "/run/gpu-node-agent/mps": (f"/run/gna/mps/{gpus[0].uuid}/pipe", True),
         "/dev/shm": (f"/run/gna/mps/{gpus[0].uuid}/shm", False),
     }
     assert not memory.mounts

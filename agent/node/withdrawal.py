@@ -1,0 +1,156 @@
+"""Takes back what is offered so that no pod is lost by it: for a switch, and for an agent that stops.
+
+One order for both: taint, wait for the pods that are bound, publish smaller lists, wait until the kubelet has
+taken them in, patch the figures, let the taint go. Each step has its share of the time, and none can keep the
+next from coming: the lists are published and the taint goes whatever else fails.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from agent.cluster.own_node import Amounts, OwnNode
+from agent.model.modes import Assignment
+from agent.node.capacity import Capacity, Offer
+from agent.node.taint import BINDING_SECONDS, WRITE_SECONDS, SchedulingTaint
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 0.05  # how often pods without devices are looked for
+RETRY_SECONDS = 0.2  # until a patch that failed is tried again
+# A tick of the kubelet that began before the lists had changed has ended then.
+SECOND_LOOK_SECONDS = 0.2
+
+Publish = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How long each step may take at most, in seconds."""
+
+    taint: float
+    next_served: float  # until the next pod has its devices: a slow kubelet gets through all of them
+    all_served: float
+    unheld: float  # the same where the taint does not stand, and more pods may come
+    arrived: float
+    patched: float
+
+
+SWITCH = Shares(taint=5.0, next_served=20.0, all_served=120.0, unheld=2.0, arrived=10.0, patched=5.0)
+# An agent that stops does not wait for an API server of which it does not know how long it may take.
+STOP = Shares(taint=0.05, next_served=3.0, all_served=3.0, unheld=3.0, arrived=1.0, patched=3.0)
+STOP_SECONDS = 8.0  # all steps together, and the taint gone
+
+
+class Withdrawals:
+    """An `Announcer` for the switcher, and the end of all that is offered here."""
+
+    def __init__(
+        self,
+        node: OwnNode,
+        offer: Offer,
+        capacity: Capacity,
+        taint: SchedulingTaint,
+        unserved: Callable[[], Awaitable[AbstractSet[str]]],
+    ) -> None:
+        """`unserved`: pods that are bound here and have not got their devices yet."""
+        self._node = node
+        self._offer = offer
+        self._capacity = capacity
+        self._taint = taint
+        self._unserved = unserved
+
+    async def withdraw(self, ahead: Assignment, publish: Publish) -> None:
+        """Call `publish`, which puts `ahead` in force, once no bound pod lacks its devices; then follow."""
+        before, after = self._offer.now(), self._offer.amounts(ahead)
+        fewer = sorted(name for name, (_, left) in after.items() if left < before.get(name, (0, 0))[1])
+        if not fewer:
+            await publish()
+            return
+        began = anyio.current_time()
+        tainted, served = await self._carry_out(SWITCH, publish, self._capacity.less)
+        log.info(
+            "shrink_announced",
+            resources=fewer,
+            held=tainted,
+            seconds=round(anyio.current_time() - began, 3),
+            late=not served or None,
+        )
+
+    async def stop(self, publish: Publish) -> None:
+        """Offer nothing any more; `publish` makes the lists say so. Takes STOP_SECONDS at most."""
+        end = anyio.current_time() + STOP_SECONDS
+        try:
+            with self._capacity.standing_still(), anyio.CancelScope(deadline=end):
+                async with anyio.create_task_group() as group:
+                    # The agent's own such task may have been cancelled already.
+                    group.start_soon(self._taint.run)
+                    # No taint is begun that could not be taken back in the time left.
+                    await self._carry_out(STOP, publish, self._offered, end - 2 * WRITE_SECONDS)
+                    self._taint.drop_all()  # a switch may be under way
+                    await self._taint.gone()
+                    with anyio.move_on_after(SECOND_LOOK_SECONDS):
+                        while True:
+                            seen = self._node.changes.version
+                            await self._patch(self._offered)
+                            await self._node.changes.wait_change(seen)
+                    group.cancel_scope.cancel()
+        finally:
+            await publish()  # whatever failed; again is nothing
+
+    async def _carry_out(
+        self, shares: Shares, publish: Publish, left: Callable[[], Amounts], until: float = math.inf
+    ) -> tuple[bool, bool]:
+        """All steps; whether the taint stood, and whether all pods that were bound have got their devices.
+
+        `left`: what node.status has to come down to. `until`: when the taint may be set at the latest.
+        """
+        with self._capacity.standing_still(), self._taint.held(until) as hold:
+            tainted = await self._taint.effective(shares.taint)
+            served = await self._all_served(shares, tainted=tainted)
+            if not self._taint.stands():
+                self._taint.drop(hold)  # it would come too late to help
+            await publish()
+            await self._offer.arrived(shares.arrived)
+            with anyio.move_on_after(shares.patched):
+                await self._patch(left)
+        return tainted, served
+
+    async def _all_served(self, shares: Shares, *, tainted: bool) -> bool:
+        """Wait until no pod is bound here that has not got its devices; whether that was reached."""
+        began = anyio.current_time()
+        end = began + (shares.all_served if tainted else shares.unheld)
+        with anyio.CancelScope(deadline=min(began + shares.next_served, end)) as scope:
+            at_work = True
+            while at_work:
+                at_work, before = False, frozenset[str]()
+                asked = anyio.current_time()
+                while unserved := frozenset(await self._unserved()):
+                    now = anyio.current_time()
+                    if before - unserved:
+                        scope.deadline = min(now + shares.next_served, end)
+                    at_work, before = True, unserved
+                    # A kubelet that answers slowly has pods to admit, and every question holds it up.
+                    await anyio.sleep(max(LOOK_SECONDS, 2 * (now - asked)))
+                    asked = anyio.current_time()
+                if at_work:
+                    await anyio.sleep(BINDING_SECONDS)  # the scheduler was at work a moment ago
+        return not scope.cancelled_caught
+
+    def _offered(self) -> Amounts:
+        """What is still offered, as it has to be patched when nothing is."""
+        listed = self._offer.now()
+        known = self._node.amounts(frozenset(listed))
+        return {
+            name: (capacity, 0)
+            for name, (capacity, _) in listed.items()
+            if known is None or known[name][1] > 0
+        }
+
+    async def _patch(self, left: Callable[[], Amounts]) -> None:
+        while (amounts := left()) and not await self._capacity.patch(amounts):
+            await anyio.sleep(RETRY_SECONDS)
