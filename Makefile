@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
 
-.PHONY: help demo test test-cluster test-gpu bench lint format proto docs lock image chart clean venv venv-runtime
+.PHONY: help demo test test-cluster test-gpu storm bench lint format proto docs lock image chart clean venv venv-runtime
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show w
 
 test: venv lint ## lint, types, import contracts, unit, component and chart tests
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart --junitxml=build/test.xml
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/storm --junitxml=build/test.xml
 
 test-cluster: venv ## the scenarios on a real kubelet and containerd (builds them once, minutes)
 	@mkdir -p build
@@ -35,6 +35,11 @@ test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=f
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
+
+storm: venv ## seeded faults over the real agent in virtual time (SEED=first SEEDS=count STEPS=events of each)
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),1) --steps $(or $(STEPS),150) \
+		--report build/storm.json
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
 	@mkdir -p build
