@@ -1,7 +1,9 @@
-# The agent's image. Any base with Python 3.11 or newer serves (a distroless one, too: no stage but the first
-# needs a shell); the first stage needs pip. `make image` makes both bases itself and needs no engine.
-ARG BUILD_BASE=python:3.11-slim-bookworm
-ARG BASE=python:3.11-slim-bookworm
+# The agent's image: one build stage, and a root file system with nothing but Python and the agent in it, no shell
+# and no package manager (.ci/slim-root). `make image` builds it without an engine and without a registry.
+#
+# Any base with glibc, Python 3.11 or newer and pip serves to build on. From a registry it is pinned by its digest:
+# a tag may change what is built. This one is Python 3.11.16 on Debian 12.
+ARG BUILD_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BUILD_BASE} AS build
 # A folder wheels/ in the context, where there is one, stands in for the package index.
@@ -9,18 +11,20 @@ COPY requirements.lock wheel[s] /wheels/
 RUN set -eu; \
     offline=""; for wheel in /wheels/*.whl; do [ -e "$wheel" ] && offline="--no-index --find-links=/wheels"; done; \
     python3 -m pip install --quiet --no-cache-dir --no-compile --disable-pip-version-check --root-user-action=ignore \
-        --require-hashes --only-binary=:all: $offline --target=/opt/gpu-node-agent --requirement=/wheels/requirements.lock; \
-    cd /opt/gpu-node-agent; \
+        --require-hashes --only-binary=:all: $offline --target=/image/opt/gpu-node-agent \
+        --requirement=/wheels/requirements.lock; \
+    cd /image/opt/gpu-node-agent; \
     # Of the Kubernetes client only the HTTP layer is used (agent/cluster/lean.py); its models are 30 MB.
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
-COPY agent /opt/gpu-node-agent/agent
-COPY .ci/finish-image /opt/gpu-node-agent/finish-image
-
-FROM ${BASE}
-COPY --from=build /opt/gpu-node-agent /opt/gpu-node-agent
+COPY agent /image/opt/gpu-node-agent/agent
+COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
-RUN ["python3", "/opt/gpu-node-agent/finish-image"]
-ENV PYTHONPATH=/opt/gpu-node-agent \
+RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image
+
+FROM scratch
+COPY --from=build /image /
+ENV PATH=/usr/local/bin:/usr/bin \
+    PYTHONPATH=/opt/gpu-node-agent \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     MALLOC_ARENA_MAX=2

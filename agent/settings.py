@@ -20,7 +20,6 @@ ENVIRONMENT_PREFIX = "GPU_NODE_AGENT_"
 RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0, le=3600)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
 LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
@@ -47,9 +46,6 @@ class Kubelet(Section, frozen=True):
     root: AbsolutePath = "/var/lib/kubelet"
     # A constant of the kubelet whatever its --root-dir says; null: <root>/device-plugins.
     device_plugins: AbsolutePath | None = None
-    registration: Literal["auto", "registry", "socket"] = "auto"
-    # How long plugins_registry may go unread before kubelet.sock is used instead.
-    registry_wait_seconds: Seconds = 10.0
 
 
 class Cluster(Section, frozen=True):
@@ -224,7 +220,7 @@ class Settings(Section, frozen=True):
 
     @property
     def device_plugins_folder(self) -> Path:
-        """Folder of kubelet.sock."""
+        """Folder of kubelet.sock and of the kubelet's checkpoint."""
         return Path(self.kubelet.device_plugins or f"{self.kubelet.root}/device-plugins")
 
 

@@ -238,13 +238,13 @@ def _vgpu_plugins(
         agent.inventory.snapshot,
         assignment,
         injector,
-        agent.holdings.client,
+        agent.holdings,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
     )
     agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.view.waiting)
+        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.waiting)
     )
     return list(plugins)
 
@@ -257,8 +257,6 @@ def _endpoint_of(agent: Agent) -> EndpointFactory:
             plugin,
             Path(settings.kubelet.root),
             settings.device_plugins_folder,
-            settings.kubelet.registration,
-            settings.kubelet.registry_wait_seconds,
             agent.holdings.allocated,
         )
 

@@ -85,7 +85,7 @@ async def build_mps(
         snapshot,
         assignment,
         injector,
-        agent.holdings.client,
+        agent.holdings,
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
@@ -105,7 +105,7 @@ async def build_mps(
     group.start_soon(spawn, "mps clients", clients.run)
     group.start_soon(spawn, "cdi specification", keeper.run)
     agent.metric_parts.append(
-        pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.view.waiting)
+        pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.waiting)
     )
     agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
     return MpsParts(fleet, clients, list(plugins), conditions.ceiling)

@@ -40,11 +40,15 @@ class StoppedEarly(Exception):
 
 @asynccontextmanager
 async def running(
-    settings: Settings, nvml: NvmlPort, stop: anyio.Event | None = None
+    settings: Settings,
+    nvml: NvmlPort,
+    stop: anyio.Event | None = None,
+    withdrawn: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Agent]:
     """Run the node agent while the context is open; leaving it stops everything in order.
 
-    `stop` cuts a start short that is under way; whoever sets it leaves the context. A fatal task that
+    `stop` cuts a start short that is under way; whoever sets it leaves the context. `withdrawn` is called
+    when nothing is offered any more: what is left then leaves nothing behind if cut off. A fatal task that
     fails cancels the body and leaves as an exception group. Raises FatalError when another agent
     serves this node, StoppedEarly when `stop` was set while waiting for it to go.
     """
@@ -76,6 +80,7 @@ async def running(
                     if agent.node and agent.switcher:
                         with anyio.CancelScope(shield=True):
                             await agent.node.withdrawals.stop(agent.switcher.close)
+                    withdrawn()
                     inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
     finally:

@@ -1,41 +1,46 @@
-"""What `helm uninstall` runs first: stops the agents, has every node cleaned up, says what stands in the way.
+"""The uninstall hook: asks the agent of every node to clean up, waits for the answers, names obstacles.
 
-Two DaemonSets take turns by their node selectors: the agents leave all nodes when theirs asks for a label
-that no node has, and the cleaners, made with such a selector, come when it is taken from theirs.
+The agents do the work and stay where they are. All that the hook changes is one annotation of each node,
+with a time at which it ends: a hook that is killed leaves agents that go back into service by themselves.
 """
 
-import re
-from collections.abc import Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
 
 import anyio
 import msgspec
 import structlog
 
+from agent.cleanup import request
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cluster.api import ApiError, KubeApi
+from agent.cleanup.request import Exchange, State
+from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.pods import Pod
+from agent.cluster.reflector import Metadata
 from agent.model.demand import MPS
 
 log = structlog.get_logger()
 
-# On no node: whoever selects it is away.
-AWAY = "gpu-node-agent.io/away"
-AGENT, CLEANER = "agent", "cleanup-node"
 PAGE = 500
 POLL_SECONDS = 1.0
+# Nodes that join meanwhile have agents, too.
+LIST_AGENTS_SECONDS = 5.0
+CALLS_AT_ONCE = 16
+# Longer than the hook itself waits: it takes a request back sooner than that ends.
+MARGIN_SECONDS = 30.0
+TAKE_BACK_SECONDS = 20.0
 MOST_NAMED = 10
-REFUSED_EXIT_CODE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Names of what an installation consists of."""
+    """What the hook has to know of an installation."""
 
     namespace: str
-    agents: str  # DaemonSets
-    cleaners: str
+    agents: str  # label selector of the agents' pods
+    record: str = ""  # the Secret in which helm keeps the release; empty: leave it alone
 
 
 class _ListMeta(msgspec.Struct, rename={"next": "continue"}):
@@ -47,67 +52,8 @@ class _PodList(msgspec.Struct):
     metadata: _ListMeta = msgspec.field(default_factory=_ListMeta)
 
 
-class _Status(msgspec.Struct, rename="camel"):
-    observed_generation: int = 0
-    desired_number_scheduled: int = 0
-    number_ready: int = 0
-
-
-class _Metadata(msgspec.Struct):
-    generation: int = 0
-
-
-class _Labels(msgspec.Struct, rename="camel"):
-    match_labels: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class _Spec(msgspec.Struct):
-    selector: _Labels
-
-
-class _DaemonSet(msgspec.Struct):
-    metadata: _Metadata
-    spec: _Spec
-    status: _Status = msgspec.field(default_factory=_Status)
-
-
-class _Terminated(msgspec.Struct, rename="camel"):
-    exit_code: int = 0
-    message: str = ""
-
-
-class _State(msgspec.Struct):
-    terminated: _Terminated | None = None
-
-
-class _Container(msgspec.Struct, rename="camel"):
-    state: _State = msgspec.field(default_factory=_State)
-    last_state: _State = msgspec.field(default_factory=_State)
-
-    @property
-    def failure(self) -> _Terminated | None:
-        """How it last failed, unless it has succeeded since."""
-        for each in (self.state.terminated, self.last_state.terminated):
-            if each is not None:
-                return each if each.exit_code else None
-        return None
-
-
-class _CleanerStatus(msgspec.Struct, rename="camel"):
-    init_container_statuses: list[_Container] = msgspec.field(default_factory=list)
-
-
-class _CleanerSpec(msgspec.Struct, rename="camel"):
-    node_name: str = ""
-
-
-class _Cleaner(msgspec.Struct):
-    spec: _CleanerSpec
-    status: _CleanerStatus
-
-
-class _CleanerList(msgspec.Struct):
-    items: list[_Cleaner]
+class _Node(msgspec.Struct):
+    metadata: Metadata
 
 
 @dataclass
@@ -116,29 +62,58 @@ class ClusterCleanup:
 
     api: KubeApi
     release: Release
-    problems: dict[str, str] = field(default_factory=dict)  # of nodes, by name
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    # Of nodes that are not clean yet, by name; under no name what keeps the nodes from being known.
+    problems: dict[str, str] = field(default_factory=dict)
+    _id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    _asked: set[str] = field(default_factory=set)
+    _done: set[str] = field(default_factory=set)
+    _failure: CleanupFailed | None = None
 
     async def run(self, timeout_seconds: float) -> int:
-        """Clean all nodes; how many. Raises CleanupFailed, with the agents back in service."""
+        """Clean all nodes; how many.
+
+        Raises CleanupFailed; then, and when it is cancelled, the agents go back into service.
+        """
+        await self._count_as_deployed()
+        ends = anyio.current_time() + timeout_seconds + MARGIN_SECONDS
         try:
             await self._refuse_holders()
-            log.info("agents_stopping", daemonset=self.release.agents)
             with anyio.move_on_after(timeout_seconds):
-                await self._send_away(self.release.agents, True)
-                await self._wait_gone()
-                await self._send_away(self.release.cleaners, False)
-                return await self._wait_clean()
+                await self._all_clean(ends)
+                await self._annotate_all(request.NOTHING)
+                return len(self._done)
             raise CleanupFailed(self._late(timeout_seconds))
-        except (CleanupFailed, ApiError) as error:
-            await self._back_in_service()
-            if isinstance(error, ApiError):
-                raise CleanupFailed(str(error)) from error
+        except ApiError as error:
+            await self._annotate_all(request.taking_back(self._id))
+            raise CleanupFailed(str(error)) from error
+        except BaseException:
+            await self._annotate_all(request.taking_back(self._id))
             raise
+
+    async def _count_as_deployed(self) -> None:
+        """Let `helm upgrade` find the release if this hook fails.
+
+        helm stores the status `uninstalling` before it makes a hook, and takes it back when none fails only
+        (`pkg/action/uninstall.go`). It looks for the release to upgrade by the label `status` alone
+        (`pkg/storage/storage.go`, Deployed), and sets that label again as soon as this hook has succeeded.
+        """
+        if not self.release.record:
+            return
+        path = f"/api/v1/namespaces/{self.release.namespace}/secrets/{self.release.record}"
+        try:
+            await self.api.merge_patch(path, {"metadata": {"labels": {"status": "deployed"}}})
+        except ApiError as error:
+            # helm may keep its releases elsewhere, or have dropped this revision.
+            remedy = (
+                "if this uninstall fails, run `helm rollback` with the newest revision before `helm upgrade`"
+            )
+            log.warning("release_not_marked", secret=self.release.record, problem=str(error), remedy=remedy)
 
     async def _refuse_holders(self) -> None:
         held = [
             f"{pod.metadata.namespace}/{pod.metadata.name} (node {pod.spec.node_name})"
-            async for pod in self._pods()
+            async for pod in self._pods("/api/v1/pods", {})
             if pod.asks_for({MPS.core, MPS.memory}) and pod.spec.node_name and not pod.finished
         ]
         if held:
@@ -149,79 +124,148 @@ class ClusterCleanup:
                 "and uninstall again. Nothing was changed"
             )
 
-    async def _pods(self) -> Any:  # noqa: ANN401  an async generator of Pod
-        query: dict[str, str] = {"limit": str(PAGE)}
+    async def _pods(self, path: str, selector: dict[str, str]) -> AsyncIterator[Pod]:
+        query = {"limit": str(PAGE), **selector}
         while True:
-            found = msgspec.json.decode(await self.api.get("/api/v1/pods", query), type=_PodList)
+            found = msgspec.json.decode(await self.api.get(path, query), type=_PodList)
             for pod in found.items:
                 yield pod
             if not found.metadata.next:
                 return
             query["continue"] = found.metadata.next
 
-    def _path(self, name: str) -> str:
-        return f"/apis/apps/v1/namespaces/{self.release.namespace}/daemonsets/{name}"
-
-    async def _send_away(self, name: str, away: bool) -> None:
-        selector: Mapping[str, str | None] = {AWAY: "true" if away else None}
-        body = {"spec": {"template": {"spec": {"nodeSelector": selector}}}}
-        await self.api.merge_patch(self._path(name), body)
-
-    async def _back_in_service(self) -> None:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(20):
-            for name, away in ((self.release.cleaners, True), (self.release.agents, False)):
-                try:
-                    await self._send_away(name, away)
-                except ApiError as error:
-                    log.error("not_back_in_service", daemonset=name, problem=str(error))
-
-    async def _daemon_set(self, name: str) -> _DaemonSet:
-        return msgspec.json.decode(await self.api.get(self._path(name)), type=_DaemonSet)
-
-    async def _of(self, name: str) -> list[_Cleaner]:
-        """Pods of a DaemonSet."""
-        labels = (await self._daemon_set(name)).spec.selector.match_labels
-        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    async def _agents_nodes(self) -> set[str]:
         path = f"/api/v1/namespaces/{self.release.namespace}/pods"
-        return msgspec.json.decode(
-            await self.api.get(path, {"labelSelector": selector}), type=_CleanerList
-        ).items
+        return {
+            pod.spec.node_name
+            async for pod in self._pods(path, {"labelSelector": self.release.agents})
+            if pod.spec.node_name and not pod.finished
+        }
 
-    async def _wait_gone(self) -> None:
-        while left := await self._of(self.release.agents):
-            self.problems = {pod.spec.node_name: "its agent has not ended yet" for pod in left}
-            await anyio.sleep(POLL_SECONDS)
-        self.problems = {}
+    async def _all_clean(self, ends: float) -> None:
+        """Return when the agents of all nodes have said so. Raises CleanupFailed, ApiError."""
+        limiter = anyio.CapacityLimiter(CALLS_AT_ONCE)
+        async with anyio.create_task_group() as group:
 
-    async def _wait_clean(self) -> int:
+            async def follow(node: str) -> None:
+                try:
+                    await self._one(node, ends, limiter)
+                except CleanupFailed as error:
+                    self._failure = error
+                    group.cancel_scope.cancel()
+
+            started: set[str] = set()
+            while True:
+                try:
+                    wanted = await self._agents_nodes()
+                except ApiError as error:
+                    if _forbidden(error):
+                        self._failure = CleanupFailed(str(error))
+                        group.cancel_scope.cancel()
+                    self.problems[""] = str(error)
+                    await anyio.sleep(POLL_SECONDS)
+                    continue
+                self.problems.pop("", None)
+                if wanted <= self._done:
+                    break
+                for node in sorted(wanted - started):
+                    group.start_soon(follow, node)
+                if started != started | wanted:
+                    log.info("cleanup_requested", nodes=len(wanted - started), request=self._id)
+                started |= wanted
+                with anyio.move_on_after(LIST_AGENTS_SECONDS):
+                    while not started <= self._done:
+                        await anyio.sleep(POLL_SECONDS / 4)
+        if self._failure:
+            raise self._failure
+
+    async def _one(self, node: str, ends: float, limiter: anyio.CapacityLimiter) -> None:
+        """Ask a node's agent; return when it has answered that the node is clean, or the node is gone."""
+        self.problems[node] = "its agent has not answered"
+        asked = False
         while True:
-            made = await self._daemon_set(self.release.cleaners)
-            status = made.status
-            if status.observed_generation >= made.metadata.generation:
-                if status.number_ready >= status.desired_number_scheduled:
-                    return status.desired_number_scheduled
-                await self._look_at_cleaners()
+            try:
+                async with limiter:
+                    if not asked:
+                        self._asked.add(node)  # before the call: one that is cut short may have arrived
+                        seconds = ends - anyio.current_time()
+                        await self._annotate(node, request.asking(self._id, self.clock(), seconds))
+                        asked = True
+                    found = msgspec.json.decode(await self.api.get(_path(node)), type=_Node)
+            except ApiError as error:
+                if _not_found(error):
+                    break
+                if _forbidden(error):
+                    raise CleanupFailed(str(error)) from error
+                self.problems[node] = str(error)
+            else:
+                if self._answered(node, Exchange.of(found.metadata.annotations)):
+                    break
             await anyio.sleep(POLL_SECONDS)
+        self.problems.pop(node, None)
+        self._done.add(node)
 
-    async def _look_at_cleaners(self) -> None:
-        self.problems = {}
-        for pod in await self._of(self.release.cleaners):
-            for container in pod.status.init_container_statuses:
-                if failure := container.failure:
-                    text = _last_line(failure.message) or f"exit code {failure.exit_code}"
-                    self.problems[pod.spec.node_name] = text
-                    if failure.exit_code == REFUSED_EXIT_CODE:
-                        raise CleanupRefused(f"node {pod.spec.node_name}: {text}")
+    def _answered(self, node: str, exchange: Exchange) -> bool:
+        """Whether the node is clean. Raises CleanupRefused."""
+        if exchange.request is None or exchange.request.id != self._id:
+            self.problems[node] = (
+                "the request was taken away there; compare the node's clock with the others'"
+            )
+            return False
+        report = exchange.report
+        if report is None or report.id != self._id:
+            return False
+        if report.state is State.REFUSED:
+            raise CleanupRefused(f"node {node}: {report.message}")
+        if report.state is State.FAILED:
+            self.problems[node] = report.message
+        return report.state is State.CLEAN
+
+    async def _annotate(self, node: str, annotations: Mapping[str, str | None]) -> None:
+        await self.api.merge_patch(_path(node), {"metadata": {"annotations": dict(annotations)}})
+
+    async def _annotate_all(self, annotations: Mapping[str, str | None]) -> None:
+        """Annotate every node that was asked; where that fails the request ends by itself."""
+        limiter = anyio.CapacityLimiter(CALLS_AT_ONCE)
+
+        async def one(node: str) -> None:
+            while True:
+                try:
+                    async with limiter:
+                        await self._annotate(node, annotations)
+                except ApiError as error:
+                    if _not_found(error) or _forbidden(error):
+                        return
+                    log.warning("node_not_annotated", node=node, problem=str(error))
+                else:
+                    return
+                await anyio.sleep(POLL_SECONDS)
+
+        with anyio.CancelScope(shield=True), anyio.move_on_after(TAKE_BACK_SECONDS):
+            async with anyio.create_task_group() as group:
+                for node in sorted(self._asked):
+                    group.start_soon(one, node)
 
     def _late(self, seconds: float) -> str:
-        told = "; ".join(f"node {node}: {text}" for node, text in sorted(self.problems.items())[:MOST_NAMED])
+        known = "; ".join(
+            f"node {node}: {text}" if node else text
+            for node, text in sorted(self.problems.items())[:MOST_NAMED]
+        )
+        more = f" and {len(self.problems) - MOST_NAMED} more" if len(self.problems) > MOST_NAMED else ""
         return (
-            f"the nodes were not clean within {seconds:g} s: {told or 'cleaners did not start'}. The agents "
-            "are back in service; repair this and uninstall again, or leave these nodes as they are with "
-            "helm uninstall --no-hooks"
+            f"the nodes were not clean within {seconds:g} s: {known or 'no agent was asked'}{more}. "
+            "The agents are back in service; repair this and uninstall again, or leave these nodes as they "
+            "are with helm uninstall --no-hooks"
         )
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return lines[-1].strip() if lines else ""
+def _path(node: str) -> str:
+    return f"/api/v1/nodes/{node}"
+
+
+def _forbidden(error: ApiError) -> bool:
+    return isinstance(error, ApiRefused) and error.status == 403
+
+
+def _not_found(error: ApiError) -> bool:
+    return isinstance(error, ApiRefused) and error.status == 404

@@ -3,7 +3,6 @@
 Safe to run again: each step looks for what is left.
 """
 
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import anyio.to_thread
 import structlog
 
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
@@ -108,35 +108,27 @@ def _program(settings: Settings) -> Program:
 def remove_files(settings: Settings) -> None:
     """Remove sockets, the CDI file and what the agent's folders hold. Blocks. Raises CleanupFailed."""
     try:
-        for folder in (Path(settings.kubelet.root) / "plugins_registry", settings.device_plugins_folder):
-            for socket in folder.glob(SOCKETS):
-                socket.unlink(missing_ok=True)
+        for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
+            socket.unlink(missing_ok=True)
         specification = Path(settings.host.cdi) / shares_cdi.FILE
         if specification.exists():
             specification.unlink()
         for root in (Path(settings.host.state), Path(settings.host.run)):
-            for entry in root.iterdir() if root.is_dir() else ():
-                if entry.name == LOCK:  # held; `remove_folders` takes it with its folder
-                    continue
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+            if root.is_dir():
+                _empty(root)
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
 
 
-def remove_folders(folders: list[Path]) -> None:
-    """Remove the agent's folders themselves. Blocks. Raises CleanupFailed, also for any other folder."""
-    for folder in folders:
-        if folder.name != "gpu-node-agent":
-            raise CleanupFailed(f"{folder} is not a folder of the agent's (it would be named gpu-node-agent)")
-    for folder in folders:
-        try:
-            if folder.is_dir():
-                shutil.rmtree(folder)
-        except OSError as error:
-            raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
+def _empty(root: Path) -> None:
+    """Remove what is in a folder but our lock. Pods of before could write below: no link is followed."""
+    with trees.opened(root) as descriptor:
+        for entry in root.iterdir():
+            if entry.name != LOCK:
+                try:
+                    trees.remove(descriptor, entry.name)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(entry)) from error
 
 
 def _daemon_folders(run: Path) -> list[Directories]:

@@ -1,6 +1,6 @@
 """Takes the agent's labels, annotations, taint and condition off a Node object."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -23,8 +23,11 @@ class _NodeList(msgspec.Struct):
     items: list[Node]
 
 
-async def forget(api: KubeApi, name: str) -> None:
-    """Remove everything that the agent wrote to the node; again is nothing. Raises CleanupFailed."""
+async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
+    """Remove everything that the agent wrote to the node but the annotations in `keep`.
+
+    Again is nothing. Raises CleanupFailed.
+    """
     try:
         # A list of one: the agent's account may list nodes and needs no right to get them.
         data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
@@ -33,7 +36,9 @@ async def forget(api: KubeApi, name: str) -> None:
             return
         metadata = found[0].metadata
         labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
-        annotations = {key: None for key in metadata.annotations if key.startswith(OWN_PREFIX)}
+        annotations = {
+            key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in keep
+        }
         if labels or annotations:
             body = {"metadata": {"labels": labels, "annotations": annotations}}
             await api.merge_patch(f"/api/v1/nodes/{name}", body)

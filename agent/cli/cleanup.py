@@ -7,7 +7,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -37,24 +37,20 @@ def add_commands(
     node.add_argument("--wait", type=float, default=60.0, help="seconds for an agent to leave (default: 60)")
     node.set_defaults(command=lambda options: _node(load(options), options.wait, nvml))
 
-    folders = parts.add_parser(
-        "folders", help="the agent's folders, which must be no mounts of this container"
-    )
-    folders.add_argument("folders", nargs="+", type=Path)
-    folders.set_defaults(command=lambda options: _folders(options.folders))
-
-    rest = parts.add_parser("rest", help="do nothing until told to stop")
-    rest.set_defaults(command=lambda _: _rest())
-
     cluster = parts.add_parser("cluster", help="all nodes: what helm uninstall runs first")
-    cluster.add_argument("--namespace", required=True)
-    cluster.add_argument("--agents", required=True, help="the agents' DaemonSet")
-    cluster.add_argument("--cleaners", required=True, help="the DaemonSet that cleans nodes up")
+    cluster.add_argument("--namespace", required=True, help="where the agents are")
+    cluster.add_argument("--agents", required=True, metavar="SELECTOR", help="labels of the agents' pods")
+    cluster.add_argument(
+        "--release-record",
+        default="",
+        metavar="SECRET",
+        help="helm's record of the release, marked as deployed so that helm upgrade works if this fails",
+    )
     cluster.add_argument("--timeout", type=float, default=240.0, help="seconds (default: 240)")
     cluster.set_defaults(command=_cluster)
 
 
-def _told(error: CleanupFailed) -> int:
+def _failed(error: CleanupFailed) -> int:
     print(error, file=sys.stderr)
     return 3 if isinstance(error, CleanupRefused) else 1
 
@@ -74,7 +70,7 @@ def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
     try:
         anyio.run(clean)
     except CleanupFailed as error:
-        return _told(error)
+        return _failed(error)
     print("the node is clean")
     return 0
 
@@ -99,24 +95,6 @@ async def _forget(settings: Settings) -> None:
         await api.close()
 
 
-def _folders(folders: list[Path]) -> int:
-    from agent.cleanup.node import remove_folders  # noqa: PLC0415  loads the MPS room
-
-    try:
-        remove_folders(folders)
-    except CleanupFailed as error:
-        return _told(error)
-    return 0
-
-
-def _rest() -> int:
-    # Blocked first, else a signal between the two calls would end the process its own way.
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    signal.sigwait(signals)
-    return 0
-
-
 def _cluster(options: argparse.Namespace) -> int:
     logs.configure("info", "json")
 
@@ -130,14 +108,33 @@ def _cluster(options: argparse.Namespace) -> int:
         except NoClusterAccess as error:
             raise CleanupFailed(str(error)) from error
         try:
-            release = Release(options.namespace, options.agents, options.cleaners)
+            release = Release(options.namespace, options.agents, options.release_record)
             return await ClusterCleanup(api, release).run(options.timeout)
         finally:
             await api.close()
 
     try:
-        count = anyio.run(clean)
+        count = anyio.run(unless_interrupted, clean)
     except CleanupFailed as error:
-        return _told(error)
+        return _failed(error)
     print(f"{count} node(s) are clean")
     return 0
+
+
+async def unless_interrupted(act: Callable[[], Awaitable[int]]) -> int:
+    """Do it until SIGTERM or SIGINT. Process 1 of a container gets signals that it handles, no others."""
+    result: int | None = None
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as group:
+
+            async def obey() -> None:
+                async for _ in signals:
+                    acting.cancel()
+
+            group.start_soon(obey)
+            with anyio.CancelScope() as acting:
+                result = await act()
+            group.cancel_scope.cancel()
+    if result is None:
+        raise CleanupFailed("interrupted before the nodes were clean; the agents are back in service")
+    return result

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from agent.model.demand import MPS, VGPU, Demand, Kind, Pod, Stage, anchor_of, demand_of
 from agent.model.modes import Mode
-from agent.model.placement import ASSIGNED, HINT
+from agent.model.placement import ASSIGNED, HINT, places
 
 WHOLE_GPU = "nvidia.com/gpu"
 RESOURCES = (WHOLE_GPU, VGPU.core, VGPU.memory, MPS.core, MPS.memory)
@@ -23,8 +23,7 @@ class Slot:
     mode: Mode
     demand: Demand
     containers: int = 1  # that hold them: each is a client of the GPU's MPS server
-    # Places of its app containers among the pod's app containers, which is how annotations number them.
-    apps: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()  # of its containers, as annotations number them
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -55,21 +54,17 @@ def pod_demand(pod: Pod) -> PodDemand:
 
 
 def _slots(mode: Mode, kind: Kind, pod: Pod) -> list[Slot]:
-    apps = {
-        each.name: number
-        for number, each in enumerate(each for each in pod.containers if each.stage is Stage.APP)
-    }
+    numbers = {name: number for number, name in enumerate(places(pod))}
     anchor = anchor_of(kind, pod)
     tied = anchor.members if anchor else frozenset()
     found: list[Slot] = []
     if anchor:
-        numbers = tuple(apps[name] for name in apps if name in tied)
-        found.append(Slot(mode, anchor.peak, len(tied), numbers))
-    for container in pod.containers:
-        if container.name not in tied and (demand := demand_of(kind, container)):
-            place = (apps[container.name],) if container.name in apps else ()
-            found.append(Slot(mode, demand, 1, place))
-    return found
+        members = tuple(number for name, number in numbers.items() if name in tied)
+        found.append(Slot(mode, anchor.peak, len(tied), members))
+    others = (each for each in pod.containers if each.name not in tied)
+    return found + [
+        Slot(mode, demand, 1, (numbers[each.name],)) for each in others if (demand := demand_of(kind, each))
+    ]
 
 
 def _allocated(resource: str, pod: Pod) -> int:
@@ -103,9 +98,9 @@ Chosen = tuple[tuple[int, ...], ...]  # indices of GPUs for each slot
 def annotations_of(demand: PodDemand, chosen: Chosen) -> dict[str, str]:
     """The choice as gpu-admission's annotations, not yet carried out."""
     found = {
-        f"{HINT}{app}": ",".join(map(str, indices))
+        f"{HINT}{place}": ",".join(map(str, indices))
         for slot, indices in zip(demand.slots, chosen, strict=True)
-        for app in slot.apps
+        for place in slot.places
     }
     return {**found, ASSIGNED: "false"} if found else {}
 
@@ -118,8 +113,8 @@ def chosen_in(demand: PodDemand, annotations: Mapping[str, str]) -> Chosen | Non
     found: list[tuple[int, ...]] = []
     for slot in demand.slots:
         indices: dict[int, None] = {}
-        for app in slot.apps:
-            indices |= dict.fromkeys(_indices(annotations.get(f"{HINT}{app}", "")))
+        for place in slot.places:
+            indices |= dict.fromkeys(_indices(annotations.get(f"{HINT}{place}", "")))
         if len(indices) != max(1, slot.demand.whole):
             return None
         found.append(tuple(indices))

@@ -1,15 +1,12 @@
 """The life of one resource's socket: bind, be found by the kubelet, stay registered, leave cleanly.
 
-Two ways in, never both at once, because the kubelet keeps one connection for each resource name and
-closes the newer one when the older ends:
-
-- plugins_registry: the kubelet finds the socket by itself, at its own restart too;
-- kubelet.sock: we call Register. Only for kubelets that do not look into plugins_registry.
+The kubelet finds the socket in plugins_registry by itself, at its own restart too: each since 1.25 gives its
+plugin manager a handler for device plugins without a condition (`initializeRuntimeDependentModules`).
+kubelet.sock, the older way in, is only looked at, to tell a kubelet that is down from one that dropped us.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import anyio
 import structlog
@@ -17,7 +14,7 @@ import structlog
 from agent.kit.backoff import Backoff
 from agent.kit.inotify import FolderGone, watching
 from agent.kubelet.api import ResourcePlugin
-from agent.kubelet.registration import KubeletSocket, RegistrationFailed, Way
+from agent.kubelet.kubelet_socket import KubeletSocket
 from agent.kubelet.server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 
@@ -28,6 +25,7 @@ SILENCE_SECONDS = 5.0
 LOOK_SECONDS = 30.0  # inotify may miss a change (overflow, a folder made anew): look anyway
 BLIND_LOOK_SECONDS = 1.0  # without inotify: many nodes run out of its instances
 FOLDER_RETRY_SECONDS = 0.5
+ASKED_SECONDS = 10.0  # the kubelet looks once a second; one that restarts may take longer
 
 
 class Endpoint:
@@ -38,26 +36,15 @@ class Endpoint:
         plugin: ResourcePlugin,
         kubelet_root: Path,
         device_plugins: Path,
-        registration: Literal["auto", "registry", "socket"] = "auto",
-        registry_wait_seconds: float = 10.0,
         allocated: Callable[[], None] = lambda: None,
     ) -> None:
         self.plugin = plugin
         self.service = DevicePluginService(plugin, allocated)
-        self.way = Way.SOCKET if registration == "socket" else Way.REGISTRY
-        self._may_fall_back = registration == "auto"
-        self._registry_wait = registry_wait_seconds
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
-        self._folders = {Way.REGISTRY: kubelet_root / "plugins_registry", Way.SOCKET: device_plugins}
         self._obstacle: str | None = "it has not been tried yet"
         self._told: set[str] = set()  # the obstacles since the kubelet listened last
         vendor, _, name = plugin.resource.partition("/")
-        self._file = f"gna-{vendor.split('.')[0]}-{name}.sock"
-
-    @property
-    def path(self) -> Path:
-        """Where the socket is, or will be."""
-        return self._folders[self.way] / self._file
+        self.path = kubelet_root / "plugins_registry" / f"gna-{vendor.split('.')[0]}-{name}.sock"
 
     @property
     def registered(self) -> bool:
@@ -80,19 +67,17 @@ class Endpoint:
             self.service.resume()
             server = DrainableServer(self.service.handlers(), self.path)
             try:
-                if await self._folder_exists():
-                    await server.start()
-                    if await self._registered_once(server):
-                        backoff.reset()
-                        await self._while_registered(server)
+                await self._folder_exists()
+                await server.start()
+                if await self._registered_once(server):
+                    backoff.reset()
+                    await self._while_registered(server)
             except OSError as error:
                 self._hinder(f"{self.path}: {error.strerror or error}")
-            except RegistrationFailed as error:
-                self._hinder(str(error))
             finally:
                 self.service.drain()
                 await server.stop()
-            await self._pause(backoff.next())
+            await anyio.sleep(backoff.next())
 
     def _hinder(self, obstacle: str, *, usual: bool = False) -> None:
         """Remember what stands in the way; `usual`: it does at every start, for a moment."""
@@ -103,68 +88,20 @@ class Endpoint:
             tell = log.info if usual else log.warning
             tell("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait; for a kubelet.sock that is made anew no longer than that takes."""
-        if self.way is Way.REGISTRY:
-            await anyio.sleep(seconds)
-            return
-        before = await self._kubelet.identity()
-
-        async def same() -> bool:
-            return await self._kubelet.identity() == before
-
-        with anyio.move_on_after(seconds):
-            while await same():
-                await self._folder_changed(self._kubelet.path.name, same)
-
-    async def _folder_exists(self) -> bool:
-        """Wait for the kubelet's folder: before its first start there is none, and we make none for it.
-
-        False: a kubelet serves that makes no such folder, so the other way was taken.
-        """
+    async def _folder_exists(self) -> None:
+        """Wait for the kubelet's folder: before its first start there is none, and we make none for it."""
         folder = anyio.Path(self.path.parent)
-        until = anyio.current_time() + self._registry_wait
-        serving = await self._kubelet.serves()
         while not await folder.is_dir():
             self._hinder(f"{folder} does not exist; is the kubelet running with this root folder?")
             await anyio.sleep(FOLDER_RETRY_SECONDS)
-            if anyio.current_time() >= until:
-                until += self._registry_wait
-                serving, before = await self._kubelet.serves(), serving
-                if self._falls_back(before, serving):
-                    return False
-        return True
-
-    def _falls_back(self, before: object, after: object) -> bool:
-        """Take the other way if one kubelet, alive all the time, has not looked into plugins_registry.
-
-        A kubelet that is down, or that has just started, is none that ignores it; its old kubelet.sock
-        stays as a file.
-        """
-        if self.way is Way.SOCKET or not self._may_fall_back or before is None or before != after:
-            return False
-        log.warning("registry_unread", resource=self.plugin.resource, waited_seconds=self._registry_wait)
-        self.way = Way.SOCKET
-        return True
 
     async def _registered_once(self, server: DrainableServer) -> bool:
-        """Wait until the kubelet listens. False: begin anew, perhaps the other way."""
+        """Wait until the kubelet listens. False: begin anew."""
         streams, service = self.service.streams, self.service
-        if self.way is Way.SOCKET:
-            self._hinder(f"waiting for {self._kubelet.path}", usual=True)
-            await self._kubelet.register(self.plugin, self._file)
-            service.stats.registrations += 1
-            log.info("registered", resource=self.plugin.resource, way=self.way.value)
-            with anyio.move_on_after(SILENCE_SECONDS):
-                await streams.wait_for(lambda open_now: open_now > 0)
-                return True
-            self._hinder("the kubelet accepted the registration but does not listen")
-            return False
         infos = service.infos_given.value
         self._hinder(f"the kubelet has not asked {self.path} yet", usual=True)
-        serving = await self._kubelet.serves()
         while True:
-            with anyio.move_on_after(self._registry_wait):
+            with anyio.move_on_after(ASKED_SECONDS):
                 await streams.wait_for(lambda open_now: open_now > 0)
                 return True
             if service.infos_given.value != infos or service.last_status_error:
@@ -176,11 +113,8 @@ class Endpoint:
             if not await server.in_place():
                 self._hinder(f"{self.path} was removed")
                 return False
-            serving, before = await self._kubelet.serves(), serving
-            if self._falls_back(before, serving):
-                return False
-            state = "serves, but has" if serving else "does not serve, and has"
-            self._hinder(f"the kubelet {state} not asked {self.path} within {self._registry_wait:g} s")
+            state = "serves, but has" if await self._kubelet.serves() else "does not serve, and has"
+            self._hinder(f"the kubelet {state} not asked {self.path} within {ASKED_SECONDS:g} s")
 
     async def _while_registered(self, server: DrainableServer) -> None:
         """Return when the kubelet stopped listening for good, or our socket is gone."""
@@ -210,22 +144,22 @@ class Endpoint:
 
     async def _until_socket_gone(self, server: DrainableServer, done: anyio.CancelScope) -> None:
         while await server.in_place():
-            await self._folder_changed(self._file, server.in_place)
+            await self._folder_changed(server)
         log.warning("socket_gone", resource=self.plugin.resource, socket=str(self.path))
         done.cancel()
 
-    async def _folder_changed(self, name: str, still: Callable[[], Awaitable[bool]]) -> None:
-        """Return soon after an entry of the socket's folder changed, and after a while anyway.
+    async def _folder_changed(self, server: DrainableServer) -> None:
+        """Return soon after our entry of the socket's folder changed, and after a while anyway.
 
-        `still` is asked once the watch stands: nothing that happened before it is missed.
+        Looks again once the watch stands: nothing that happened before it is missed.
         """
         try:
             with anyio.move_on_after(LOOK_SECONDS):
                 async with watching(self.path.parent) as folder:
-                    if not await still():
+                    if not await server.in_place():
                         return
                     async for change in folder.changes():
-                        if change.name in ("", name):
+                        if change.name in ("", self.path.name):
                             return
         except (FolderGone, OSError):
             await anyio.sleep(BLIND_LOOK_SECONDS)

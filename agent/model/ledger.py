@@ -1,17 +1,17 @@
-"""Which units of which GPU are held, promised or free: a frozen ledger, rebuilt from the kubelet's records.
+"""Which units of which GPU are held, promised or free: a frozen ledger, rebuilt from the record of holders.
 
-It is no record of its own: `held` is what PodResources says, reservations are promises that live for
-seconds, from the first of a container's calls until the kubelet's records show the pair.
+It is no record of its own: reservations are promises that live for seconds, from the first of a container's
+calls until the record shows the pair.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Kind
+from agent.model.demand import CORES, Demand, Kind, Pod
 from agent.model.ids import SEPARATOR
 
 
@@ -29,7 +29,7 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A container by its names, as PodResources tells them."""
+    """A container by its names."""
 
     namespace: str
     pod: str
@@ -39,11 +39,6 @@ class Holder:
     def pod_key(self) -> tuple[str, str]:
         """Namespace and name of the pod."""
         return (self.namespace, self.pod)
-
-    @property
-    def nameless(self) -> bool:
-        """Whether it stands for a container that could not be named."""
-        return not self.namespace
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.pod}, container {self.container}"
@@ -86,6 +81,7 @@ class Held:
     holder: Holder
     half: Half
     ids: frozenset[str]
+    init: bool = False  # a plain init container's: the kubelet keeps it for the pod, whether it runs or not
 
 
 @dataclass(frozen=True)
@@ -103,6 +99,11 @@ class Holdings:
         return frozenset().union(*(entry.ids for entry in self.entries))
 
     @cached_property
+    def by_place(self) -> Mapping[tuple[Holder, Half], frozenset[str]]:
+        """What each container holds of each half."""
+        return {(each.holder, each.half): each.ids for each in self.entries}
+
+    @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
         """Cores of containers that hold as many as a GPU has, or more."""
         return tuple(each.ids for each in self.entries if each.half is Half.CORE and len(each.ids) >= CORES)
@@ -117,13 +118,13 @@ class Reservation:
     """A pair promised to a container. The IDs of a half are known once they were answered."""
 
     holder: Holder
+    pod: Pod
     demand: Demand
     gpus: tuple[str, ...]  # in order of index; one for a share
     expires: float  # on the caller's clock, in seconds
     core_ids: frozenset[str] | None = None
     block_ids: frozenset[str] | None = None
     granted: frozenset[Half] = frozenset()  # halves whose Allocate was answered
-    demand_known: bool = True  # False: only the half that asked first is known
 
     def ids(self, half: Half) -> frozenset[str] | None:
         """The IDs answered for a half; None: not yet."""
@@ -136,7 +137,14 @@ class Reservation:
     @property
     def complete(self) -> bool:
         """Whether every half that was asked for is granted."""
-        return self.demand_known and all(half in self.granted for half in Half if self.needs(half))
+        return all(half in self.granted for half in Half if self.needs(half))
+
+    def shown(self, held: Holdings) -> bool:
+        """Whether a record shows all of it."""
+        return self.complete and all(
+            held.by_place.get((self.holder, half), frozenset()) >= (self.ids(half) or frozenset())
+            for half in Half
+        )
 
     def with_ids(self, half: Half, ids: frozenset[str]) -> Self:
         """With the answer to GetPreferredAllocation."""
@@ -200,26 +208,17 @@ class Ledger:
         """The promise to a container."""
         return next((each for each in self.reservations if each.holder == holder), None)
 
-    def observed(self, held: Holdings, pods: frozenset[tuple[str, str]], now: float) -> Self:
-        """With what the kubelet's records say now.
-
-        Promises end that were kept (the records show them from here on), that are late, or whose pod, by
-        namespace and name, the kubelet no longer lists.
-        """
-        kept = tuple(
-            each
-            for each in self.reservations
-            if not each.complete
-            and each.expires > now
-            and (each.holder.nameless or each.holder.pod_key in pods)
-        )
+    def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
+        """With what the record says now. Promises end that it shows from here on, and those that are over."""
+        kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
         same = self.held.same(held)
+        if same and len(kept) == len(self.reservations):
+            return self
         return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
         """Without the promises that are late."""
-        kept = tuple(each for each in self.reservations if each.expires > now)
-        return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
+        return self.without(lambda each: each.expires <= now)
 
     def stocked(self, stocks: Mapping[str, Stock]) -> Self:
         """With other stocks."""
@@ -230,24 +229,25 @@ class Ledger:
         others = tuple(each for each in self.reservations if each.holder != reservation.holder)
         return replace(self, reservations=(*others, reservation))
 
-    def withdrawn(self, holder: Holder) -> Self:
-        """Without the promise to a container."""
-        return replace(self, reservations=tuple(each for each in self.reservations if each.holder != holder))
+    def without(self, over: Callable[[Reservation], bool]) -> Self:
+        """Without the promises that are over."""
+        kept = tuple(each for each in self.reservations if not over(each))
+        return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
+
+    def taken(self, asking: Holder, own: frozenset[str] = frozenset()) -> frozenset[str]:
+        """IDs that cannot come to a container: held by others, or promised to them.
+
+        `own`: IDs that come to it though they are held, as it inherits them, or has them already.
+        """
+        others = (each for each in self.reservations if each.holder != asking)
+        promised = (each.ids(half) or frozenset() for each in others for half in Half)
+        return self.held.ids.union(*promised) - own
 
     def rooms(
-        self,
-        asking: Holder | None = None,
-        own: frozenset[str] = frozenset(),
-        busy: frozenset[str] = frozenset(),
+        self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
     ) -> dict[str, Room]:
-        """What each sellable GPU has left for a container, by UUID.
-
-        `own`: IDs that are held but come to that container all the same, as it inherits them. `busy`: IDs
-        that are held though no listed container shows them.
-        """
+        """What each sellable GPU has left for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
-        promised = [ids for each in others for half in Half if (ids := each.ids(half)) is not None]
-        taken = self.held.ids.union(busy, *promised) - own
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}
         owed = {gpu: [0, 0] for gpu in self.stocks}

@@ -45,18 +45,28 @@ class Choice:
     hint_ignored: str = ""
 
 
+def places(pod: Pod) -> list[str]:
+    """Containers by the number that annotations have for them.
+
+    App containers alone come first, as gpu-admission counts them; then init containers, sidecars among them.
+    """
+    apps = [each.name for each in pod.containers if each.stage is Stage.APP]
+    return apps + [each.name for each in pod.containers if each.stage is not Stage.APP]
+
+
 def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()) -> Hint | None:
     """The scheduler's choice for a container; None without one, with a used one, or one for another node.
 
-    The annotation's number counts app containers alone, as gpu-admission does. `tied`: containers that must
-    share its GPUs; an init container goes where the first of them is to go that has a choice.
+    `tied`: containers that must share its GPUs; one that has no choice of its own, as an init container of
+    which gpu-admission knows nothing, goes where the first of them is to go that has one.
     """
     if pod.annotations.get(ASSIGNED) == "true":
         return None
     if node and pod.annotations.get(HINT_NODE, node) != node:
         return None
-    names = [each.name for each in pod.containers if each.stage is Stage.APP]
-    heirs = (container,) if container in names else tuple(each for each in names if each in tied)
+    names = places(pod)
+    app = any(each.name == container and each.stage is Stage.APP for each in pod.containers)
+    heirs = [container] if app else [container, *(each for each in names if each in tied)]
     texts = (pod.annotations.get(f"{HINT}{names.index(each)}", "") for each in heirs)
     parts = [part.strip() for part in next((text for text in texts if text), "").split(",")]
     # Longer digits than any index has would be refused by int() itself.

@@ -43,7 +43,7 @@ class Shares:
 SWITCH = Shares(taint=5.0, next_served=20.0, all_served=120.0, unheld=2.0, arrived=10.0, patched=5.0)
 # An agent that stops does not wait for an API server of which it does not know how long it may take.
 STOP = Shares(taint=0.05, next_served=3.0, all_served=3.0, unheld=3.0, arrived=1.0, patched=3.0)
-STOP_SECONDS = 8.0  # all steps together, and the taint gone
+STOP_SECONDS = 7.5  # all steps together, and the taint gone
 
 
 class Withdrawals:

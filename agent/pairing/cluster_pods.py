@@ -1,9 +1,9 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+import anyio
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
@@ -11,17 +11,18 @@ from agent.cluster.conversion import convert
 from agent.cluster.events import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
-from agent.kit.mailbox import Mailbox
+from agent.kit.backoff import Backoff
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.record import KnownPod, View
-from agent.model.demand import Pod, Stage
-from agent.model.placement import ASSIGNED, HINT
+from agent.model.demand import Pod
+from agent.model.placement import ASSIGNED, HINT, places
 from agent.pairing.ports import LogRecorder, PodsUnavailable
 
 log = structlog.get_logger()
 
 WAITING_PATCHES = 256
 FORBIDDEN = 403
+TOO_MANY_REQUESTS = 429
 
 
 def view_of(cache: PodCache) -> View:
@@ -73,12 +74,6 @@ class ClusterPods:
         return convert(found) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    pod: Pod
-    annotations: Mapping[str, str]
-
-
 class ClusterRecorder(LogRecorder):
     """Events for what was refused or passed over; the choice as gpu-admission's annotations on the pod."""
 
@@ -86,7 +81,8 @@ class ClusterRecorder(LogRecorder):
         self._api = api
         self._events = events
         self._write_choice = write_choice
-        self._patches: Mailbox[_Patch] = Mailbox(WAITING_PATCHES)
+        self._waiting: dict[str, tuple[Pod, dict[str, str]]] = {}  # annotations to be written, by UID
+        self._news = anyio.Event()
 
     def refused(self, pod: Pod, message: str) -> None:
         """A warning event."""
@@ -97,31 +93,52 @@ class ClusterRecorder(LogRecorder):
         super().hint_ignored(pod, message)
         self._emit(pod, "PlacementHintIgnored", message)
 
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int]) -> None:
-        """The choice is queued; `run` writes it."""
-        apps = [each.name for each in pod.containers if each.stage is Stage.APP]
-        if self._write_choice and container in apps:
-            chosen = {f"{HINT}{apps.index(container)}": ",".join(map(str, indices)), ASSIGNED: "true"}
-            self._patches.offer(_Patch(pod, chosen))
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
+        """The choice is queued; `run` writes it.
+
+        `gpu-assigned` comes with the last container: a choice that is carried out counts no more, and the
+        scheduler's for later containers is still to be followed.
+        """
+        if not self._write_choice:
+            return
+        chosen = {f"{HINT}{places(pod).index(container)}": ",".join(map(str, indices))}
+        self._queue(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
+        self._news.set()
 
     async def run(self) -> None:
         """Write choices to pods for ever; without the right to do so it says it once and leaves it."""
-        forbidden = False
-        async for patch in self._patches:
-            if forbidden:
-                continue
-            pod = patch.pod
+        backoff = Backoff(first=0.2, longest=30.0, jitter=0.5)
+        while True:
+            if not self._waiting:
+                self._news = anyio.Event()
+                await self._news.wait()
+            pod, annotations = self._waiting.pop(next(iter(self._waiting)))
             path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
             # The UID makes the server refuse the patch for a later pod of the same name.
-            body = {"metadata": {"uid": pod.uid, "annotations": dict(patch.annotations)}}
+            body = {"metadata": {"uid": pod.uid, "annotations": annotations}}
             try:
                 await self._api.merge_patch(path, body)
-            except ApiRefused as error:
-                forbidden = error.status == FORBIDDEN
-                if forbidden:
-                    log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
             except ApiError as error:
-                log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
+                status = error.status if isinstance(error, ApiRefused) else 0
+                if status == FORBIDDEN:
+                    log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
+                    self._write_choice = False
+                    self._waiting.clear()
+                elif 400 <= status < 500 and status != TOO_MANY_REQUESTS:
+                    log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
+                else:
+                    _, newer = self._waiting.pop(pod.uid, (pod, {}))
+                    self._queue(pod, {**annotations, **newer})
+                    await anyio.sleep(backoff.next())
+            else:
+                backoff.reset()
+
+    def _queue(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """All of a pod's choices in one patch; the oldest pod gives way where too many wait."""
+        _, newer = self._waiting.pop(pod.uid, (pod, {}))
+        if len(self._waiting) == WAITING_PATCHES:
+            del self._waiting[next(iter(self._waiting))]
+        self._waiting[pod.uid] = (pod, {**newer, **annotations})
 
     def _emit(self, pod: Pod, reason: str, message: str) -> None:
         regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)

@@ -1,13 +1,42 @@
-"""What pairing needs of the outside: the node's pods, and somebody to tell."""
+"""What pairing needs of the outside, and how it says no."""
 
 from collections.abc import Collection, Sequence
+from enum import Enum
 from typing import Protocol
 
 import structlog
 
+from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
 
 log = structlog.get_logger()
+
+LIST_SECONDS = 1.0  # of the two seconds that a call may take
+
+
+class Cause(Enum):
+    """Why a request is refused."""
+
+    INVALID = "invalid"  # asking again will not help
+    EXHAUSTED = "exhausted"  # no GPU has room
+    UNAVAILABLE = "unavailable"  # who asks, or who holds what, is not known
+
+
+class PairRefused(Exception):
+    """A request that is not granted. The text reaches the pod's status: object, cause and remedy."""
+
+    def __init__(self, message: str, cause: Cause = Cause.INVALID, pod: Pod | None = None) -> None:
+        """`pod`: whose request it is, where that is known."""
+        self.cause = cause
+        self.pod = pod
+        super().__init__(message)
+
+
+class Record(Protocol):
+    """Who holds what (`agent.kubelet.holdings`)."""
+
+    async def look(self, deadline: float = LIST_SECONDS) -> PodList:
+        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 class PodsUnavailable(Exception):
@@ -45,8 +74,11 @@ class Recorder(Protocol):
     def hint_ignored(self, pod: Pod, message: str) -> None:
         """The scheduler's choice was not followed (event PlacementHintIgnored)."""
 
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int]) -> None:
-        """A container has its GPUs; to be written to the pod's annotations in the background."""
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
+        """A container has its GPUs; to be written to the pod's annotations in the background.
+
+        `last`: no later container of the pod asks for GPUs of this kind.
+        """
 
 
 class LogRecorder:
@@ -59,5 +91,5 @@ class LogRecorder:
         """One warning."""
         log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
 
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int]) -> None:
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
         """Nothing to write back."""

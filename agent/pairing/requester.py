@@ -1,4 +1,4 @@
-"""Which container is asking: pure, from the kubelet's records and the pods' specs.
+"""Which container is asking: pure, from the record of who holds what and the pods' specs.
 
 The kubelet takes a pod into its records just before it admits it, one pod after the other, and admits its
 containers in order. So the container that asks is the first of its pod that lacks the resource, and of all
@@ -7,10 +7,13 @@ pods in the records only the one that is being admitted has such a container.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import Anchor, Container, Demand, Kind, Pod, Stage, anchor_of, demand_of
-from agent.model.ledger import Half, Held, Holder, Holdings
+from agent.model.ledger import Half, Held, Holder, Holdings, Reservation
+
+PodKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +51,39 @@ class Known:
         halves = {kind.core: Half.CORE, kind.memory: Half.MEMORY}
         made: dict[int, tuple[Holding, Held]] = {}
         for each in listed.holdings:
-            if half := halves.get(each.resource):
+            # Of a pod that nobody can name only the checkpoint speaks: the kubelet's offer is newer.
+            if each.namespace and (half := halves.get(each.resource)):
                 before = self._made.get(id(each))
                 if before is None or before[0] is not each:
                     holder = Holder(each.namespace, each.pod, each.container)
-                    before = (each, Held(holder, half, frozenset(each.ids)))
+                    before = (each, Held(holder, half, frozenset(each.ids), not each.listed))
                 made[id(each)] = before
         self._made = made
         return tuple(held for _, held in made.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Records:
-    """What the kubelet's records say about one pair of resources."""
+    """What the record says about one pair of resources."""
 
     held: Holdings
-    holders: frozenset[tuple[Holder, Half]]
-    containers: frozenset[Holder]  # all that are listed
-    pods: frozenset[tuple[str, str]]
+    containers: frozenset[Holder]  # all that the kubelet lists: no plain init containers
 
     @classmethod
-    def of(cls, kind: Kind, listed: PodList, known: "Known | None" = None) -> "Records":
-        """The records for `kind` out of a PodResources answer; `known` keeps what did not change."""
-        held = (known or Known()).entries(kind, listed)
-        containers = frozenset(Holder(*names) for names in listed.containers)
+    def of(cls, kind: Kind, listed: PodList, known: Known) -> "Records":
+        """The records for `kind`; `known` keeps what did not change."""
         return cls(
-            Holdings(held),
-            frozenset((each.holder, each.half) for each in held),
-            containers,
-            frozenset(each.pod_key for each in containers),
+            Holdings(known.entries(kind, listed)), frozenset(Holder(*names) for names in listed.containers)
         )
 
-    def ids(self, holder: Holder, half: Half) -> frozenset[str]:
-        """What a container holds of a half."""
-        found = (each.ids for each in self.held.entries if each.holder == holder and each.half is half)
-        return next(found, frozenset())
+    @cached_property
+    def pods(self) -> frozenset[PodKey]:
+        """Pods that the kubelet lists."""
+        return frozenset(each.pod_key for each in self.containers)
 
-    def lacking(self, pod: tuple[str, str], half: Half) -> list[Holder]:
-        """Listed containers of a pod that hold nothing of a half."""
-        return [
-            each
-            for each in self.containers
-            if (each.namespace, each.pod) == pod and (each, half) not in self.holders
-        ]
+    def lacks(self, pod: PodKey, half: Half) -> bool:
+        """Whether a listed container of a pod holds nothing of a half."""
+        return any(each.pod_key == pod and (each, half) not in self.held.by_place for each in self.containers)
 
 
 def resource_of(kind: Kind, half: Half) -> str:
@@ -103,13 +96,14 @@ def askers(
     half: Half,
     size: int,
     records: Records | None,
-    pods: Mapping[tuple[str, str], Pod],
-    served: Collection[tuple[str, str, Half]],
+    pods: Mapping[PodKey, Pod],
+    reservations: Collection[Reservation],
 ) -> list[Asker]:
-    """Containers that may be asking for `size` units. `served`: pod UID, container and half granted before.
+    """Containers that may be asking for `size` units. What is granted and not in the records yet counts, too.
 
     Without records every waiting pod of the node may be asking.
     """
+    served = {(each.pod.uid, each.holder.container) for each in reservations if half in each.granted}
     found = [
         asker
         for key, pod in pods.items()
@@ -129,7 +123,7 @@ def _asker(
     size: int,
     records: Records | None,
     pod: Pod,
-    served: Collection[tuple[str, str, Half]],
+    served: Collection[tuple[str, str]],
 ) -> Asker | None:
     resource = resource_of(kind, half)
     wanting = [each for each in pod.containers if each.limits.get(resource)]
@@ -137,18 +131,18 @@ def _asker(
         holding = [
             place
             for place, each in enumerate(wanting)
-            if (Holder(pod.namespace, pod.name, each.name), half) in records.holders
+            if (Holder(pod.namespace, pod.name, each.name), half) in records.held.by_place
         ]
-        # Containers before one that holds the resource were served, plain init containers among them.
+        # Containers before one that holds the resource were served.
         wanting = wanting[max(holding) + 1 :] if holding else wanting
     for container in wanting:
-        if (pod.uid, container.name, half) in served:
+        if (pod.uid, container.name) in served:
             continue
         if container.limits[resource] == size:
             return Asker(pod, container)
         if container.stage is not Stage.INIT:
             return None
-        # An init container is not in the records: it may have been served before this agent started.
+        # Without a readable checkpoint the records do not show it: it may have been served before.
     return None
 
 

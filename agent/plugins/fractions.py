@@ -6,31 +6,27 @@ NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import anyio
-import anyio.to_thread
-import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, PreferenceRequest
-from agent.kubelet.checkpoint import Checkpoint
+from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
+from agent.kubelet.podresources import PodList
 from agent.model.demand import Kind
 from agent.model.gpu import Gpu
 from agent.model.ledger import Half, Stock
 from agent.model.modes import Assignment, Mode
 from agent.pairing.actor import Pairing
+from agent.pairing.ports import Cause, PairRefused
 from agent.pairing.requester import resource_of
 from agent.plugins import encode
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
-log = structlog.get_logger()
-
-RECONCILE_SECONDS = 5.0
-# While units are kept off the lists, or promises stand open, somebody may be waiting for them.
-PRESSED_RECONCILE_SECONDS = 1.0
+_REASONS = {
+    Cause.INVALID: Reason.INVALID,
+    Cause.EXHAUSTED: Reason.EXHAUSTED,
+    Cause.UNAVAILABLE: Reason.UNAVAILABLE,
+}
 
 
 def _no_extras(half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
@@ -66,7 +62,7 @@ class _Chunk:
 
 
 class Shares:
-    """One pair of resources of the node: keeps stocks true and compares with the kubelet's records."""
+    """One pair of resources of the node: keeps stocks true, and lists what can still be given out."""
 
     def __init__(
         self,
@@ -74,14 +70,14 @@ class Shares:
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
         pairing: Pairing,
-        device_plugins: Path | None = None,
+        record: Cell[PodList | None],
     ) -> None:
-        """`device_plugins`: the kubelet's folder with its checkpoint; None: it is not looked at."""
+        """`record`: who holds what."""
         self.sharing = sharing
         self.inventory = inventory
         self.modes = modes
         self.pairing = pairing
-        self._device_plugins = device_plugins
+        self._record = record
         self._bare: dict[tuple[str, int], Stock] = {}
         self._stocks: dict[str, Stock] = {}
 
@@ -91,7 +87,7 @@ class Shares:
         Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
         never sells fractions holds none.
         """
-        promised = {gpu for each in self.pairing.view.ledger.reservations for gpu in each.gpus}
+        promised = {gpu for each in self.pairing.ledger.reservations for gpu in each.gpus}
         stocks = {
             state.uuid: self._stock(state)
             for state in self.inventory.value.gpus
@@ -112,23 +108,14 @@ class Shares:
         return replace(self._bare[key], index=gpu.index, sellable=sellable, keeps=keeps)
 
     async def run(self) -> None:
-        """Compare with the kubelet's records for ever."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self.restock, self.inventory, self.modes)
-            recalled = self._device_plugins is None
-            while True:
-                if not recalled and self._device_plugins is not None:
-                    # Once, as soon as pods are known: what is granted from now on is remembered anyway.
-                    held = await anyio.to_thread.run_sync(Checkpoint(self._device_plugins).read)
-                    recalled = await self.pairing.recall(held)
-                await self.pairing.reconcile()
-                await anyio.sleep(PRESSED_RECONCILE_SECONDS if self._pressed() else RECONCILE_SECONDS)
+        """Follow inventory, modes and the record for ever."""
+        await follow(self.refresh, self.inventory, self.modes, self._record)
 
-    def _pressed(self) -> bool:
-        ledger = self.pairing.view.ledger
-        return bool(ledger.reservations or ledger.whole) or any(
-            mode.mode is self.sharing.mode and not mode.selling for mode in self.modes.value.gpus.values()
-        )
+    def refresh(self) -> None:
+        """Bring stocks and holders up to date now; while nobody can say who holds what, these stay."""
+        self.restock()
+        if self._record.value is not None:
+            self.pairing.observe(self._record.value)
 
 
 class SharePlugin:
@@ -167,13 +154,21 @@ class SharePlugin:
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
         """IDs on the GPU that has room for both halves."""
-        return await self._shares.pairing.prefer(self._half, request)
+        try:
+            return await self._shares.pairing.prefer(
+                self._half, request.size, request.available, request.must_include
+            )
+        except PairRefused as refusal:
+            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
         """What the container gets: the same GPUs from both halves, and what this half adds."""
-        chosen = await self._shares.pairing.allocate(self._half, ids)
+        try:
+            grant = await self._shares.pairing.allocate(self._half, ids)
+        except PairRefused as refusal:
+            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
         by_uuid = self._shares.inventory.value.by_uuid
-        gpus = [by_uuid[uuid].gpu for uuid in chosen]
+        gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
         seen, extra = self._injector.allocation(gpus), self._shares.sharing.extras(self._half, ids, gpus)
         return Allocation(
             environment={**seen.environment, **extra.environment},
@@ -191,9 +186,8 @@ class SharePlugin:
 
     def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
         """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
-        view = self._shares.pairing.view
-        ledger, stocks = view.ledger, view.ledger.stocks
-        kept = ledger.kept_ids | view.hidden if view.hidden else ledger.kept_ids
+        ledger = self._shares.pairing.ledger
+        stocks, kept = ledger.stocks, ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
         admitting = {gpu for each in begun for gpu in each.gpus}
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}

@@ -21,10 +21,11 @@ from agent.model.modes import Assignment, Mode
 from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.facts import Identity, Lister
+from agent.pairing.facts import Identity
 from agent.pairing.ports import NoPods, PodSource, Recorder
+from agent.pairing.reducer import Rules
 from agent.plugins import shares_cdi
-from agent.plugins.follow import follow
+from agent.plugins.follow import Record, follow
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
 from agent.settings import Settings
@@ -96,15 +97,16 @@ class Conditions:
 
     def full(self, uuid: str) -> str:
         """Why no more shares of a GPU are sold now, in words; empty: they are."""
-        ledger = self._pairing.view.ledger
+        ledger = self._pairing.ledger
         stock = ledger.stocks.get(uuid)
         if stock is None:
             return ""
-        holders = {
-            held.holder
-            for held in ledger.held.entries
-            if held.half is Half.CORE and held.ids & stock.core_set
-        }
+        held = [each for each in ledger.held if each.half is Half.CORE and each.ids & stock.core_set]
+        holders = {each.holder for each in held if not each.init}
+        # Init containers run one by one, before the others of their pod: one client for all of them.
+        pods = {each.pod_key for each in holders}
+        alone = {each.holder.pod_key: each.holder for each in held if each.holder.pod_key not in pods}
+        holders.update(alone.values())
         # A promise counts once both halves are granted: the second half must still be on its list.
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
@@ -161,9 +163,10 @@ class MpsPlugin(SharePlugin):
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Wait until the daemon serves: a container without it would fail, or run without limits."""
-        holder = await self._holder(frozenset(ids))
-        self._refuse_half(holder)
-        self._refuse_root(holder, len(ids))
+        holders = await self._holders(frozenset(ids))
+        for holder in holders:
+            self._refuse_half(holder)
+        self._refuse_root(holders, len(ids))
         for uuid in {_gpu_of(each) for each in ids}:
             with anyio.move_on_after(WAIT_SECONDS):
                 await self._daemons.wait_serving(uuid)
@@ -174,20 +177,22 @@ class MpsPlugin(SharePlugin):
                 Reason.UNAVAILABLE,
             )
 
-    async def _holder(self, ids: frozenset[str]) -> Holder | None:
-        """The container that these cores were handed to; None: an init container whose grant is long ago."""
+    async def _holders(self, ids: frozenset[str]) -> list[Holder]:
+        """The containers that these cores were handed to: one of them starts.
+
+        There are several where a container inherited all that an init container had. None: it was an init
+        container, and the kubelet's checkpoint cannot be read.
+        """
         pairing = self._shares.pairing
         await pairing.reconcile()
-        ledger = pairing.view.ledger
+        ledger = pairing.ledger
         found = [each.holder for each in ledger.reservations if each.core_ids == ids]
         found += [each.holder for each in ledger.held.entries if each.half is Half.CORE and each.ids == ids]
-        return found[0] if found else None
+        return found
 
-    def _refuse_half(self, holder: Holder | None) -> None:
+    def _refuse_half(self, holder: Holder) -> None:
         """Without the API server it shows only now that a container asks for cores alone."""
-        if holder is None:
-            return
-        ledger = self._shares.pairing.view.ledger
+        ledger = self._shares.pairing.ledger
         promise = ledger.reservation(holder)
         granted = promise is not None and Half.MEMORY in promise.granted
         if granted or any(each.holder == holder and each.half is Half.MEMORY for each in ledger.held.entries):
@@ -197,14 +202,13 @@ class MpsPlugin(SharePlugin):
             f"add {MPS.memory} to its limits"
         )
 
-    def _refuse_root(self, holder: Holder | None, cores: int) -> None:
+    def _refuse_root(self, holders: Sequence[Holder], cores: int) -> None:
         """Root in a container reaches the control socket, and could change its own limits and others'."""
         if self._root_check is None:
             return
-        if holder is None:
-            # The kubelet's records never show what init containers hold, and the promise is forgotten while
-            # an image is pulled: what is true of all that it could be is true of it.
-            held = self._shares.pairing.view.ledger.held.entries
+        if not holders:
+            # What is true of all that it could be is true of it.
+            held = self._shares.pairing.ledger.held.entries
             known = {(each.holder.namespace, each.holder.pod, each.holder.container) for each in held}
             if why := self._root_check.unnamed(cores, known):
                 raise Refused(
@@ -213,12 +217,12 @@ class MpsPlugin(SharePlugin):
                     Reason.UNAVAILABLE,
                 )
             return
-        why = self._root_check.named(holder.namespace, holder.pod, holder.container)
-        if why:
-            raise Refused(
-                f"{holder} may run as root ({why}), which mps.rootPods refuses: set runAsNonRoot: true or a "
-                "runAsUser above 0 in its security context"
-            )
+        for holder in holders:
+            if why := self._root_check.named(holder.namespace, holder.pod, holder.container):
+                raise Refused(
+                    f"{holder} may run as root ({why}), which mps.rootPods refuses: set runAsNonRoot: true "
+                    "or a runAsUser above 0 in its security context"
+                )
 
 
 def build(
@@ -227,23 +231,17 @@ def build(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     injector: Injector,
-    lister: Lister,
+    record: Record,
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
     root_check: RootCheck | None = None,
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     """The two resources and what they share."""
-    pairing = Pairing(
-        MPS,
-        Identity(MPS, lister, source or NoPods()),
-        policy=Policy(settings.mps.placement),
-        reservation_seconds=settings.mps.reservation_seconds,
-        recorder=recorder,
-        node=node,
-    )
+    rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
+    pairing = Pairing(rules, Identity(MPS, record, source or NoPods()), recorder)
     conditions = Conditions(daemons, inventory, pairing, injector, settings.mps.most_clients)
-    shares = Shares(conditions.sharing(), inventory, modes, pairing)
+    shares = Shares(conditions.sharing(), inventory, modes, pairing, record.cell)
     return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
 
 

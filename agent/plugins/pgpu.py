@@ -4,7 +4,6 @@ A GPU may be time-sliced instead: it is then listed as N replicas, here or as `n
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
@@ -14,7 +13,7 @@ from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
 from agent.plugins import encode
-from agent.plugins.follow import follow
+from agent.plugins.follow import LOOK_SECONDS, Record, follow
 from agent.plugins.inject import Injector
 
 RESOURCE = "nvidia.com/gpu"
@@ -22,17 +21,6 @@ SHARED_RESOURCE = "nvidia.com/gpu.shared"
 
 # Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
-
-LOOK_SECONDS = 1.0  # of the two seconds that an RPC may take
-
-
-class Record(Protocol):
-    """Who holds what (`agent.kubelet.holdings`)."""
-
-    cell: Cell[PodList | None]
-
-    async def look(self, deadline: float = LOOK_SECONDS) -> PodList:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 class PgpuPlugin:
@@ -142,9 +130,9 @@ class PgpuPlugin:
         except PodResourcesUnavailable as error:
             text = f"whether GPUs of {self.resource} are still held is not known: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
-        holders = {
-            text: held for held in record.holdings for text in held.ids if held.resource == self.resource
-        }
+        # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
+        named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
+        holders = {text: held for held in named for text in held.ids}
         self._granted &= holders.keys()
         return {text: holders[text] for text in ids if text in holders}, record
 

@@ -15,8 +15,10 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy
 from agent.model.preference import choose
 from agent.pairing.actor import Pairing
-from agent.pairing.facts import Identity, Lister
+from agent.pairing.facts import Identity
 from agent.pairing.ports import NoPods, PodSource, Recorder
+from agent.pairing.reducer import Rules
+from agent.plugins.follow import Record
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
 from agent.settings import Settings
@@ -55,7 +57,7 @@ def build(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     injector: Injector,
-    lister: Lister,
+    record: Record,
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
@@ -65,15 +67,8 @@ def build(
     def whole(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         return choose(inventory.value.topology, free, must_include, size)
 
-    pairing = Pairing(
-        VGPU,
-        Identity(VGPU, lister, source or NoPods()),
-        policy=Policy(settings.vgpu.placement),
-        reservation_seconds=settings.vgpu.reservation_seconds,
-        recorder=recorder,
-        whole=whole,
-        node=node,
-    )
-    sharing = Sharing(VGPU, Mode.VGPU)
-    shares = Shares(sharing, inventory, modes, pairing, settings.device_plugins_folder)
+    wish = settings.vgpu
+    rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
+    pairing = Pairing(rules, Identity(VGPU, record, source or NoPods()), recorder)
+    shares = Shares(Sharing(VGPU, Mode.VGPU), inventory, modes, pairing, record.cell)
     return shares, [VgpuPlugin(shares, half, injector, inventory) for half in Half]

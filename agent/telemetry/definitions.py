@@ -246,8 +246,7 @@ CALL_SECONDS = _counter(
 PAIRS = _counter(
     "pairs",
     ("mode", "result"),
-    "Pairs of core and memory: granted; refused; expired, when the second half was never asked for; "
-    "told_by_order, when the asking container was known from the order of calls alone.",
+    "Pairs of core and memory: granted; refused; expired, when the second half was never asked for.",
 )
 RESERVATIONS = _gauge(
     "reservations", ("mode",), "Pairs that were promised a GPU and still wait for their second half."

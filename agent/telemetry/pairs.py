@@ -13,7 +13,6 @@ class PairStats(Protocol):
     granted: int
     refused: int
     expired: int
-    serial: int
 
 
 def part(
@@ -26,7 +25,6 @@ def part(
             (stats.granted, "granted"),
             (stats.refused, "refused"),
             (stats.expired, "expired"),
-            (stats.serial, "told_by_order"),
         )
         waiting = reserved()
 

@@ -1,7 +1,6 @@
 """What people copy from the documents: helm takes the commands and values, Kubernetes the objects."""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,11 @@ import pytest
 import yaml
 
 from tests.chart import helm
+from tests.chart.documents import commands
 
 ROOT = helm.CHART.parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def commands(document: Path) -> list[list[str]]:
-    """Every `helm install` and `helm upgrade`, its continued lines joined; lines that begin with `--set`."""
-    text = re.sub(r"\\\n\s*", "", document.read_text(encoding="utf-8"))
-    lines = [line.strip().strip("`") for line in text.splitlines() if line.startswith("    ")]
-    return [
-        shlex.split(line, comments=True) for line in lines if re.match(r"helm (install|upgrade)|--set ", line)
-    ]
 
 
 def rendered(words: list[str]) -> list[helm.Manifest]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.cleanup.cluster import AWAY
+from agent.cleanup.request import REPORT, REQUEST
 from agent.settings import load as settings_of
 from tests.chart import helm
 from tests.chart.helm import Manifest
@@ -21,7 +21,7 @@ def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]
 
 def agent(*settings: str) -> dict[str, Any]:
     made = helm.template(settings=settings)
-    found = helm.one([each for each in made if "-cleanup" not in each["metadata"]["name"]], "DaemonSet")
+    found = helm.one(made, "DaemonSet")
     spec: dict[str, Any] = found["spec"]["template"]["spec"]
     return spec
 
@@ -80,7 +80,12 @@ def test_kernel_log_is_read_where_it_can_be_opened(setting: str, read: bool, tmp
 
 def test_host_folders_are_read_only_where_nothing_is_written() -> None:
     mounts = {each["name"]: each for each in agent()["containers"][0]["volumeMounts"]}
-    assert {name for name, each in mounts.items() if each.get("readOnly")} == {"config", "cdi", "cdi-static"}
+    assert {name for name, each in mounts.items() if each.get("readOnly")} == {
+        "config",
+        "device-plugins",
+        "cdi",
+        "cdi-static",
+    }
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
     assert shares["run"]["mountPropagation"] == "Bidirectional"
@@ -153,12 +158,46 @@ def test_pods_are_written_only_where_choices_are() -> None:
 
 def test_rights_of_the_hook() -> None:
     made = helm.template()
+    assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}, "nodes": {"get", "patch"}}
     role = helm.one(made, "Role", "-cleanup")
-    for rule in role["rules"]:
-        if rule["resources"] == ["daemonsets"]:
-            assert len(rule["resourceNames"]) == 2
-    assert verbs(role) == {"daemonsets": {"get", "patch"}, "pods": {"list"}}
-    assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}}
+    assert verbs(role) == {"secrets": {"patch"}}
+    (rule,) = role["rules"]
+    (job,) = [each for each in made if each["kind"] == "Job"]
+    (record,) = rule["resourceNames"]
+    assert record == f"sh.helm.release.v1.{helm.RELEASE}.v1"
+    assert f"--release-record={record}" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_the_hook_writes_helm_s_record_only_where_a_policy_bounds_it() -> None:
+    """The record is what the next rollback applies, with the rights of whoever runs it."""
+    old = helm.template(kubernetes="1.29.0")
+    assert not [
+        each for each in old if each["kind"] == "Role" and each["metadata"]["name"].endswith("-cleanup")
+    ]
+    (job,) = [each for each in old if each["kind"] == "Job"]
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert not [each for each in args if each.startswith("--release-record")]
+    for ending in ("-cleanup-nodes", "-cleanup-record"):
+        policy = helm.one(helm.template(), "ValidatingAdmissionPolicy", ending)
+        (condition,) = policy["spec"]["matchConditions"]
+        account = job["spec"]["template"]["spec"]["serviceAccountName"]
+        assert f"system:serviceaccount:{helm.NAMESPACE}:{account}'" in condition["expression"]
+        assert policy["spec"]["failurePolicy"] == "Fail"
+        binding = helm.one(helm.template(), "ValidatingAdmissionPolicyBinding", ending)
+        assert binding["spec"]["validationActions"] == ["Deny"]
+
+
+def test_the_hook_finds_the_agents() -> None:
+    """Its selector is that of the DaemonSet, and its annotations are those that the policy names."""
+    made = helm.template()
+    (job,) = [each for each in made if each["kind"] == "Job"]
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    labels = helm.one(made, "DaemonSet")["spec"]["selector"]["matchLabels"]
+    (selector,) = [each.partition("=")[2] for each in args if each.startswith("--agents=")]
+    assert dict(each.split("=") for each in selector.split(",")) == labels
+    policy = helm.one(made, "ValidatingAdmissionPolicy", "-cleanup-nodes")
+    (ours,) = [each["expression"] for each in policy["spec"]["variables"] if each["name"] == "ours"]
+    assert ours == f"['{REQUEST}', '{REPORT}']"
 
 
 def test_rights_are_written_down() -> None:
@@ -182,11 +221,6 @@ def rows(heading: str) -> list[list[str]]:
     below = SECURITY.read_text(encoding="utf-8").split(f"{heading}\n")[1]
     table = below[below.index("\n|") + 1 :].split("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-
-
-def test_cleaners_stay_away_until_they_are_called() -> None:
-    cleaners = helm.one(helm.template(), "DaemonSet", "-cleanup")
-    assert cleaners["spec"]["template"]["spec"]["nodeSelector"] == {AWAY: "true"}
 
 
 def test_a_token_is_given_to_those_who_ask_alone(objects: tuple[Manifest, ...]) -> None:

@@ -97,6 +97,10 @@ BAD = {
         ],
         ["extender.productServices leads to", "leave one of the two out"],
     ),
+    "quota for no class": (
+        ["priorityClassQuota.enabled=true", 'priorityClassName=""'],
+        ["no pod has a priority class", "leave it off"],
+    ),
     "services of nobody": ("extender.productServices=true", ["set extender.enabled to true"]),
     "driver root unsaid": (["mps.enabled=true", 'driver.hostRoot="/run/d"'], ["driver.source: host"]),
 }

@@ -13,8 +13,8 @@ from tests.chart import helm, schema
 from tests.chart.helm import Manifest
 
 MINORS = ("1.30", "1.34", "1.36")
-# Of the Prometheus operator and the platform; no part of Kubernetes, so no schema of it.
-MONITORING = ("monitoring.coreos.com/v1", "ait.alauda.io/v1alpha2")
+# Of the Prometheus operator, the platform and OpenShift; no part of Kubernetes, so no schema of it.
+FOREIGN = ("monitoring.coreos.com/v1", "ait.alauda.io/v1alpha2", "security.openshift.io/v1")
 
 
 def loaded(objects: tuple[Manifest, ...], folder: Path) -> Settings:
@@ -34,7 +34,7 @@ def test_helm_lints_the_values(values: Path) -> None:
 @pytest.mark.parametrize("minor", MINORS)
 def test_kubernetes_knows_every_field(minor: str, values: Path) -> None:
     for each in helm.template(values, kubernetes=f"{minor}.0"):
-        if each["apiVersion"] not in MONITORING:
+        if each["apiVersion"] not in FOREIGN:
             kubernetes_validate.validate(each, minor, strict=True)
 
 
@@ -53,7 +53,7 @@ def test_the_agent_accepts_its_configuration(
 
 def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
     found = loaded(objects, tmp_path)
-    pod = helm.one([each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet")
+    pod = helm.one(objects, "DaemonSet")
     mounts = {each["mountPath"] for each in pod["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]}
     kubelet = found.kubelet.root
     assert {
@@ -67,9 +67,7 @@ def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path:
 
 
 def test_probes_ask_what_the_agent_serves(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
-    container = helm.one(
-        [each for each in objects if "-cleanup" not in each["metadata"]["name"]], "DaemonSet"
-    )["spec"]["template"]["spec"]["containers"][0]
+    container = helm.one(objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
     (port,) = container["ports"]
@@ -87,7 +85,7 @@ def test_every_object_has_a_namespace_and_labels(objects: tuple[Manifest, ...]) 
             assert each["metadata"]["namespace"] == "kube-public"
         elif each["kind"] == "MonitorDashboard":
             assert each["metadata"]["namespace"] == "cpaas-system"
-        elif not each["kind"].startswith(("Cluster", "Validating")):
+        elif not each["kind"].startswith(("Cluster", "Validating", "SecurityContext")):
             assert each["metadata"]["namespace"] == helm.NAMESPACE
 
 

@@ -92,6 +92,11 @@ class RealRig(RigBase):
         async with watching(self._cluster, "allocatable", resource) as values:
             yield values
 
+    async def taints(self) -> Sequence[str]:
+        """Keys of the node's taints."""
+        node = await self._blocking(partial(self._cluster.get, "Node", self._cluster.node))
+        return [each["key"] for each in node["spec"].get("taints", ())]
+
     async def set_labels(self, labels: Mapping[str, str | None]) -> None:
         self._labels |= set(labels)
         path = self._cluster.api.path("v1", "Node", None, self._cluster.node)

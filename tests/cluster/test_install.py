@@ -1,6 +1,8 @@
 """From nothing to a node that sells in three modes, through an update, and back to nothing."""
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ from agent.nvml.port import ComputeMode
 from tests.chart import helm
 from tests.chart.helm import HelmRefused
 from tests.cluster import manifests
+from tests.cluster.audit import AuditLog
 from tests.cluster.install_fixtures import audit, delete_pods, installation, open_cluster
 from tests.cluster.installation import NAMESPACE, RELEASE, Installation
+from tests.cluster.interrupting import hook_process, second_node, wait_cleaned
 from tests.cluster.rig import Cluster
-from tests.cluster.scenario_pods import REPORT, UNTIL_DELETED, Report, read_report
+from tests.cluster.scenario_pods import REPORT as WRITE
+from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
 from tests.cluster.waiting import NotYet, eventually
 
 __all__ = ["audit", "installation", "open_cluster"]
@@ -34,8 +39,8 @@ SHARES = {
     "fraction": {"tencent.com/vcuda-core": 30, "tencent.com/vcuda-memory": 16},
     "share": {"nvidia.com/mps-core": 25, "nvidia.com/mps-memory": 4},
 }
+UPGRADE = ("upgrade", RELEASE, str(helm.CHART), "--reset-then-reuse-values")
 RBAC = "rbac.authorization.k8s.io/v1"
-Right = tuple[str, str]  # resource, verb
 
 
 def allocatable(cluster: Cluster) -> dict[str, int]:
@@ -53,11 +58,11 @@ def wait_sold(cluster: Cluster, *resources: str) -> dict[str, int]:
     return eventually(sold, timeout=40, what=f"allocatable {', '.join(resources)}", interval=0.2)
 
 
-def start_pods(cluster: Cluster) -> None:
-    for name, limits in SHARES.items():
-        container = manifests.container("main", ["sh", "-c", REPORT + UNTIL_DELETED], limits=limits)
+def start_pods(cluster: Cluster, *names: str) -> None:
+    for name in names:
+        container = manifests.container("main", ["sh", "-c", WRITE + UNTIL_DELETED], limits=SHARES[name])
         cluster.apply(manifests.pod(name, container))
-    for name in SHARES:
+    for name in names:
         cluster.wait_pod(name, "Running")
 
 
@@ -81,10 +86,13 @@ def command(installation: Installation, *words: str) -> str:
 def containers(cluster: Cluster) -> dict[str, Any]:
     """What changes when a container is started anew."""
     found = {}
-    for name in SHARES:
-        pod = cluster.get("Pod", name)
+    for pod in cluster.find_all("Pod"):
         (status,) = pod["status"]["containerStatuses"]
-        found[name] = (pod["status"]["phase"], status["containerID"], status["restartCount"])
+        found[pod["metadata"]["name"]] = (
+            pod["status"]["phase"],
+            status["containerID"],
+            status["restartCount"],
+        )
     return found
 
 
@@ -102,35 +110,18 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     assert "this node can sell its GPUs" in looked
     assert cluster.parts.kubernetes_version in looked
 
-    start_pods(cluster)
+    start_pods(cluster, *SHARES)
     share = report_of(cluster, "share")
     assert share.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
     assert len(report_of(cluster, "whole").device_nodes) == len(report_of(cluster, "fraction").device_nodes)
     before, daemons = containers(cluster), node.daemons()
     assert len(daemons) == 2
 
-    installation.helm(
-        "upgrade",
-        RELEASE,
-        str(helm.CHART),
-        "--reset-then-reuse-values",
-        "--set",
-        "config.sampling.intervalSeconds=2",
-        "--wait",
-    )
+    installation.helm(*UPGRADE, "--set", "config.sampling.intervalSeconds=2", "--wait")
     installation.ready_agent(other_than=first["metadata"]["uid"])
     wait_sold(cluster, "nvidia.com/gpu", "nvidia.com/mps-core")
     assert containers(cluster) == before
     assert node.daemons() == daemons, "the daemons must outlive the agent that started them"
-
-    with pytest.raises(HelmRefused):
-        installation.helm("uninstall", RELEASE, "--timeout=60s")
-    (job,) = installation.pods("cleanup")
-    words = cluster.logs(job["metadata"]["name"], "cleanup", namespace=NAMESPACE)
-    assert f"default/share (node {cluster.node})" in words
-    assert "uninstall again" in words
-    installation.ready_agent()
-    assert containers(cluster) == before
 
     cluster.delete("Pod", "share", grace_seconds=1)
     installation.helm("uninstall", RELEASE, "--wait", "--timeout=120s")
@@ -170,48 +161,73 @@ def assert_nothing_is_left(installation: Installation) -> None:
     assert modes == {int(ComputeMode.DEFAULT)}
     assert not list((cluster.kubelet_root / "plugins_registry").glob("gna-*"))
     assert not (cluster.cdi_dir / "gpu-node-agent.json").exists()
-    assert not (cluster.layout.run / "gpu-node-agent").exists()
-    assert not Path("/var/lib/gpu-node-agent").exists()
+    # The two folders stay, as mounts do that were theirs; a lock file in them has nobody who holds it.
+    for folder in (cluster.layout.run / "gpu-node-agent", Path("/var/lib/gpu-node-agent")):
+        assert [path.name for path in folder.iterdir() if path.name != "agent.lock"] == []
 
 
-class AuditLog:
-    """What the agent's account did since this was made."""
+def test_refused_uninstall_heals(installation: Installation) -> None:
+    """A pod holds an MPS share: nothing changes, and upgrade and uninstall work as ever."""
+    cluster = installation.cluster
+    installation.install()
+    installation.label("mixed")
+    first = installation.ready_agent()["metadata"]["uid"]
+    wait_sold(cluster, *SHARES["share"])
+    start_pods(cluster, "share")
+    before, daemons = containers(cluster), installation.node.daemons()
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "audit.log"
-        self._before = len(self._file.read_text().splitlines()) if self._file.exists() else 0
+    with pytest.raises(HelmRefused):
+        installation.helm("uninstall", RELEASE, "--timeout=60s")
+    (job,) = installation.pods("cleanup")
+    words = cluster.logs(job["metadata"]["name"], "cleanup", namespace=NAMESPACE)
+    assert f"default/share (node {cluster.node})" in words
+    assert "uninstall again" in words
+    assert installation.ready_agent()["metadata"]["uid"] == first
 
-    def _entries(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._file.read_text().splitlines()[self._before :]]
+    installation.helm(*UPGRADE, "--set", "config.sampling.intervalSeconds=2", "--wait")
+    installation.ready_agent(other_than=first)
+    assert containers(cluster) == before
+    assert installation.node.daemons() == daemons
 
-    def refused(self) -> list[dict[str, Any]]:
-        """What RBAC or a policy turned down."""
-        return [
-            entry
-            for entry in self._entries()
-            if entry["responseStatus"]["code"] == 403
-            # The server says so, too, where it has no streaming lists.
-            or (entry["responseStatus"]["code"] == 422 and entry["verb"] != "watch")
-        ]
+    cluster.delete("Pod", "share", grace_seconds=1)
+    installation.helm("uninstall", RELEASE, "--wait", "--timeout=60s")
+    assert_nothing_is_left(installation)
 
-    def used(self) -> set[Right]:
-        """Rights that were made use of."""
-        found = set()
-        for entry in self._entries():
-            reference, part = entry["objectRef"], entry["objectRef"].get("subresource")
-            if entry["annotations"].get("authorization.k8s.io/decision") == "allow":
-                resource = f"{reference['resource']}/{part}" if part else reference["resource"]
-                found.add((resource, entry["verb"]))
-        return found
 
-    def wait(self, *rights: Right) -> None:
-        """Wait until they have been used."""
+def test_interrupted_cleanup_heals(installation: Installation) -> None:
+    """The hook is killed while a node is out of service, and another has not answered."""
+    cluster = installation.cluster
+    installation.install()
+    installation.label("mixed")
+    agent = installation.ready_agent()["metadata"]
+    wait_sold(cluster, *SHARES["whole"])
+    start_pods(cluster, "whole")
+    before = containers(cluster)
+    with second_node(installation), ThreadPoolExecutor() as pool:
+        # Short: killed, the hook takes nothing back, and the agents wait until its request ends.
+        installation.helm(*UPGRADE, "--set", "cleanup.timeoutSeconds=10")
+        uninstall = pool.submit(installation.helm, "uninstall", RELEASE, "--timeout=100s")
+        wait_cleaned(installation)
+        hook_process(cluster).send(signal.SIGKILL)
+        with pytest.raises(HelmRefused):
+            uninstall.result()
+        # Long: asked to end, it takes its request back, or else the agents would stay away for ten minutes.
+        installation.helm(*UPGRADE, "--set", "cleanup.timeoutSeconds=600")
+        wait_sold(cluster, *SHARES["whole"])
+        uninstall = pool.submit(installation.helm, "uninstall", RELEASE, "--timeout=100s")
+        wait_cleaned(installation)
+        (job,) = [each for each in installation.pods("cleanup") if each["status"]["phase"] == "Running"]
+        cluster.delete("Pod", job["metadata"]["name"], namespace=NAMESPACE)
+        with pytest.raises(HelmRefused):
+            uninstall.result()
+        wait_sold(cluster, *SHARES["whole"])
+    healed = installation.ready_agent()
+    assert healed["metadata"]["uid"] == agent["uid"]
+    assert healed["status"]["containerStatuses"][0]["restartCount"] == 0
+    assert containers(cluster) == before
 
-        def seen() -> None:
-            if missing := {*rights} - self.used():
-                raise NotYet(f"not used: {missing}")
-
-        eventually(seen, timeout=30, what="the audit log shows the right in use", interval=0.2)
+    installation.helm("uninstall", RELEASE, "--wait", "--timeout=60s")
+    assert_nothing_is_left(installation)
 
 
 def switch(installation: Installation, mode: str) -> None:
@@ -233,7 +249,7 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     installation.label("mixed")
     agent = installation.ready_agent()
     wait_sold(cluster, *SHARES["fraction"], *SHARES["share"])
-    start_pods(cluster)
+    start_pods(cluster, *SHARES)
     log.wait(("nodes", "watch"), ("nodes", "patch"), ("nodes/status", "patch"))
     log.wait(("pods", "watch"), ("pods", "patch"), ("events", "create"))
     # The server has no streaming lists.

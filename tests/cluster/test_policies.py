@@ -1,23 +1,27 @@
 """What the API server refuses: to the agent's account, to users who write choices, to impossible pods."""
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from contextlib import suppress
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
+from agent.cleanup.request import REPORT, REQUEST
 from agent.node.taint import EFFECT, TAINT
 from tests.chart import helm
+from tests.chart.documents import commands
 from tests.cluster import manifests
+from tests.cluster.accounts import acting_as, in_force, service_account
 from tests.cluster.api import ApiClient, ApiError
+from tests.cluster.foreign_writes import FOREIGN, OF_A_NODE, OF_THE_RECORD, OTHER, OWN_LABEL
+from tests.cluster.gpu_requests import IMPOSSIBLE, POSSIBLE, created, limits, workload
 from tests.cluster.install_fixtures import an_installation, audit, delete_pods, open_cluster
-from tests.cluster.installation import NAMESPACE, RELEASE, Installation
-from tests.cluster.rig import NODE, Cluster
+from tests.cluster.installation import MODE_LABEL, NAMESPACE, RELEASE, Installation
+from tests.cluster.rig import NODE, REPOSITORY, Cluster
 from tests.cluster.waiting import NotYet, eventually
 
 __all__ = ["audit", "open_cluster"]
-
-OTHER = "node2"
 
 
 @pytest.fixture(scope="module")
@@ -46,44 +50,8 @@ def account(serving: Installation, *, bound: bool = True) -> ApiClient:
     return acting_as(serving.cluster, NAMESPACE, RELEASE, {"boundObjectRef": reference} if bound else {})
 
 
-def acting_as(
-    cluster: Cluster, namespace: str, name: str, more: Mapping[str, Any] = MappingProxyType({})
-) -> ApiClient:
-    """The API server as a service account sees it."""
-    request = {
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {"audiences": [], **more},
-    }
-    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
-    return cluster.client(cluster.api.request("POST", path, request)["status"]["token"])
-
-
 def node_path(name: str, part: str = "") -> str:
     return f"/api/v1/nodes/{name}{part}"
-
-
-OWN_LABEL = {"metadata": {"labels": {"gpu-node-agent.io/probe": "1"}}}
-FOREIGN: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    (OTHER, "", OWN_LABEL, "may change that node only, not node2"),
-    (OTHER, "/status", {"status": {"capacity": {"nvidia.com/gpu": "8"}}}, "may change that node only"),
-    (NODE, "", {"metadata": {"labels": {"pool": "mine"}}}, "only its own labels"),
-    (NODE, "", {"metadata": {"labels": {"nvidia-device-enable": "pgpu"}}}, "only its own labels"),
-    (NODE, "", {"metadata": {"labels": {"kubernetes.io/os": None}}}, "only its own labels"),
-    (NODE, "", {"metadata": {"annotations": {"example.com/a": "b"}}}, "only annotations gpu-node-agent.io/"),
-    (NODE, "", {"spec": {"taints": [{"key": "a", "effect": "NoSchedule"}]}}, "may not change a node's spec"),
-    (NODE, "", {"spec": {"taints": [{"key": TAINT, "effect": "NoExecute"}]}}, "may not change a node's spec"),
-    (NODE, "", {"spec": {"unschedulable": True}}, "may not change a node's spec"),
-    (NODE, "/status", {"status": {"allocatable": {"cpu": "1k"}}}, "own resources in a node's allocatable"),
-    (NODE, "/status", {"status": {"capacity": {"example.com/x": "1"}}}, "own resources in a node's capacity"),
-    (NODE, "/status", {"status": {"conditions": []}}, "only the condition GPUModeReady"),
-    (NODE, "/status", {"status": {"addresses": []}}, "not addresses"),
-    (NODE, "/status", {"status": {"nodeInfo": {"kubeletVersion": "v1.0.0"}}}, "not addresses, versions"),
-    (NODE, "/status", {"status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 1}}}}, "not addresses"),
-    (NODE, "/status", {"status": {"volumesInUse": ["a"]}}, "only capacity, allocatable and one condition"),
-    (NODE, "", {"metadata": {"finalizers": ["example.com/stay"]}}, "its finalizers"),
-    (NODE, "/status", {"metadata": {"labels": {"pool": "mine"}}}, "only its own labels"),
-)
 
 
 def test_account_cannot_touch_another_node(serving: Installation) -> None:
@@ -214,34 +182,17 @@ def test_choices_are_written_by_our_accounts_alone(serving: Installation) -> Non
 def test_choices_may_be_written_by_accounts_that_are_named(serving: Installation) -> None:
     """Another scheduler by `policies.choicesAllowed`; the chart's own extender without being named."""
     cluster = serving.cluster
-    for name in ("chooser", "nobody"):
-        cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
-    powers = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": "choosers"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
-        "subjects": [
-            {"kind": "ServiceAccount", "name": name, "namespace": "default"} for name in ("chooser", "nobody")
-        ],
-    }
-    cluster.apply(powers)
+    chooser, nobody = (
+        service_account(cluster, "default", name, "cluster-admin") for name in ("chooser", "nobody")
+    )
     allowed = "policies.choicesAllowed={system:serviceaccount:default:chooser}"
     # Its pods would not reach the API server of this cluster; its account is what counts.
     extender = ("--set=extender.enabled=true", "--set-string=extender.nodeSelector.none=true")
     serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", f"--set={allowed}", *extender)
-    chooser, nobody = (acting_as(cluster, "default", name) for name in ("chooser", "nobody"))
     choice = {"tencent.com/predicate-gpu-idx-0": "0", "tencent.com/gpu-assigned": "true"}
     chosen = manifests.pod("chosen", nodeName=OTHER)
     chosen["metadata"]["annotations"] = choice
-
-    def taken_up() -> None:
-        try:
-            chooser.apply(chosen)
-        except ApiError as error:
-            raise NotYet(str(error)) from error
-
-    eventually(taken_up, timeout=20, what="the changed policy is in force")
+    in_force(lambda: chooser.apply(chosen))
     again = manifests.pod("again", nodeName=OTHER)
     again["metadata"]["annotations"] = choice
     with pytest.raises(ApiError, match="leave them out of the pod"):
@@ -264,52 +215,89 @@ def test_choices_may_be_written_by_accounts_that_are_named(serving: Installation
     assert choice.items() <= bound["metadata"]["annotations"].items()
 
 
-def limits(**more: str) -> dict[str, str]:
-    names = {"vcore": "tencent.com/vcuda-core", "vmemory": "tencent.com/vcuda-memory"}
-    names |= {"mcore": "nvidia.com/mps-core", "mmemory": "nvidia.com/mps-memory", "gpu": "nvidia.com/gpu"}
-    return {names[key]: value for key, value in more.items()}
+SUITE = ("gpu-manager", "gpu-admission")
+CHOSEN = {"metadata": {"annotations": {"tencent.com/predicate-gpu-idx-0": "1"}}}
+GRANTED = {"metadata": {"annotations": {"tencent.com/gpu-assigned": "true"}}}
 
 
-IMPOSSIBLE = {
-    "core without memory": (limits(vcore="20"), "without tencent.com/vcuda-memory: add"),
-    "150 cores": (limits(vcore="150", vmemory="8"), "must be a multiple of 100"),
-    "1010 cores": (limits(vcore="1010", vmemory="8"), "must be a multiple of 100"),
-    "more of MPS than a GPU": (limits(mcore="200", mmemory="4"), "a share lies on one GPU"),
-    "MPS core alone": (limits(mcore="20"), "add nvidia.com/mps-memory"),
-    "MPS memory alone": (limits(mmemory="2"), "add nvidia.com/mps-core"),
-    "two modes": (limits(gpu="1", vcore="20", vmemory="8"), "GPUs in two modes"),
-    "two kinds of shares": (limits(mcore="10", mmemory="1", vcore="20", vmemory="8"), "GPUs in two modes"),
-}
-POSSIBLE: tuple[dict[str, str], ...] = (
-    limits(gpu="2"),
-    limits(vcore="20", vmemory="8"),
-    limits(vcore="200"),
-    limits(vcore="1k"),
-    limits(vmemory="8"),
-    limits(mcore="100", mmemory="4"),
-    {},
-)
+def flags(words: list[str]) -> list[str]:
+    """What is particular about a documented command of helm's."""
+    pairs = [(word, value) for word, value in pairwise(words) if word.startswith("--set")]
+    return [f"{word}={value}" for word, value in pairs if not value.startswith("image.")]
 
 
-def workload(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    meta = {"name": name, "labels": {"app": name}}
-    template = {"metadata": {"labels": {"app": name}}, "spec": spec}
-    if kind == "Pod":
-        return {"apiVersion": "v1", "kind": kind, "metadata": meta, "spec": spec}
-    if kind == "Deployment":
-        outer = {"replicas": 0, "selector": {"matchLabels": {"app": name}}, "template": template}
-        return {"apiVersion": "apps/v1", "kind": kind, "metadata": meta, "spec": outer}
-    if kind == "Job":
-        spec = {"suspend": True, "template": template}
-        return {"apiVersion": "batch/v1", "kind": kind, "metadata": meta, "spec": spec}
-    spec = {"schedule": "0 0 1 1 *", "suspend": True, "jobTemplate": {"spec": {"template": template}}}
-    return {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": meta, "spec": spec}
+def label(cluster: Cluster, node: str, key: str, value: str | None) -> None:
+    cluster.api.merge_patch(node_path(node), {"metadata": {"labels": {key: value}}})
 
 
-def created(cluster: Cluster, manifest: dict[str, Any]) -> None:
-    """Ask the API server whether it would take the object; nothing is stored."""
-    path = cluster.api.path(manifest["apiVersion"], manifest["kind"], "default")
-    cluster.api.request("POST", f"{path}?dryRun=All", manifest)
+def agents_wanted(serving: Installation, count: int) -> None:
+    """Raises NotYet while agents are wanted on more or fewer nodes."""
+    found = serving.cluster.get("DaemonSet", RELEASE, namespace=NAMESPACE, api_version="apps/v1")
+    seen = found["status"].get("observedGeneration") == found["metadata"]["generation"]
+    wanted = found["status"]["desiredNumberScheduled"]
+    if not seen or wanted != count or len(serving.pods("agent")) != count:
+        raise NotYet(f"agents are wanted on {wanted} nodes (newest state: {seen})")
+
+
+HOOK = f"{RELEASE}-cleanup"
+
+
+def test_the_hook_writes_two_annotations_and_one_label(serving: Installation) -> None:
+    """Its account is made by helm for an uninstall; its policies are there all the time."""
+    cluster = serving.cluster
+    hook = service_account(cluster, NAMESPACE, HOOK, "cluster-admin")
+    hook.merge_patch(node_path(NODE), {"metadata": {"annotations": {REQUEST: "{}", REPORT: "{}"}}})
+    hook.merge_patch(node_path(NODE), {"metadata": {"annotations": {REQUEST: None, REPORT: None}}})
+    for patch in OF_A_NODE:
+        with pytest.raises(ApiError, match="hook may change only the annotations"):
+            hook.merge_patch(node_path(NODE), patch)
+
+    records = cluster.find_all("Secret", namespace=NAMESPACE, labelSelector="owner=helm")
+    record = cluster.api.path("v1", "Secret", NAMESPACE, records[-1]["metadata"]["name"])
+    status = records[-1]["metadata"]["labels"]["status"]
+    hook.merge_patch(record, {"metadata": {"labels": {"status": "deployed"}}})
+    hook.merge_patch(record, {"metadata": {"labels": {"status": status}}})
+    for patch in OF_THE_RECORD:
+        with pytest.raises(ApiError, match="hook may change only the label status"):
+            hook.merge_patch(record, patch)
+
+
+def test_migration_leaves_the_running_suite_alone(serving: Installation) -> None:
+    """gpu-manager and gpu-admission go on writing, and no agent comes to nodes that were not moved."""
+    cluster = serving.cluster
+    install, end = (flags(words) for words in commands(REPOSITORY / "docs" / "migration.md"))
+    manager, admission = (service_account(cluster, "kube-system", name, "cluster-admin") for name in SUITE)
+    cluster.apply(manifests.pod("held", nodeName=OTHER))
+    cluster.apply(manifests.pod("waiting", schedulerName="none"))
+    held, waiting = (cluster.api.path("v1", "Pod", "default", name) for name in ("held", "waiting"))
+    with pytest.raises(ApiError, match="leave them out of the pod"):
+        manager.merge_patch(held, GRANTED)
+
+    label(cluster, OTHER, MODE_LABEL, "enable")
+    serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", *install)
+    try:
+        in_force(lambda: admission.merge_patch(waiting, CHOSEN))
+        manager.merge_patch(held, GRANTED)
+        manager.merge_patch(f"{held}/status", CHOSEN)
+        eventually(lambda: agents_wanted(serving, 0), timeout=40, what="no agent where nothing was moved")
+        label(cluster, NODE, "gpu-agent", "moved")
+        assert serving.ready_agent()["spec"]["nodeName"] == NODE
+    finally:
+        label(cluster, OTHER, MODE_LABEL, None)
+        serving.helm("upgrade", RELEASE, str(helm.CHART), "--reset-then-reuse-values", *end)
+        label(cluster, NODE, "gpu-agent", None)
+
+    values = count()  # what does not change is not refused
+
+    def refused() -> None:
+        changed = {"metadata": {"annotations": {"tencent.com/gpu-assigned": str(next(values))}}}
+        with suppress(ApiError):
+            manager.merge_patch(held, changed)
+            raise NotYet("still allowed")
+
+    eventually(refused, timeout=20, what="the policy is in force again")
+    eventually(lambda: agents_wanted(serving, 1), timeout=40, what="the agent is where it was")
+    serving.ready_agent()
 
 
 def test_impossible_requests_are_refused_at_creation(serving: Installation) -> None:

@@ -25,13 +25,14 @@ Face = Literal["1.36", "1.33"]
 FACES: tuple[Face, ...] = ("1.36", "1.33")
 PROFILE = "dgx-h200"
 RESTART_SECONDS = 30.0
+QUICK = Timings(registry_poll=0.2)
 FIRST_PID = 5_000_000  # beyond the kernel's own
 
 
 class EmbeddedRig(RigBase):
     """See `tests.scenarios.rig.Rig`. Made by `embedded_rig`."""
 
-    def __init__(self, folder: Path, face: Face, status_tick: float) -> None:
+    def __init__(self, folder: Path, face: Face, status_tick: float, timings: Timings) -> None:
         """Blocks: it writes the node's files."""
         machine = SimulatedMachine.create(PROFILE, folder / "machine")
         arguments = [f"--simulated-machine={folder / 'machine'}"]
@@ -40,7 +41,7 @@ class EmbeddedRig(RigBase):
             folder / "k",
             pod_resources_face=face,
             status_tick=status_tick,
-            timings=Timings(registry_poll=0.2),
+            timings=timings,
             cdi_folder=folder / "cdi",
         )
         self.http = HttpApi(self.kubelet.api)
@@ -233,11 +234,13 @@ def _write(file: Path, text: str) -> None:
 
 
 @asynccontextmanager
-async def embedded_rig(face: Face = "1.36", status_tick: float = 0.5) -> AsyncIterator[EmbeddedRig]:
+async def embedded_rig(
+    face: Face = "1.36", status_tick: float = 0.5, timings: Timings = QUICK
+) -> AsyncIterator[EmbeddedRig]:
     """A fresh node, gone with everything on it at the end. For the test's body, not for a fixture."""
     folder = Path(await anyio.mkdtemp(prefix="gna-"))
     try:
-        rig = await anyio.to_thread.run_sync(EmbeddedRig, folder, face, status_tick)
+        rig = await anyio.to_thread.run_sync(EmbeddedRig, folder, face, status_tick, timings)
         async with rig.kubelet.running(), rig.http.serving():
             try:
                 yield rig

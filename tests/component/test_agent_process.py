@@ -144,7 +144,7 @@ async def test_a_second_agent_is_refused(folder: Path) -> None:
         await second.start()
         told = await second.logged("another_agent_is_there")
         assert f"process {first.process.pid}" in told["holder"]
-        assert await second.exited() == 1
+        assert await second.exited(30.0) == 1
         (failure,) = second.events("agent_failed")
         assert "another agent serves this node" in failure["problem"]
         assert f"is held by process {first.process.pid}" in failure["problem"]

@@ -144,6 +144,14 @@ async def lost_answer(world: World, rng: random.Random) -> str:
     return "an answer of the api server will be lost"
 
 
+async def silence(world: World, rng: random.Random) -> str:
+    """Watches of nodes, pods or both stay open and bring nothing, or speak again."""
+    world.http.silent = (
+        set() if world.http.silent else set(rng.choice((("nodes",), ("pods",), ("nodes", "pods"))))
+    )
+    return f"silent watches: {sorted(world.http.silent)}"
+
+
 USERS = Family("users", {create_pod: 40, delete_pod: 25})
 FAULTS = (
     Family("labels", {label: 8}),
@@ -155,6 +163,7 @@ FAULTS = (
     Family("api away", {api_away: 4}),
     Family("api refuses", {api_refuses: 5, lost_answer: 2}),
     Family("api slow", {api_slow: 3}),
+    Family("api silent", {silence: 3}),
 )
 
 
@@ -166,6 +175,7 @@ async def calm(world: World) -> None:
     world.lost.clear()
     world.nvml_faults = 0
     world.http.reachable = True
+    world.http.silent = set()
     world.api_faults.clear()
     world.api_delay, world.lost_answers = 0.0, 0
     seams.NVML.wake()

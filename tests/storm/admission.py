@@ -45,7 +45,7 @@ def _excused(world: World) -> bool:
         return True
     troubled = world.api_faults or world.api_delay or world.nvml_faults or world.lost
     unwell = any(not state.healthy for state in agent.inventory.snapshot.value.gpus)
-    away = not world.http.reachable
+    away = not world.http.reachable or bool(world.http.silent)
     return bool(troubled or unwell or away or agent.switcher.state.value.phase is not SwitchPhase.APPLIED)
 
 

@@ -82,6 +82,7 @@ class World:
         self.group = group
         self.kubelet = EmbeddedKubelet(folder / "k", seed=seed, cdi_folder=folder / "cdi")
         self.http = HttpApi(self.kubelet.api)
+        self.http.interfere = self.interfere
         self.current: AgentRun | None = None
         self.lives = 0
         self.api_delay = 0.0
@@ -162,32 +163,25 @@ class World:
                     found.setdefault(device.partition("::")[0], set()).add(mode)
         return found
 
-    def middleware(self) -> Any:
+    async def interfere(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         """Delays, refusals and lost answers of the API server."""
-
-        @web.middleware
-        async def faulty(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
-            write = request.method != "GET"
-            if self.api_delay:
-                await anyio.sleep(self.api_delay)
-            if self.api_faults:
-                status = self.api_faults.pop()
-                return web.json_response(
-                    {"kind": "Status", "message": "storm", "code": status}, status=status
-                )
-            if write:
-                body = await request.text()
-                self.writes.append((anyio.current_time(), f"{request.method} {request.path} {body}"))
-            response = await handler(request)
-            if write and self.lost_answers:
-                self.lost_answers -= 1
-                if request.transport is not None:
-                    request.transport.abort()
-            return response
-
-        return faulty
+        write = request.method != "GET"
+        if self.api_delay:
+            await anyio.sleep(self.api_delay)
+        if self.api_faults:
+            status = self.api_faults.pop()
+            return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
+        if write:
+            body = await request.text()
+            self.writes.append((anyio.current_time(), f"{request.method} {request.path} {body}"))
+        response = await handler(request)
+        if write and self.lost_answers:
+            self.lost_answers -= 1
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
 
 @asynccontextmanager
@@ -203,7 +197,7 @@ async def world(folder: Path, seed: int, profile: str = "l40s-2") -> AsyncIterat
 
         async with (
             made.kubelet.running(),
-            made.http.serving(socket, [made.middleware()]),
+            made.http.serving(socket),
         ):
             try:
                 yield made

@@ -49,14 +49,14 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
 def test_variables_name_keys_in_words() -> None:
     loaded = settings.load(
         environment={
-            "GPU_NODE_AGENT_KUBELET_REGISTRY_WAIT_SECONDS": "2.5",
+            "GPU_NODE_AGENT_CLUSTER_NODE_NAME": "n1",
             "GPU_NODE_AGENT_DEFAULT_MODE": "pgpu",
             "GPU_NODE_AGENT_INJECTION_DEVICE_NODES": "true",
             "GPU_NODE_AGENT_KUBELET_DEVICE_PLUGINS": "/elsewhere",
             "PATH": "/bin",
         }
     )
-    assert loaded.kubelet.registry_wait_seconds == 2.5
+    assert loaded.cluster.node_name == "n1"
     assert loaded.default_mode == "pgpu"
     assert loaded.injection.device_nodes
     assert loaded.device_plugins_folder == Path("/elsewhere")
@@ -124,10 +124,6 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         ("sampling: {intervalSeconds: 0}", "sampling.intervalSeconds must be a number from 0.1 to 60, not 0"),
         ("sampling: {intervalSeconds: .nan}", "sampling.intervalSeconds must be a number from 0.1 to 60"),
         ("sampling: {intervalSeconds: .inf}", "sampling.intervalSeconds must be a number from 0.1 to 60"),
-        (
-            "kubelet: {registryWaitSeconds: 0}",
-            "kubelet.registryWaitSeconds must be a number above 0 to 3600, not 0",
-        ),
         (
             "kubelet: {root: var/lib/kubelet}",
             "kubelet.root must be text that starts with / (an absolute path), not 'var/lib/kubelet'",

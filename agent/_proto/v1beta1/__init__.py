@@ -385,7 +385,7 @@ class DevicePluginStub(betterproto2_grpclib.ServiceStub):
 
 class RegistrationStub(betterproto2_grpclib.ServiceStub):
     """
-    Served by the kubelet on kubelet.sock: the second way in, for kubelets that do not look at plugins_registry.
+    Served by the kubelet on kubelet.sock: the older way in, beside plugins_registry.
     """
 
     async def register(
@@ -515,7 +515,7 @@ class DevicePluginBase(betterproto2_grpclib.ServiceBase):
 
 class RegistrationBase(betterproto2_grpclib.ServiceBase):
     """
-    Served by the kubelet on kubelet.sock: the second way in, for kubelets that do not look at plugins_registry.
+    Served by the kubelet on kubelet.sock: the older way in, beside plugins_registry.
     """
 
     async def register(self, message: "RegisterRequest") -> "Empty":

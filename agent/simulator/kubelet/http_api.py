@@ -7,19 +7,20 @@ for an old version gets 410.
 
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from .api import Api, Pod
 from .pods import ContainerSpec, Phase
 
 Object = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Interference = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 BOOKMARK_SECONDS = 60.0
 JSON_PATCH = "application/json-patch+json"
@@ -35,13 +36,15 @@ class HttpApi:
         self.events: list[Object] = []
         self.conditions: dict[str, Object] = {}
         self.port = 0
+        # Faults: what is awaited in place of each request's handler; collections ("nodes", "pods") whose
+        # watches stay open and bring nothing.
+        self.interfere: Interference | None = None
+        self.silent: set[str] = set()
 
     @asynccontextmanager
-    async def serving(
-        self, path: Path | None = None, middlewares: Sequence[Middleware] = ()
-    ) -> AsyncIterator["HttpApi"]:
+    async def serving(self, path: Path | None = None) -> AsyncIterator["HttpApi"]:
         """Serve on a free port of loopback, or on a unix socket, while the context is open."""
-        app = web.Application(middlewares=middlewares)
+        app = web.Application(middlewares=[self._interfered])
         pods = "/api/v1/namespaces/{namespace}/pods/{name}"
         events = "/api/v1/namespaces/{namespace}/events"
         app.add_routes(
@@ -183,6 +186,10 @@ class HttpApi:
                 text=_status(503, "the server is away"), content_type="application/json"
             )
 
+    @web.middleware
+    async def _interfered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await (self.interfere(request, handler) if self.interfere else handler(request))
+
     # Reading
 
     async def _pod(self, request: web.Request) -> web.Response:
@@ -214,11 +221,16 @@ class HttpApi:
             gone = {"type": "ERROR", "object": {"code": 410, "message": "no history is kept"}}
             await response.write(_line(gone))
             return response
-        await self._watch(response, objects, request.query.get("sendInitialEvents") == "true")
+        initial = request.query.get("sendInitialEvents") == "true"
+        await self._watch(request.path.rpartition("/")[2], response, objects, initial)
         return response
 
     async def _watch(
-        self, response: web.StreamResponse, objects: Callable[[], Iterator[Object]], initial: bool
+        self,
+        collection: str,
+        response: web.StreamResponse,
+        objects: Callable[[], Iterator[Object]],
+        initial: bool,
     ) -> None:
         seen = self._api.changes.version
         known = {each["metadata"]["uid"]: each for each in objects()}
@@ -233,6 +245,8 @@ class HttpApi:
             if idle.cancelled_caught:
                 mark = {"resourceVersion": self._version}
                 await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+                continue
+            if collection in self.silent:
                 continue
             present = {each["metadata"]["uid"]: each for each in objects()}
             for uid, each in present.items():
@@ -290,7 +304,11 @@ class HttpApi:
             {key: int(value) for key, value in status.get(part, {}).items()}
             for part in ("capacity", "allocatable")
         )
-        self.conditions |= {each["type"]: each for each in status.get("conditions", [])}
+        for each in status.get("conditions", []):
+            if each.get("$patch") == "delete":
+                self.conditions.pop(each["type"], None)
+            else:
+                self.conditions[each["type"]] = each
         self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
         self._api.changed()
         return web.json_response(self._node_object())

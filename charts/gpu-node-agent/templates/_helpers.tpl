@@ -48,6 +48,20 @@ system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
 {{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
 {{- end -}}
 
+{{- define "gna.cleanupName" -}}
+{{ include "gna.fullname" . }}-cleanup
+{{- end -}}
+
+{{- /* Of the agents' pods. */ -}}
+{{- define "gna.agentSelector" -}}
+app.kubernetes.io/name={{ include "gna.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=agent
+{{- end -}}
+
+{{- /* The Secret in which helm keeps this revision. After a rollback it is the one that was rolled back to. */ -}}
+{{- define "gna.releaseRecord" -}}
+sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
+{{- end -}}
+
 {{- define "gna.hostDriver" -}}
 {{- if or .Values.mps.enabled (eq .Values.driver.source "host") }}true{{ end -}}
 {{- end -}}

@@ -74,6 +74,7 @@ seccompProfile:
   mountPath: /tmp
 - name: device-plugins
   mountPath: {{ .Values.kubelet.devicePlugins }}
+  readOnly: true
 - name: plugins-registry
   mountPath: {{ .Values.kubelet.root }}/plugins_registry
 - name: pod-resources

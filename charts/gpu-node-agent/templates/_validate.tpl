@@ -57,6 +57,9 @@
 {{- if and $v.networkPolicy.enabled $v.hostNetwork -}}
 {{- fail "networkPolicy does not apply to pods on the host's network: set hostNetwork: false, or networkPolicy.enabled: false" -}}
 {{- end -}}
+{{- if and $v.priorityClassQuota.enabled (not $v.priorityClassName) (not (and $v.extender.enabled $v.extender.priorityClassName)) -}}
+{{- fail "priorityClassQuota.enabled is true, but no pod has a priority class: leave it off, or set priorityClassName" -}}
+{{- end -}}
 {{- if eq $v.serviceAccount.name "default" -}}
 {{- fail "serviceAccount.name is default, the account of every pod that names none: it must not get these rights; give the agent one of its own" -}}
 {{- end -}}

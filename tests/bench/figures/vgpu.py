@@ -224,7 +224,9 @@ async def podresources_read(conditions: Conditions) -> Mapping[str, Taken]:
 
 
 class _NoRecords:
-    async def list(self, deadline: float = 1.0) -> PodList:
+    cell: Cell[PodList | None] = Cell(None)
+
+    async def look(self, deadline: float = 1.0) -> PodList:
         return PodList((), ())
 
 

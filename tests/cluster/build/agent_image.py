@@ -17,7 +17,7 @@ from tests.cluster.build.errors import BuildError
 IMAGE = "localhost/gpu-node-agent:test"
 REPOSITORY = Path(__file__).parents[3]
 TOOLS = {"buildah": "buildah", "debootstrap": "debootstrap"}
-FILES = ("Dockerfile", ".dockerignore", "requirements.lock", ".ci/finish-image")
+FILES = ("Dockerfile", ".dockerignore", "requirements.lock", ".ci/finish-image", ".ci/slim-root")
 
 
 def build(report: Report) -> Path:
@@ -75,21 +75,19 @@ def _build(context: Path, base: Path, into: Path, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="gna-buildah-", dir="/var/tmp") as scratch:
         storage = [f"--root={scratch}/root", f"--runroot={scratch}/run", "--storage-driver=vfs"]
         buildah = ["buildah", *storage]
-        for name in base_image.NAMES:
-            report(f"agent image: reading {name}")
-            archive = base / f"{name}.tar"
-            dockerfile = Path(scratch) / f"Dockerfile.{name}"
-            dockerfile.write_text(f"FROM scratch\nADD {archive.name} /\n")
-            argv = ["bud", "--isolation=chroot", f"--tag=localhost/{name}", f"--file={dockerfile}", str(base)]
-            run(f"importing {name}", [*buildah, *argv], timeout=300)
+        report("agent image: reading its base")
+        name = base_image.NAME
+        dockerfile = Path(scratch) / f"Dockerfile.{name}"
+        dockerfile.write_text(f"FROM scratch\nADD {name}.tar /\n")
+        argv = ["bud", "--isolation=chroot", f"--tag=localhost/{name}", f"--file={dockerfile}", str(base)]
+        run(f"importing {name}", [*buildah, *argv], timeout=300)
         report("agent image: building")
-        bases = ["--build-arg=BUILD_BASE=localhost/build-base", "--build-arg=BASE=localhost/base"]
         argv = [
             "bud",
             "--isolation=chroot",
             "--pull-never",
             "--squash",
-            *bases,
+            f"--build-arg=BUILD_BASE=localhost/{name}",
             f"--tag={IMAGE}",
             str(context),
         ]

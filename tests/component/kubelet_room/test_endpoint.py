@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import anyio
 import anyio.to_thread
@@ -13,19 +13,18 @@ import pytest
 
 from agent.kubelet import endpoint as endpoint_module
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.registration import Way
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from tests.component.kubelet_room.parts import GPU, Peer, ScriptedPlugin, eventually, listing, running_tasks
 
 FAST = Timings(registry_poll=0.02, registry_retry=0.05, first_status=0.5)
 BLIND = Timings(registry_poll=3600, registry_retry=0.05, first_status=0.1)  # looks into the registry once
-WAYS: tuple[Literal["registry", "socket"], ...] = ("registry", "socket")
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(endpoint_module, "FOLDER_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(endpoint_module, "ASKED_SECONDS", 0.1)
     monkeypatch.setattr(endpoint_module, "BLIND_LOOK_SECONDS", 0.05)
 
 
@@ -33,14 +32,8 @@ def _kubelet(folder: Path, timings: Timings = FAST) -> EmbeddedKubelet:
     return EmbeddedKubelet(folder, status_tick=0.02, timings=timings)
 
 
-def _endpoint(
-    folder: Path,
-    registration: Literal["auto", "registry", "socket"] = "auto",
-    wait: float = 30.0,
-    resource: str = GPU,
-) -> Endpoint:
-    plugin = ScriptedPlugin("a", "b", resource=resource)
-    return Endpoint(plugin, folder, folder / "device-plugins", registration, wait)
+def _endpoint(folder: Path, resource: str = GPU) -> Endpoint:
+    return Endpoint(ScriptedPlugin("a", "b", resource=resource), folder, folder / "device-plugins")
 
 
 @asynccontextmanager
@@ -72,64 +65,41 @@ def _ours(folder: Path) -> set[str]:
     return set(names())
 
 
-async def test_the_registry_is_the_way(folder: Path, logs: Any) -> None:
+async def test_the_kubelet_finds_the_socket(folder: Path, logs: Any) -> None:
     kubelet = _kubelet(folder)
     async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))
         assert endpoint.registered
         assert endpoint.blocker is None
-        assert endpoint.way is Way.REGISTRY
         assert _ours(folder) == {"plugins_registry/gna-nvidia-gpu.sock"}
         endpoint.plugin.lists.publish(listing("a"))
         await eventually(lambda: _listed(kubelet, 1))
     assert [event["log_level"] for event in logs if event["event"] == "registration_waits"] == ["info"]
 
 
-async def test_a_kubelet_that_ignores_the_registry_is_asked_over_its_socket(folder: Path) -> None:
+async def test_a_kubelet_that_does_not_look_is_told_of(folder: Path) -> None:
     kubelet = _kubelet(folder, BLIND)
-    async with kubelet.running(), anyio.create_task_group() as group:
-
-        async def never_both() -> None:
-            while True:
-                assert len(_ours(folder)) <= 1
-                await anyio.sleep(0.001)
-
-        group.start_soon(never_both)
-        async with _life(_endpoint(folder, wait=0.2)) as endpoint:
-            await eventually((folder / "plugins_registry/gna-nvidia-gpu.sock").exists)
-            await eventually(lambda: _listed(kubelet))
-            assert endpoint.way is Way.SOCKET
-        group.cancel_scope.cancel()
-
-
-async def test_registration_registry_never_falls_back(folder: Path) -> None:
-    kubelet = _kubelet(folder, BLIND)
-    async with kubelet.running(), _life(_endpoint(folder, "registry", wait=0.05)) as endpoint:
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: "serves, but has not asked" in (endpoint.blocker or ""))
-        await anyio.sleep(0.3)
-        assert endpoint.way is Way.REGISTRY
+        assert _ours(folder) == {"plugins_registry/gna-nvidia-gpu.sock"}  # nothing else is tried
 
 
-async def test_a_kubelet_that_is_down_is_not_taken_for_one_that_ignores_the_registry(folder: Path) -> None:
+async def test_a_kubelet_that_is_down_is_told_of_and_waited_for(folder: Path) -> None:
     kubelet = _kubelet(folder)
     async with kubelet.running():
         await kubelet.stop()
         assert (folder / "device-plugins/kubelet.sock").is_socket()  # as a dead kubelet leaves it
-        async with _life(_endpoint(folder, wait=0.05)) as endpoint:
+        async with _life(_endpoint(folder)) as endpoint:
             await eventually(lambda: "does not serve" in (endpoint.blocker or ""))
-            await anyio.sleep(0.3)
-            assert endpoint.way is Way.REGISTRY
             await kubelet.start()
             await eventually(lambda: _listed(kubelet))
-            assert endpoint.way is Way.REGISTRY
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("down", [0.0, 1.0])
-async def test_the_kubelet_restarts(folder: Path, way: Literal["registry", "socket"], down: float) -> None:
-    """Down for longer than the silence is borne, too, and found again at once by either way."""
+async def test_the_kubelet_restarts(folder: Path, down: float) -> None:
+    """Down for longer than the silence is borne, too, and we are found again."""
     kubelet = _kubelet(folder)
-    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))
         for _ in range(2):
             opened = endpoint.service.stats.streams_opened
@@ -152,10 +122,9 @@ async def test_a_kubelet_that_is_down_for_long_finds_the_same_socket(folder: Pat
         await eventually(lambda: _listed(kubelet))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_our_socket_is_deleted(folder: Path, way: Literal["registry", "socket"]) -> None:
+async def test_our_socket_is_deleted(folder: Path) -> None:
     kubelet = _kubelet(folder)
-    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))
         await anyio.sleep(0.05)  # the watch stands
         opened = endpoint.service.stats.streams_opened
@@ -165,16 +134,13 @@ async def test_our_socket_is_deleted(folder: Path, way: Literal["registry", "soc
         await eventually(lambda: _listed(kubelet))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_node_out_of_inotify_instances(
-    folder: Path, way: Literal["registry", "socket"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_out_of_inotify_instances(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(_: Path) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(endpoint_module, "watching", exhausted)
     kubelet = _kubelet(folder)
-    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))
         await anyio.sleep(0.3)
         assert endpoint.service.stats.streams_opened == 1  # it does not take that for a lost socket
@@ -182,26 +148,14 @@ async def test_a_node_out_of_inotify_instances(
         await eventually(lambda: endpoint.service.stats.streams_opened == 2)
 
 
-@pytest.mark.parametrize("registration", ["auto", "registry", "socket"])
-async def test_the_agent_is_there_before_the_kubelet_ever_was(folder: Path, registration: Any) -> None:
+async def test_the_agent_is_there_before_the_kubelet_ever_was(folder: Path) -> None:
     root = folder / "k"
-    async with _life(_endpoint(root, registration)) as endpoint:
+    async with _life(_endpoint(root)) as endpoint:
         await eventually(lambda: "does not exist; is the kubelet running" in (endpoint.blocker or ""))
         assert not root.exists()
         kubelet = _kubelet(root)
         async with kubelet.running():
             await eventually(lambda: _listed(kubelet))
-
-
-async def test_a_kubelet_without_the_registry_folder(folder: Path) -> None:
-    kubelet = _kubelet(folder, BLIND)
-    async with kubelet.running():
-        assert kubelet._life is not None
-        await kubelet._life._registry.first_pass_done.wait()
-        (folder / "plugins_registry").rmdir()
-        async with _life(_endpoint(folder, wait=0.1)) as endpoint:
-            await eventually(lambda: _listed(kubelet))
-            assert endpoint.way is Way.SOCKET
 
 
 async def test_the_folder_vanishes_and_comes_back(folder: Path) -> None:
@@ -216,12 +170,9 @@ async def test_the_folder_vanishes_and_comes_back(folder: Path) -> None:
         await eventually(lambda: _listed(kubelet))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_refused_registration_is_told_and_tried_again_ever_more_slowly(
-    folder: Path, way: Literal["registry", "socket"]
-) -> None:
+async def test_a_refused_registration_is_told_and_tried_again_ever_more_slowly(folder: Path) -> None:
     kubelet = _kubelet(folder)
-    endpoint = _endpoint(folder, way, wait=0.05, resource="kubernetes.io/gpu")
+    endpoint = _endpoint(folder, resource="kubernetes.io/gpu")
     async with kubelet.running(), _life(endpoint):
         await eventually(
             lambda: 'the ResourceName "kubernetes.io/gpu" is invalid' in (endpoint.blocker or "")
@@ -230,24 +181,6 @@ async def test_a_refused_registration_is_told_and_tried_again_ever_more_slowly(
         await anyio.sleep(1.0)
         assert not endpoint.registered
         assert endpoint.service.infos_given.value < 30
-
-
-async def test_a_kubelet_socket_that_comes_and_goes_fills_no_log(folder: Path, logs: Any) -> None:
-    (folder / "device-plugins").mkdir()
-    place = folder / "device-plugins" / "kubelet.sock"
-    async with _life(_endpoint(folder, "socket")):
-        for _ in range(10):
-            dead = socket.socket(socket.AF_UNIX)
-            dead.bind(str(place))
-            dead.close()
-            await anyio.sleep(0.05)
-            place.unlink()
-            await anyio.sleep(0.05)
-        kubelet = _kubelet(folder)
-        async with kubelet.running():
-            await eventually(lambda: _listed(kubelet))
-    told = [event["obstacle"] for event in logs if event["event"] == "registration_waits"]
-    assert len(told) == len(set(told)) <= 3
 
 
 async def test_the_socket_of_a_dead_agent_is_replaced(folder: Path) -> None:
@@ -262,12 +195,9 @@ async def test_the_socket_of_a_dead_agent_is_replaced(folder: Path) -> None:
             await eventually(lambda: _listed(kubelet))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_kubelet_that_drops_our_stream_and_lives_is_made_to_find_us_again(
-    folder: Path, way: Literal["registry", "socket"]
-) -> None:
+async def test_a_kubelet_that_drops_our_stream_and_lives_is_made_to_find_us_again(folder: Path) -> None:
     kubelet = _kubelet(folder)
-    async with kubelet.running(), _life(_endpoint(folder, way)) as endpoint:
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         for life in range(1, 4):
             await eventually(lambda: endpoint.service.stats.streams_opened == life)  # noqa: B023
             await eventually(lambda: _listed(kubelet))
@@ -313,17 +243,14 @@ async def test_a_restart_by_the_supervisor_serves_again(
             assert endpoint.registered  # streams do not end at once, as in a drain
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("answering", [True, False])
-async def test_cancellation_at_any_moment_leaves_no_socket_and_no_task(
-    folder: Path, way: Literal["registry", "socket"], answering: bool
-) -> None:
+async def test_cancellation_at_any_moment_leaves_no_socket_and_no_task(folder: Path, answering: bool) -> None:
     kubelet = _kubelet(folder, Timings(registry_poll=0.005, first_status=0.1))
     async with kubelet.running():
         if not answering:
             await kubelet.stop()
         for turns in (*range(0, 40, 2), *range(40, 120, 8)):
-            endpoint = _endpoint(folder, way)
+            endpoint = _endpoint(folder)
             async with anyio.create_task_group() as group:
                 group.start_soon(endpoint.run)
                 for _ in range(turns):

@@ -1,13 +1,19 @@
-"""An API server in a dictionary, with DaemonSets whose pods follow their node selectors at once."""
+"""An API server in a dictionary: nodes with annotations, whose agents answer requests as they are told to."""
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from agent.cleanup.cluster import AWAY, Release
-from agent.cluster.api import ApiRefused, KubeApi
+import msgspec
 
-RELEASE = Release("gpu", "agents", "cleaners")
+from agent.cleanup.cluster import Release
+from agent.cleanup.request import REPORT, REQUEST, Report, Request, State
+from agent.cluster.api import ApiRefused, ApiUnavailable, KubeApi
+
+RECORD = "sh.helm.release.v1.agents.v3"
+RELEASE = Release("gpu", "app=agents", RECORD)
+NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 
 
 def holder(name: str, node: str = "node1", phase: str = "Running") -> dict[str, Any]:
@@ -21,66 +27,87 @@ def holder(name: str, node: str = "node1", phase: str = "Running") -> dict[str, 
 
 
 class Cluster(KubeApi):
-    """`nodes` have agents; a cleaner succeeds unless `failing` has its node (exit code, message)."""
+    """`nodes` have agents, which answer `clean` unless `answers` says otherwise (None: no answer)."""
 
-    def __init__(self, nodes: tuple[str, ...]) -> None:
+    def __init__(self, *nodes: str) -> None:
         super().__init__(None, None)
-        self.nodes = nodes
-        self.away = {RELEASE.agents: False, RELEASE.cleaners: True}
+        self.annotations: dict[str, dict[str, str]] = {node: {} for node in nodes}
+        self.agents = list(nodes)  # nodes with an agent's pod
+        self.answers: dict[str, tuple[State, str] | None] = {}
         self.users: list[dict[str, Any]] = []
-        self.failing: dict[str, tuple[int, str]] = {}
-        self.staying: set[str] = set()  # nodes whose agent does not end
-        self.generation = 1
-        self.refusing: str | None = None
-        self.history: list[tuple[str, bool]] = []
+        self.record: dict[str, str] | None = {"status": "uninstalling"}
+        self.refusing: dict[str, int] = {}  # part of a path: status
+        self.silent = 0  # so many patches arrive, and their answer is lost
+        self.requests: list[tuple[str, Request]] = []
 
     async def get(self, path: str, query: Mapping[str, str] | None = None, deadline: float = 5.0) -> bytes:
-        """Daemon sets by name, pods of the namespace by label, all pods."""
-        if self.refusing and self.refusing in path:
-            raise ApiRefused(403, f"GET {path}: 403 forbidden")
-        if "/daemonsets/" in path:
-            return json.dumps(self._daemon_set(path.rpartition("/")[2])).encode()
+        """Nodes by name, pods of the namespace by label, all pods."""
+        self._refuse("GET", path)
         if path == "/api/v1/pods":
-            return self._page(query or {})
-        selector = (query or {})["labelSelector"]
-        return json.dumps({"items": self._pods(selector.partition("=")[2])}).encode()
+            return self._page(self.users, query or {})
+        if path.startswith("/api/v1/nodes/"):
+            name = path.rpartition("/")[2]
+            if name not in self.annotations:
+                raise ApiRefused(404, f"GET {path}: 404 not found")
+            return json.dumps({"metadata": {"name": name, "annotations": self.annotations[name]}}).encode()
+        assert path == "/api/v1/namespaces/gpu/pods"
+        assert query
+        assert query["labelSelector"] == RELEASE.agents
+        found = [
+            {"metadata": {"name": f"agent-{node}"}, "spec": {"nodeName": node}, "status": {}}
+            for node in self.agents
+        ]
+        return self._page(found, query)
 
     async def merge_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
-        """Node selectors of daemon sets."""
+        """Annotations of nodes, labels of the release's record."""
+        self._refuse("PATCH", path)
         assert isinstance(body, dict)
-        away = body["spec"]["template"]["spec"]["nodeSelector"][AWAY] == "true"
         name = path.rpartition("/")[2]
-        self.away[name] = away
-        self.history.append((name, away))
-        self.generation += 1
+        if "/secrets/" in path:
+            if name != RECORD or self.record is None:
+                raise ApiRefused(404, f"PATCH {path}: 404 not found")
+            self.record |= body["metadata"]["labels"]
+            return b"{}"
+        if name not in self.annotations:
+            raise ApiRefused(404, f"PATCH {path}: 404 not found")
+        (kind,) = body["metadata"]
+        assert kind == "annotations"
+        merged = {**self.annotations[name], **body["metadata"][kind]}
+        self.annotations[name] = {key: value for key, value in merged.items() if value is not None}
+        self._answer(name)
+        if self.silent:
+            self.silent -= 1
+            raise ApiUnavailable(f"the API server did not answer {path} in time")
         return b"{}"
 
-    def _page(self, query: Mapping[str, str]) -> bytes:
+    def in_force(self) -> set[str]:
+        """Nodes with a request that has not ended."""
+        return {
+            node
+            for node, annotations in self.annotations.items()
+            if REQUEST in annotations
+            and msgspec.json.decode(annotations[REQUEST], type=Request).seconds_left(NOW) > 0
+        }
+
+    def _answer(self, name: str) -> None:
+        text = self.annotations[name].get(REQUEST)
+        if text is None:
+            return
+        request = msgspec.json.decode(text, type=Request)
+        self.requests.append((name, request))
+        answer = self.answers.get(name, (State.CLEAN, ""))
+        if request.seconds_left(NOW) > 0 and answer:
+            report = Report(request.id, *answer)
+            self.annotations[name][REPORT] = msgspec.json.encode(report).decode()
+
+    def _refuse(self, method: str, path: str) -> None:
+        for part, status in self.refusing.items():
+            if part in f"{method} {path}":
+                raise ApiRefused(status, f"{method} {path}: {status}")
+
+    def _page(self, items: list[dict[str, Any]], query: Mapping[str, str]) -> bytes:
         # Pages of one, so that every test with two pods proves that all pages are read.
         start = int(query.get("continue", "0"))
-        more = {"continue": str(start + 1)} if start + 1 < len(self.users) else {}
-        return json.dumps({"items": self.users[start : start + 1], "metadata": more}).encode()
-
-    def _daemon_set(self, name: str) -> dict[str, Any]:
-        wanted = [] if self.away[name] else list(self.nodes)
-        ready = [node for node in wanted if node not in self.failing]
-        status = {
-            "observedGeneration": self.generation,
-            "desiredNumberScheduled": len(wanted),
-            "numberReady": len(ready),
-        }
-        return {
-            "metadata": {"generation": self.generation},
-            "spec": {"selector": {"matchLabels": {"app": name}}},
-            "status": status,
-        }
-
-    def _pods(self, name: str) -> list[dict[str, Any]]:
-        there = self.staying if self.away[name] else self.nodes
-        found = []
-        for node in sorted(there):
-            code, message = self.failing.get(node, (0, ""))
-            ended = {"terminated": {"exitCode": code, "message": message}}
-            status = {"initContainerStatuses": [{"state": {"waiting": {}}, "lastState": ended}]}
-            found.append({"spec": {"nodeName": node}, "status": status})
-        return found
+        more = {"continue": str(start + 1)} if start + 1 < len(items) else {}
+        return json.dumps({"items": items[start : start + 1], "metadata": more}).encode()

@@ -1,32 +1,67 @@
 """The uninstall hook: everything or nothing, and words for whoever stands in the way."""
 
+import anyio
 import pytest
 
-from agent.cleanup.cluster import AWAY, ClusterCleanup
+from agent.cleanup import cluster as room
+from agent.cleanup.cluster import MARGIN_SECONDS, ClusterCleanup, Release
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from tests.unit.cleanup.cluster_api import RELEASE, Cluster, holder
-
-IN_SERVICE = {RELEASE.agents: False, RELEASE.cleaners: True}
-CLEANED = {RELEASE.agents: True, RELEASE.cleaners: False}
+from agent.cleanup.request import State
+from tests.unit.cleanup.cluster_api import NOW, RELEASE, Cluster, holder
 
 
-async def run(cluster: Cluster, seconds: float = 0.3) -> int:
-    return await ClusterCleanup(cluster, RELEASE).run(seconds)
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(room, "LIST_AGENTS_SECONDS", 0.02)
 
 
-async def test_agents_leave_before_cleaners_come() -> None:
-    cluster = Cluster(("node1", "node2"))
+async def run(cluster: Cluster, seconds: float = 20.0, release: Release = RELEASE) -> int:
+    return await ClusterCleanup(cluster, release, lambda: NOW).run(seconds)
+
+
+async def test_every_agent_is_asked_and_nothing_stays_behind() -> None:
+    cluster = Cluster("node1", "node2")
     assert await run(cluster) == 2
-    assert cluster.history == [(RELEASE.agents, True), (RELEASE.cleaners, False)]
-    assert cluster.away == CLEANED
+    assert sorted(name for name, _ in cluster.requests) == ["node1", "node2"]
+    (one, other) = (request for _, request in cluster.requests)
+    assert one.id == other.id
+    assert 20 < one.seconds_left(NOW) <= 20 + MARGIN_SECONDS
+    assert cluster.annotations == {"node1": {}, "node2": {}}
 
 
 async def test_cluster_without_gpu_nodes_is_clean() -> None:
-    assert await run(Cluster(())) == 0
+    assert await run(Cluster()) == 0
+
+
+async def test_a_node_that_joins_meanwhile_is_asked_too() -> None:
+    cluster = Cluster("node1")
+    cluster.answers["node1"] = None
+
+    async def join() -> None:
+        while not cluster.requests:
+            await anyio.sleep(0.01)
+        cluster.annotations["node2"] = {}
+        cluster.agents.append("node2")
+        while len(cluster.requests) < 2:
+            await anyio.sleep(0.01)
+        del cluster.annotations["node1"]
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(join)
+        assert await run(cluster) == 2  # one of them is gone
+    assert cluster.annotations == {"node2": {}}
+
+
+async def test_a_node_that_is_gone_is_not_waited_for() -> None:
+    cluster = Cluster("node1")
+    cluster.agents.append("node2")  # its pod has not been collected yet
+    assert await run(cluster) == 2
+    assert cluster.annotations == {"node1": {}}
 
 
 async def test_holders_are_named_and_nothing_is_changed() -> None:
-    cluster = Cluster(("node1",))
+    cluster = Cluster("node1")
     cluster.users = [holder("a"), holder("b", "node2"), holder("done", phase="Succeeded"), holder("new", "")]
     with pytest.raises(CleanupRefused) as refusal:
         await run(cluster)
@@ -34,48 +69,100 @@ async def test_holders_are_named_and_nothing_is_changed() -> None:
     assert "2 pod(s)" in told
     assert "team/a (node node1), team/b (node node2)" in told
     assert "done" not in told
-    assert cluster.away == IN_SERVICE
+    assert cluster.requests == []
+    assert cluster.annotations == {"node1": {}}
 
 
 async def test_many_holders_are_counted() -> None:
-    cluster = Cluster(("node1",))
+    cluster = Cluster("node1")
     cluster.users = [holder(f"pod{number:02}") for number in range(12)]
     with pytest.raises(CleanupRefused, match=r"12 pod\(s\).* and 2 more"):
         await run(cluster)
 
 
-async def test_a_node_that_refuses_puts_the_agents_back() -> None:
-    cluster = Cluster(("node1", "node2"))
-    cluster.failing["node2"] = (3, '{"event": "x"}\n1 pod(s) hold MPS shares: team/late\n')
+async def test_a_node_that_refuses_calls_all_off() -> None:
+    cluster = Cluster("node1", "node2")
+    cluster.answers["node2"] = (State.REFUSED, "1 pod(s) hold MPS shares: team/late")
     with pytest.raises(CleanupRefused, match=r"^node node2: 1 pod\(s\) hold MPS shares: team/late$"):
-        await run(cluster, 20)
-    assert cluster.away == IN_SERVICE
-    assert cluster.history[-2:] == [(RELEASE.cleaners, True), (RELEASE.agents, False)]
+        await run(cluster)
+    assert cluster.in_force() == set()
 
 
 async def test_a_node_that_fails_is_named_when_time_is_up() -> None:
-    cluster = Cluster(("node1", "node2"))
-    cluster.failing["node1"] = (1, "/run/x: cannot be removed: Device or resource busy")
+    cluster = Cluster("node1", "node2")
+    cluster.answers["node1"] = (State.FAILED, "/run/x: cannot be removed: Device or resource busy")
     with pytest.raises(CleanupFailed, match=r"node node1: /run/x: cannot be removed.*--no-hooks"):
-        await run(cluster)
-    assert cluster.away == IN_SERVICE
+        await run(cluster, 0.2)
+    assert cluster.in_force() == set()
 
 
-async def test_an_agent_that_stays_is_named() -> None:
-    cluster = Cluster(("node1",))
-    cluster.staying.add("node1")
-    with pytest.raises(CleanupFailed, match="node node1: its agent has not ended yet"):
-        await run(cluster)
-    assert cluster.away == IN_SERVICE
+async def test_an_agent_that_does_not_answer_is_named() -> None:
+    cluster = Cluster("node1")
+    cluster.answers["node1"] = None
+    with pytest.raises(CleanupFailed, match="node node1: its agent has not answered"):
+        await run(cluster, 0.2)
+    assert cluster.in_force() == set()
 
 
-async def test_a_lacking_right_is_told_and_undone() -> None:
-    cluster = Cluster(("node1",))
-    cluster.refusing = "/daemonsets/"
+async def test_an_agent_whose_clock_is_wrong_is_named() -> None:
+    cluster = Cluster("node1")
+    cluster.answers["node1"] = None
+
+    async def put_away() -> None:
+        while not cluster.requests:
+            await anyio.sleep(0.01)
+        cluster.annotations["node1"].clear()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(put_away)
+        with pytest.raises(CleanupFailed, match="node node1: the request was taken away there"):
+            await run(cluster, 0.3)
+
+
+async def test_an_interrupted_hook_calls_all_off() -> None:
+    cluster = Cluster("node1", "node2")
+    cluster.answers["node2"] = None
+    with anyio.move_on_after(10) as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(run, cluster)
+            while len(cluster.requests) < 2:
+                await anyio.sleep(0.01)
+            assert cluster.in_force() == {"node1", "node2"}
+            group.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    assert cluster.in_force() == set()
+
+
+@pytest.mark.parametrize("path", ["PATCH /api/v1/nodes/", "GET /api/v1/namespaces/"])
+async def test_a_lacking_right_is_told_and_undone(path: str) -> None:
+    cluster = Cluster("node1")
+    cluster.refusing[path] = 403
     with pytest.raises(CleanupFailed, match="403"):
         await run(cluster)
-    assert cluster.away == IN_SERVICE
+    assert cluster.in_force() == set()
 
 
-def test_cleaners_are_made_away() -> None:
-    assert AWAY.startswith("gpu-node-agent.io/")
+async def test_a_request_whose_answer_was_lost_is_taken_back() -> None:
+    """The API server may have taken the patch, though nobody heard of it."""
+    cluster = Cluster("node1")
+    cluster.answers["node1"] = None
+    cluster.silent = 1
+    with pytest.raises(CleanupFailed, match="not clean within"):
+        await run(cluster, 0.2)
+    assert cluster.in_force() == set()
+
+
+async def test_the_release_counts_as_deployed_before_anything_else() -> None:
+    """helm upgrade finds it by that label, whatever becomes of this hook."""
+    cluster = Cluster("node1")
+    cluster.users = [holder("a")]
+    with pytest.raises(CleanupRefused):
+        await run(cluster)
+    assert cluster.record == {"status": "deployed"}
+
+
+async def test_a_record_that_is_not_there_hinders_nothing() -> None:
+    cluster = Cluster("node1")
+    cluster.record = None
+    assert await run(cluster) == 1
+    assert await run(cluster, release=Release("gpu", "app=agents")) == 1

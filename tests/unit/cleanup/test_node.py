@@ -1,6 +1,7 @@
 """Cleaning one node: only what is the agent's goes, and a running agent or a holder stands in the way."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ def settings(tmp_path: Path) -> Settings:
 def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     ours = (
         "kubelet/plugins_registry/gna-nvidia.com-gpu.sock",
-        "kubelet/device-plugins/gna-nvidia.com-gpu.sock",
         "run/agent.sock",
         "run/mps/GPU-1/log/control.log",
         "state/verdicts.json",
@@ -61,17 +61,25 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     node.remove_files(settings)
 
 
-def test_folders_must_be_the_agents_own(tmp_path: Path) -> None:
-    own, other = tmp_path / "gpu-node-agent", tmp_path / "lib"
-    for folder in (own, other):
-        folder.mkdir()
-        (folder / "file").touch()
-    with pytest.raises(CleanupFailed, match="is not a folder of the agent's"):
-        node.remove_folders([own, other])
-    assert own.exists()
-    node.remove_folders([own, tmp_path / "nothing" / "gpu-node-agent"])
-    assert not own.exists()
-    assert other.exists()
+def test_what_pods_have_left_is_removed_and_nothing_behind_it(settings: Settings, tmp_path: Path) -> None:
+    """Links lead out of the folder, and it is deeper than a path may be long or Python may recurse."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    pipe = tmp_path / "run" / "mps" / "GPU-1" / "pipe"
+    pipe.mkdir(parents=True)
+    (pipe / "link").symlink_to(precious)
+    (tmp_path / "state" / "link").symlink_to(precious)
+    descriptor = os.open(pipe, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d" * 100, dir_fd=descriptor)
+        inner = os.open("d" * 100, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    node.remove_files(settings)
+    assert list((tmp_path / "run").iterdir()) == list((tmp_path / "state").iterdir()) == []
+    assert (precious / "file").exists()
 
 
 def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
@@ -100,7 +108,6 @@ def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.Cap
     ]
     assert main(["cleanup", "node", *flags]) == 1
     assert "who holds MPS shares is not known" in capsys.readouterr().err
-    assert main(["cleanup", "folders", str(tmp_path)]) == 1
 
 
 class _Node(KubeApi):
@@ -155,6 +162,12 @@ async def test_labels_of_others_stay() -> None:
     assert metadata["metadata"]["annotations"] == {"gpu-node-agent.io/state": None}
     assert status_path == "/api/v1/nodes/n/status"
     assert status == {"status": {"conditions": [{"type": "GPUModeReady", "$patch": "delete"}]}}
+
+
+async def test_what_is_to_be_kept_is_kept() -> None:
+    api = _Node({})
+    await forget(api, "n", keep=["gpu-node-agent.io/state"])
+    assert [path for path, _ in api.patches] == ["/api/v1/nodes/n/status"]
 
 
 async def test_labels_of_gpu_feature_discovery_stay() -> None:

@@ -26,19 +26,19 @@ def test_every_container_is_a_slot_large_ones_first() -> None:
 
 def test_containers_tied_by_an_init_container_share_a_slot() -> None:
     found = pod_demand(pod(share("init", 40, 10, Stage.INIT), share("a", 30, 8), share("b", 30, 8)))
-    assert found.slots == (Slot(Mode.VGPU, Demand(60, 16), 3, (0, 1)),)
+    assert found.slots == (Slot(Mode.VGPU, Demand(60, 16), 3, (0, 1, 2)),)
 
 
 def test_a_sidecar_counts_beside_the_app_containers() -> None:
     found = pod_demand(pod(share("side", 40, 10, Stage.SIDECAR), share("a", 30, 8)))
     assert [slot.demand for slot in found.slots] == [Demand(40, 10), Demand(30, 8)]
-    assert found.slots[0].apps == ()
+    assert found.slots[0].places == (1,)
 
 
 def test_mps_containers_count_as_clients() -> None:
     limits = {MPS.core: 30, MPS.memory: 4}
     found = pod_demand(pod(Container("i", limits, Stage.INIT), Container("a", limits)))
-    assert found.slots == (Slot(Mode.MPS, Demand(30, 4), 2, (0,)),)
+    assert found.slots == (Slot(Mode.MPS, Demand(30, 4), 2, (0, 1)),)
 
 
 def test_whole_gpus_are_counted_as_the_kubelet_hands_them_out() -> None:

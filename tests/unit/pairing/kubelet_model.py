@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import PreferenceRequest, Refused
+from agent.kubelet.api import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.kubelet.record import KnownPod, Record, View, join
 from agent.model.demand import VGPU, Container, Kind, Pod, Stage
 from agent.model.gpu import Gpu
 from agent.model.ledger import Half
@@ -19,7 +20,8 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
 from agent.pairing.facts import Identity
-from agent.pairing.ports import PodsUnavailable
+from agent.pairing.ports import PairRefused, PodsUnavailable
+from agent.pairing.reducer import Grant, Rules
 from agent.pairing.requester import resource_of
 from agent.plugins.fractions import Shares, Sharing
 
@@ -90,20 +92,47 @@ class KubeletModel:
         self.cached = True  # whether the watch told of pods before the kubelet asks
         self.records_readable = True
         self.lists = 0
+        # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
+        self.heard: set[Key] | None = None
+        self.offers_held = False  # the race of kubernetes PR 137534: it has lost sight of what is in use
+        self.cell: Cell[PodList | None] = Cell(None)
+        self.grants: list[Grant] = []
         self.now = 0.0
         self.policy = Policy.BINPACK
+        self._record = Record()
         self.start_agent()
 
     # What the agent reads
 
-    async def list(self, deadline: float = 1.0) -> PodList:
-        """PodResources List: plain init containers are left out."""
+    async def look(self, deadline: float = 1.0) -> PodList:
+        """The record, of PodResources and the checkpoint."""
         self.lists += 1
         if not self.records_readable:
             raise PodResourcesUnavailable("no kubelet here")
+        entries = {
+            (each.pod.uid, container, resource): ids
+            for each in self.taken_up.values()
+            for (container, resource), ids in each.held.items()
+        }
+        pods = {each.uid: KnownPod(each.key, each.finished, each.ending) for each in self.api.values()}
+        view = View(pods if self.specs_readable else {}, self.specs_readable)
+        self._record = join(
+            self._record, self._listed(), entries, view, believed=self.heard is None, fresh=True
+        )
+        return self._record.joined
+
+    async def refresh(self) -> None:
+        """The record is read by its timer."""
+        self.cell.publish(await self.look())
+        self.shares.refresh()
+
+    def _listed(self) -> PodList:
+        """PodResources List: plain init containers are left out."""
         holdings: list[Holding] = []
         containers: list[tuple[str, str, str]] = []
         for (namespace, name), admission in self.taken_up.items():
+            if self.heard is not None and (namespace, name) not in self.heard:
+                continue
             for container in admission.pod.containers:
                 if container.stage is Stage.INIT:
                     continue
@@ -128,10 +157,11 @@ class KubeletModel:
 
     def start_agent(self) -> None:
         """A new process that remembers nothing."""
-        self.pairing = Pairing(
-            self.kind, Identity(self.kind, self, self), policy=self.policy, clock=lambda: self.now
-        )
-        self.shares = Shares(Sharing(self.kind, self.mode), self.inventory, self.modes, self.pairing)
+        self._record = Record()
+        identity = Identity(self.kind, self, self)
+        self.pairing = Pairing(Rules(self.kind, self.policy), identity, clock=lambda: self.now)
+        sharing = Sharing(self.kind, self.mode)
+        self.shares = Shares(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()
 
     # The kubelet
@@ -150,7 +180,7 @@ class KubeletModel:
 
     def listed(self, half: Half) -> frozenset[str]:
         """All healthy IDs."""
-        stocks = self.pairing.view.ledger.stocks.values()
+        stocks = self.pairing.ledger.stocks.values()
         return frozenset().union(*(stock.id_set(half) for stock in stocks if stock.sellable))
 
     async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
@@ -160,9 +190,11 @@ class KubeletModel:
         """
         self.api[new.key] = new
         admission = self.taken_up[new.key] = Admission(new)
+        if self.heard is not None:
+            self.heard.add(new.key)
         try:
             await self._containers(admission, interrupt)
-        except (Refused, AgentKilled):
+        except (PairRefused, Refused, AgentKilled):
             del self.taken_up[new.key]
             self.api[new.key] = replace(new, phase="Failed")
             raise
@@ -185,7 +217,8 @@ class KubeletModel:
                     chosen = await self._ask(half, needed, chosen)
                 interrupt(step)
                 step += 1
-                await self.pairing.allocate(half, self.random.sample(sorted(chosen), len(chosen)))
+                grant = await self.pairing.allocate(half, self.random.sample(sorted(chosen), len(chosen)))
+                self.grants.append(grant)
                 admission.held[container.name, resource] = frozenset(chosen)
             for (name, resource), ids in admission.held.items():
                 if name == container.name:
@@ -193,13 +226,11 @@ class KubeletModel:
                     reusable[resource] = kept | ids if container.stage is Stage.INIT else kept - ids
 
     async def _ask(self, half: Half, needed: int, chosen: set[str]) -> set[str]:
-        free = self.listed(half) - self.in_use(half)
+        free = self.listed(half) - (frozenset() if self.offers_held else self.in_use(half))
         if len(free) < needed - len(chosen):
             raise Refused("requested number of devices unavailable")
-        request = PreferenceRequest(
-            tuple(self.random.sample(sorted(free | chosen), len(free | chosen))), tuple(chosen), needed
-        )
-        preferred = set(await self.pairing.prefer(half, request)) & (free | chosen)
+        offered = self.random.sample(sorted(free | chosen), len(free | chosen))
+        preferred = set(await self.pairing.prefer(half, needed, offered, tuple(chosen))) & (free | chosen)
         chosen = chosen | set(sorted(preferred)[:needed])
         return chosen | set(self.random.sample(sorted(free - chosen), needed - len(chosen)))
 
@@ -219,7 +250,7 @@ class KubeletModel:
 
     def free_on_best(self, cores: int, blocks: int) -> bool:
         """Whether in truth some GPU has room for a share."""
-        for stock in self.pairing.view.ledger.stocks.values():
+        for stock in self.pairing.ledger.stocks.values():
             if stock.gpu in self.held_whole():
                 continue
             room = (
@@ -233,5 +264,5 @@ class KubeletModel:
     def held_whole(self) -> set[str]:
         """GPUs of which one container holds all cores."""
         large = [ids for each in self.taken_up.values() for ids in each.held.values() if len(ids) >= 100]
-        stocks = self.pairing.view.ledger.stocks.values()
+        stocks = self.pairing.ledger.stocks.values()
         return {stock.gpu for stock in stocks for ids in large if stock.core_set <= ids}

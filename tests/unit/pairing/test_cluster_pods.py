@@ -1,9 +1,11 @@
 """Pods and their owners by way of the Kubernetes API: what is read of a pod, and what is written back."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from agent.cluster.conversion import convert
 from agent.cluster.events import Event
 from agent.cluster.pods import Pod as ApiPod
 from agent.model.demand import Container, Pod, Stage
+from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
 from agent.pairing.ports import PodsUnavailable
 
@@ -115,16 +118,28 @@ async def recorded(api: Api, *choices: tuple[str, list[int]], write: bool = True
     async with anyio.create_task_group() as group:
         group.start_soon(recorder.run)
         for container, indices in choices:
-            recorder.chosen(POD, container, indices)
+            recorder.chosen(POD, container, indices, last=container == "b")
         await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
 
 
-async def test_the_choice_is_written_by_number_of_the_app_container() -> None:
+async def test_the_choice_is_written_by_number_of_the_container() -> None:
     api = Api()
-    await recorded(api, ("init", [0]), ("b", [3, 5]))
-    annotations = {"tencent.com/predicate-gpu-idx-1": "3,5", "tencent.com/gpu-assigned": "true"}
+    await recorded(api, ("init", [0]), ("a", [0]), ("b", [3, 5]))
+    annotations = {
+        "tencent.com/predicate-gpu-idx-2": "0",  # init containers are counted after the app containers
+        "tencent.com/predicate-gpu-idx-0": "0",
+        "tencent.com/predicate-gpu-idx-1": "3,5",
+        "tencent.com/gpu-assigned": "true",
+    }
     body = {"metadata": {"uid": "u", "annotations": annotations}}
+    assert api.patches == [("/api/v1/namespaces/ns/pods/p", body)]
+
+
+async def test_a_choice_is_assigned_with_the_last_container() -> None:
+    api = Api()
+    await recorded(api, ("a", [1]))
+    body = {"metadata": {"uid": "u", "annotations": {"tencent.com/predicate-gpu-idx-0": "1"}}}
     assert api.patches == [("/api/v1/namespaces/ns/pods/p", body)]
 
 
@@ -143,10 +158,58 @@ async def test_without_the_right_it_is_said_once(logs: list[dict[str, Any]]) -> 
     ]
 
 
-async def test_an_api_that_is_away_does_not_end_the_writing() -> None:
+async def test_choice_patch_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
     api = Api(ApiUnavailable("away"))
-    await recorded(api, ("a", [1]), ("b", [2]))
-    assert len(api.patches) == 2
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            api.refusal = None
+        elif len(pauses) == 2:
+            recorder.chosen(POD, "b", [2], last=True)  # meanwhile: it comes with the same patch
+            api.refusal = ApiRefused(503, "busy")
+        await anyio.lowlevel.checkpoint()
+
+    monkeypatch.setattr("agent.pairing.cluster_pods.anyio.sleep", sleep)
+    recorder = ClusterRecorder(api, Events(), True)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(recorder.run)
+        recorder.chosen(POD, "a", [1], last=False)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert len(pauses) == 3
+    assert pauses[0] < pauses[2]
+    assert [body["metadata"]["annotations"] for _, body in api.patches] == [
+        *[{"tencent.com/predicate-gpu-idx-0": "1"}] * 2,
+        *[
+            {
+                "tencent.com/predicate-gpu-idx-0": "1",
+                "tencent.com/predicate-gpu-idx-1": "2",
+                "tencent.com/gpu-assigned": "true",
+            }
+        ]
+        * 2,
+    ]
+
+
+async def test_a_pod_that_is_gone_is_not_written_to_again() -> None:
+    api = Api(ApiRefused(404, "not found"))
+    await recorded(api, ("a", [1]))
+    assert len(api.patches) == 1
+
+
+async def test_only_so_many_choices_wait() -> None:
+    api = Api()
+    recorder = ClusterRecorder(api, Events(), True)  # type: ignore[arg-type]
+    for number in range(cluster_pods.WAITING_PATCHES + 5):
+        recorder.chosen(replace(POD, uid=f"u{number}"), "a", [1], last=False)
+    async with anyio.create_task_group() as group:
+        group.start_soon(recorder.run)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert len(api.patches) == cluster_pods.WAITING_PATCHES
+    assert api.patches[0][1]["metadata"]["uid"] == "u5"
 
 
 def test_refusals_and_ignored_hints_become_warnings_on_the_pod() -> None:

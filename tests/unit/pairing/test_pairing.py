@@ -1,18 +1,20 @@
 """Pairing in cases that chance seldom brings: two readings, no API server, no records, late and odd calls."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import anyio
 import pytest
 
-from agent.kubelet.api import PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
-from agent.model.demand import MPS, Pod, Stage
+from agent.model.demand import MPS, Container, Demand, Pod, Stage
 from agent.model.ledger import Half
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.placement import Policy
+from agent.model.placement import ASSIGNED, Policy
+from agent.pairing.ports import Cause, PairRefused
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share, undisturbed
 
+NOTHING: frozenset[str] = frozenset()
 HINT = "tencent.com/predicate-gpu-idx-0"
 
 
@@ -30,7 +32,7 @@ class Told:
     def hint_ignored(self, pod: Pod, message: str) -> None:
         self.ignored.append((pod.name, message))
 
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int]) -> None:
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
         self.choices.append((pod.name, container, list(indices)))
 
 
@@ -41,14 +43,14 @@ def told(kubelet: KubeletModel) -> Told:
 
 
 def index(kubelet: KubeletModel, key: tuple[str, str], container: str = "main") -> list[int]:
-    stocks = kubelet.pairing.view.ledger.stocks
+    stocks = kubelet.pairing.ledger.stocks
     return sorted(stocks[gpu].index for gpu in kubelet.gpus_of(key, container))
 
 
 async def first_half(kubelet: KubeletModel, half: Half, size: int) -> list[str]:
     """The kubelet's two calls for one half, for whatever pod is taken up."""
     free = kubelet.listed(half) - kubelet.in_use(half)
-    ids = list(await kubelet.pairing.prefer(half, PreferenceRequest(tuple(sorted(free)), (), size)))
+    ids = list(await kubelet.pairing.prefer(half, size, sorted(free)))
     await kubelet.pairing.allocate(half, ids)
     return ids
 
@@ -74,19 +76,21 @@ async def test_a_pair_that_fits_no_gpu_is_refused_with_the_largest_free_share() 
     recorder = told(kubelet)
     await kubelet.admit(pod("a", share("main", 60, 10)))
     await kubelet.admit(pod("b", share("main", 50, 10)))
-    with pytest.raises(Refused, match="the largest free share is 50 cores and 30 memory blocks") as refusal:
+    with pytest.raises(
+        PairRefused, match="the largest free share is 50 cores and 30 memory blocks"
+    ) as refusal:
         await kubelet.admit(pod("c", share("main", 80, 10)))
-    assert refusal.value.reason is Reason.EXHAUSTED
+    assert refusal.value.cause is Cause.EXHAUSTED
     assert [name for name, _ in recorder.refusals] == ["c"]
     await kubelet.admit(pod("d", share("main", 50, 10)))
 
 
 async def test_impossible_requests_say_why() -> None:
     kubelet = KubeletModel()
-    with pytest.raises(Refused, match="must be a multiple of 100") as refusal:
+    with pytest.raises(PairRefused, match="must be a multiple of 100") as refusal:
         await kubelet.admit(pod("a", share("main", 150, 1)))
-    assert refusal.value.reason is Reason.INVALID
-    with pytest.raises(Refused, match=r"without tencent\.com/vcuda-memory: add"):
+    assert refusal.value.cause is Cause.INVALID
+    with pytest.raises(PairRefused, match=r"without tencent\.com/vcuda-memory: add"):
         await kubelet.admit(pod("b", share("main", 50, 0)))
 
 
@@ -134,9 +138,11 @@ async def test_two_readings_are_refused_unless_they_come_to_the_same() -> None:
     lingering = pod("rejected", share("main", 10, 7))
     kubelet.api[lingering.key] = lingering
     kubelet.taken_up[lingering.key] = Admission(lingering)
-    with pytest.raises(Refused, match="may be asked for by any of default/rejected, default/new") as refusal:
+    with pytest.raises(
+        PairRefused, match="may be asked for by any of default/rejected, default/new"
+    ) as refusal:
         await first(kubelet, pod("new", share("main", 10, 5)), Half.CORE)
-    assert refusal.value.reason is Reason.UNAVAILABLE
+    assert refusal.value.cause is Cause.UNAVAILABLE
     await first(kubelet, pod("same", share("main", 20, 7)), Half.CORE)
 
 
@@ -151,7 +157,7 @@ async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
         await anyio.sleep(deadline)
         raise PodResourcesUnavailable("no answer")
 
-    kubelet.list = late  # type: ignore[method-assign]
+    kubelet.look = late  # type: ignore[method-assign]
     # Either may be asking, and it makes no difference: four questions would have used up the call's time.
     waiting = pod("next", share("main", 20, 7))
     kubelet.api[waiting.key] = waiting
@@ -166,27 +172,13 @@ async def first(kubelet: KubeletModel, new: Pod, half: Half) -> None:
     await first_half(kubelet, half, new.containers[0].limits[kubelet.kind.core])
 
 
-async def test_without_specs_the_order_of_calls_decides() -> None:
+async def test_without_specs_nothing_is_guessed() -> None:
     kubelet = KubeletModel()
     kubelet.specs_readable = False
-    for n in range(6):
-        await kubelet.admit(pod(f"p{n}", share("main", 30, 10)))
-        assert len(kubelet.gpus_of(("default", f"p{n}"), "main")) == 1
-        # What was admitted keeps waiting for nothing: only an open half may be continued.
-        kubelet.now += 60.0
-    assert kubelet.pairing.stats.serial == 12
-    for n in range(6):
-        kubelet.end(("default", f"p{n}"))
-    await kubelet.admit(pod("whole", share("main", 200, 3)))
-    assert len(kubelet.gpus_of(("default", "whole"), "main")) == 2
-
-
-async def test_without_specs_two_readings_are_refused() -> None:
-    kubelet = KubeletModel()
-    kubelet.specs_readable = False
-    await kubelet.admit(pod("memory", share("main", 0, 10)))
-    with pytest.raises(Refused, match="nothing is guessed; restore the connection to the API server"):
-        await first(kubelet, pod("other", share("main", 10, 10)), Half.CORE)
+    with pytest.raises(PairRefused, match="restore the connection to the API server") as refusal:
+        await kubelet.admit(pod("p", share("main", 30, 10)))
+    assert "default/p" in str(refusal.value)
+    assert refusal.value.cause is Cause.UNAVAILABLE
 
 
 async def test_without_records_one_waiting_pod_is_enough() -> None:
@@ -196,14 +188,14 @@ async def test_without_records_one_waiting_pod_is_enough() -> None:
     assert len(kubelet.gpus_of(("default", "a"), "main")) == 1
     queued = pod("queued", share("main", 10, 6))
     kubelet.api[queued.key] = queued
-    with pytest.raises(Refused, match="nothing is guessed"):
+    with pytest.raises(PairRefused, match="nothing is guessed"):
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
 async def test_with_nothing_readable_nothing_is_given() -> None:
     kubelet = KubeletModel()
     kubelet.records_readable = kubelet.specs_readable = False
-    with pytest.raises(Refused, match="no pod of this node is known to wait"):
+    with pytest.raises(PairRefused, match="no pod of this node is known to wait"):
         await kubelet.admit(pod("a", share("main", 10, 5)))
 
 
@@ -229,7 +221,7 @@ async def test_half_pairs_expire() -> None:
 
     with pytest.raises(AgentKilled):
         await kubelet.admit(pod("a", share("main", 60, 30)), broken)
-    assert len(kubelet.pairing.view.ledger.reservations) == 1
+    assert len(kubelet.pairing.ledger.reservations) == 1
     kubelet.now += 11.0
     await kubelet.admit(pod("b", share("main", 60, 30)))
     assert kubelet.pairing.stats.expired == 1
@@ -252,17 +244,17 @@ async def test_two_allocates_at_once_are_served_one_after_the_other() -> None:
 
 async def test_a_call_that_is_given_up_leaves_the_next_one_well() -> None:
     kubelet = KubeletModel()
-    listed = kubelet.list
+    listed = kubelet.look
 
     async def stuck(deadline: float = 1.0) -> None:
         await anyio.sleep(10)
 
-    kubelet.list = stuck  # type: ignore[method-assign, assignment]
+    kubelet.look = stuck  # type: ignore[method-assign, assignment]
     with pytest.raises(TimeoutError), anyio.fail_after(0.05):
         await kubelet.admit(pod("a", share("main", 10, 5)))
     kubelet.taken_up.clear()
     kubelet.api.clear()
-    kubelet.list = listed  # type: ignore[method-assign]
+    kubelet.look = listed  # type: ignore[method-assign]
     await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
@@ -271,13 +263,13 @@ async def test_ids_against_the_promise_are_refused() -> None:
     waiting = pod("a", share("main", 10, 5))
     await first(kubelet, waiting, Half.CORE)
     other = sorted(each for each in kubelet.listed(Half.MEMORY) if each.startswith("GPU-00000001"))[:5]
-    with pytest.raises(Refused):
+    with pytest.raises(PairRefused):
         await kubelet.pairing.allocate(Half.MEMORY, other)
-    with pytest.raises(Refused, match=r"is not a unit of tencent\.com/vcuda-memory"):
+    with pytest.raises(PairRefused, match=r"is not a unit of tencent\.com/vcuda-memory"):
         await kubelet.pairing.allocate(
             Half.MEMORY, [other[0], "GPU-00000001-0000-0000-0000-000000000000::m999"]
         )
-    with pytest.raises(Refused, match="is not known on this node"):
+    with pytest.raises(PairRefused, match="is not known on this node"):
         await kubelet.pairing.allocate(Half.MEMORY, ["GPU-none::m1"])
 
 
@@ -290,9 +282,9 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
             kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, selling=False)}))
             kubelet.shares.restock()
 
-    kubelet.listed = kubelet.pairing.view.ledger.stocks[gpu].id_set  # type: ignore[method-assign]
+    kubelet.listed = kubelet.pairing.ledger.stocks[gpu].id_set  # type: ignore[method-assign]
     await kubelet.admit(pod("a", share("main", 10, 5)), drain)
-    with pytest.raises(Refused, match="no GPU of this node is sold in this mode now"):
+    with pytest.raises(PairRefused, match="no GPU of this node is sold in this mode now"):
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
@@ -303,7 +295,7 @@ async def test_mps_pairs_are_told_apart_by_the_same_code() -> None:
     await kubelet.admit(pod("a", share("main", 100, 4, kind=MPS)))
     await kubelet.admit(pod("b", share("main", 30, 9, kind=MPS)))
     assert index(kubelet, ("default", "b")) == [1]
-    with pytest.raises(Refused, match=r"add nvidia\.com/mps-core"):
+    with pytest.raises(PairRefused, match=r"add nvidia\.com/mps-core"):
         await kubelet.admit(pod("c", share("main", 0, 1, kind=MPS)))
 
 
@@ -326,23 +318,156 @@ async def test_init_and_app_containers_share_one_gpu_sized_for_their_peak() -> N
         assert index(kubelet, both.key) == index(kubelet, both.key, "init") == [1]
 
 
-async def test_units_of_init_containers_are_known_again_after_a_restart() -> None:
+async def test_units_of_init_containers_are_known_after_a_restart() -> None:
     kubelet = KubeletModel(gpus=1)
     both = pod("both", share("init", 60, 30, Stage.INIT), share("main", 10, 5))
     await kubelet.admit(both)
-    held = {
-        (both.uid, name, resource): ids for (name, resource), ids in kubelet.taken_up[both.key].held.items()
-    }
     kubelet.start_agent()
-    assert await kubelet.pairing.recall({**held, ("gone", "init", kubelet.kind.core): frozenset({"x"})})
-    await kubelet.pairing.reconcile()
-    view = kubelet.pairing.view
-    assert view.ledger.held_ids | view.hidden == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
+    await kubelet.refresh()
+    assert kubelet.pairing.ledger.held_ids == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
     kubelet.end(both.key)
-    await kubelet.pairing.reconcile()
-    assert kubelet.pairing.view.hidden == frozenset()
+    await kubelet.refresh()
+    assert not kubelet.pairing.ledger.held_ids
 
 
-async def test_nothing_is_recalled_before_pods_are_known() -> None:
-    kubelet = KubeletModel()
-    assert not await kubelet.pairing.recall({("u", "init", kubelet.kind.core): frozenset({"x"})})
+async def test_held_units_are_never_handed_out_again() -> None:
+    for seed in range(20):
+        kubelet = KubeletModel(gpus=2, seed=seed)
+        await kubelet.admit(pod("a", share("main", 30, 10)))
+        kubelet.offers_held = True
+        await kubelet.admit(pod("b", share("main", 30, 10)))
+        units = [NOTHING.union(*each.held.values()) for each in kubelet.taken_up.values()]
+        assert not units[0] & units[1]
+        # The kubelet may pass over what is preferred: then the Allocate itself is refused.
+        held = sorted(each for each in kubelet.in_use(Half.CORE))[:30]
+        waiting = pod("c", share("main", 30, 10))
+        kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
+        with pytest.raises(PairRefused, match=r"is held by default/[ab], container main") as refusal:
+            await kubelet.pairing.allocate(Half.CORE, held)
+        assert refusal.value.cause is Cause.UNAVAILABLE
+        assert refusal.value.pod is not None
+
+
+async def test_mps_recalls_init_held_units() -> None:
+    for seed in range(20):
+        kubelet = KubeletModel(gpus=2, blocks=141 * 4, seed=seed, kind=MPS, mode=Mode.MPS)
+        init = share("prepare", 10, 100, Stage.INIT, kind=MPS)
+        await kubelet.admit(pod("a", init, share("main", 5, 5, kind=MPS)))
+        kubelet.start_agent()
+        await kubelet.admit(pod("b", share("main", 30, 60, kind=MPS)))
+        assert index(kubelet, ("default", "b")) == [1]
+
+
+async def test_gpu_only_init_phase_then_agent_restart() -> None:
+    for seed in range(6):
+        kubelet = KubeletModel(gpus=4, blocks=140, seed=seed)
+        compiling = pod("a", share("prepare", 30, 40, Stage.INIT), Container("main", {}))
+        await kubelet.admit(compiling)
+        kubelet.api[compiling.key] = compiling  # its init container runs: the pod is Pending still
+        kubelet.start_agent()
+        await kubelet.admit(pod("b", share("main", 30, 40)))
+        assert len(kubelet.gpus_of(("default", "b"), "main")) == 1
+
+
+async def test_second_container_follows_the_choice() -> None:
+    hints = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/predicate-gpu-idx-1": "2"}
+    two = pod("a", share("one", 30, 10), share("two", 60, 10), annotations={**hints, ASSIGNED: "false"})
+    kubelet = KubeletModel(gpus=4)
+
+    class Written(Told):
+        """The choice stands in the pod's annotations before the next container asks."""
+
+        def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
+            super().chosen(pod, container, indices, last=last)
+            mine = {"tencent.com/predicate-gpu-idx-0": "1"} | ({ASSIGNED: "true"} if last else {})
+            kubelet.api[pod.key] = replace(pod, annotations={**pod.annotations, **mine})
+
+    recorder = kubelet.pairing._recorder = Written()
+    await kubelet.admit(two)
+    assert recorder.choices == [("a", "one", [1]), ("a", "two", [2])]
+    assert recorder.ignored == []
+
+
+async def test_sidecars_and_init_containers_alone_have_a_choice() -> None:
+    # Numbers of annotations: app containers first, then the others in their order.
+    hints = {"tencent.com/predicate-gpu-idx-0": "3", "tencent.com/predicate-gpu-idx-1": "2"}
+    for stage in (Stage.SIDECAR, Stage.INIT):
+        kubelet = KubeletModel(gpus=4)
+        recorder = told(kubelet)
+        one = pod("a", share("first", 30, 10, stage), Container("main", {}), annotations=hints)
+        await kubelet.admit(one)
+        assert recorder.choices == [("a", "first", [2])]
+        assert [grant.last for grant in kubelet.grants if grant.complete] == [True]
+
+
+async def test_static_pod_gets_its_share() -> None:
+    """It cannot: the API server tells of a static pod once it was admitted. The refusal says so."""
+    kubelet = KubeletModel(gpus=4)
+    static = pod("etcd-node1", share("main", 30, 40))
+
+    async def get(namespace: str, name: str) -> Pod | None:
+        return None
+
+    kubelet.get = get  # type: ignore[method-assign]
+    kubelet.pods_on_node = list  # type: ignore[method-assign]
+    with pytest.raises(PairRefused, match="static pod cannot have a share") as refusal:
+        await kubelet.admit(static)
+    assert "default/etcd-node1" in str(refusal.value)
+
+
+async def test_pod_refused_once_may_come_back() -> None:
+    kubelet = KubeletModel(gpus=1)
+    await kubelet.admit(pod("a", share("main", 80, 10)))
+    again = pod("p", share("main", 30, 10))
+    with pytest.raises(PairRefused):
+        await kubelet.admit(again)
+    kubelet.end(("default", "a"))
+    # The same pod, which the kubelet asks for again from a pod worker.
+    await kubelet.admit(again)
+    assert index(kubelet, again.key) == [0]
+    # While others ask it is not taken for the one that does.
+    kubelet.end(again.key)
+    kubelet = KubeletModel(gpus=2)
+    for name in ("a", "b"):
+        await kubelet.admit(pod(name, share("main", 60, 10)))
+    lingering = pod("q", share("main", 50, 20))
+    with pytest.raises(PairRefused):
+        await kubelet.admit(lingering)
+    kubelet.api[lingering.key], kubelet.taken_up[lingering.key] = lingering, Admission(lingering)
+    kubelet.end(("default", "a"))
+    await kubelet.admit(pod("r", share("main", 50, 10)))
+
+
+async def test_kubelet_restart_with_init_only_units_stays_known() -> None:
+    kubelet = KubeletModel(gpus=2)
+    compiling = pod("a", share("prepare", 60, 30, Stage.INIT), Container("main", {}))
+    await kubelet.admit(compiling)
+    await kubelet.refresh()
+    before = kubelet.pairing.ledger.held_ids
+    kubelet.heard = set()
+    await kubelet.refresh()
+    assert kubelet.pairing.ledger.held_ids == before
+    await kubelet.admit(pod("b", share("main", 60, 30)))
+    assert index(kubelet, ("default", "b")) == [1]
+
+
+async def test_a_grant_says_who_got_what() -> None:
+    kubelet = KubeletModel(gpus=2)
+    await kubelet.admit(pod("a", share("main", 30, 10), share("more", 5, 1)))
+    first, second = kubelet.grants[:2]
+    assert (first.pod.uid, first.container, first.demand) == ("uid-a", "main", Demand(30, 10))
+    assert {len(first.ids), len(second.ids)} == {30, 10}
+    assert [first.complete, second.complete] == [False, True]
+    assert [grant.last for grant in kubelet.grants] == [False, False, True, True]
+    assert {each.partition("::")[0] for each in first.ids | second.ids} == set(first.gpus)
+
+
+async def test_units_that_stand_twice_or_lie_on_two_gpus_are_refused() -> None:
+    kubelet = KubeletModel(gpus=2)
+    first, second = (stock.cores for stock in kubelet.pairing.ledger.stocks.values())
+    waiting = pod("a", share("main", 2, 5))
+    kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
+    for ids, told_as in (([first[0], first[0]], "stands twice"), ([first[0], second[0]], "lie on 2 GPUs")):
+        with pytest.raises(PairRefused, match=told_as) as refusal:
+            await kubelet.pairing.allocate(Half.CORE, ids)
+        assert refusal.value.cause is Cause.INVALID

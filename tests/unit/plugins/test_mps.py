@@ -52,17 +52,18 @@ class Lister:
 
     def __init__(self) -> None:
         self.holdings: list[Holding] = []
+        self.cell: Cell[PodList | None] = Cell(None)
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def look(self, deadline: float = 2.0) -> PodList:
         del deadline
         return PodList(
             tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings})
         )
 
-    def hold(self, pod: str, gpu: str, cores: range, memory: range) -> None:
+    def hold(self, pod: str, gpu: str, cores: range, memory: range, container: str = "main") -> None:
         for resource, mark, numbers in ((MPS.core, "sc", cores), (MPS.memory, "sm", memory)):
             if ids := tuple(f"{gpu}::{mark}{number}" for number in numbers):
-                self.holdings.append(Holding("default", pod, "main", resource, ids))
+                self.holdings.append(Holding("default", pod, container, resource, ids, container == "main"))
 
 
 class Node:
@@ -209,6 +210,36 @@ async def test_root_pods_are_refused_where_the_configuration_says_so() -> None:
         await core.pre_start(ids)
     users.of_main = None
     await core.pre_start(ids)
+
+
+async def test_a_root_init_container_is_refused_though_another_inherited_its_cores() -> None:
+    node = Node()
+    for container in ("main", "prepare"):
+        node.lister.hold("p", node.uuids[0], range(10), range(2), container)
+
+    class Users:
+        def named(self, namespace: str, pod: str, container: str) -> str | None:
+            return "runAsUser is 0" if container == "prepare" else None
+
+        def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
+            raise AssertionError("both are known")
+
+    node.plugins[Half.CORE]._root_check = Users()
+    with pytest.raises(Refused, match=r"default/p, container prepare may run as root"):
+        await node.plugins[Half.CORE].pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+
+
+async def test_init_containers_are_one_client_and_none_beside_their_heirs() -> None:
+    node = Node("mps.mostClients=3")
+    for pod, containers in (("a", ("one", "two")), ("b", ("prepare", "main"))):
+        for place, container in enumerate(containers):
+            first = 20 * place + (50 if pod == "b" else 0)
+            node.lister.hold(pod, node.uuids[0], range(first, first + 10), range(place, place + 1), container)
+    await node.pairing.reconcile()
+    assert not node.conditions.full(node.uuids[0])
+    node.lister.hold("c", node.uuids[0], range(90, 95), range(6, 7))
+    await node.pairing.reconcile()
+    assert "3 containers hold shares" in node.conditions.full(node.uuids[0])
 
 
 async def test_an_init_container_whose_grant_is_long_ago_starts_unless_it_may_be_root() -> None:

@@ -273,6 +273,12 @@ async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> Non
     assert await parts.prefer(("GPU-0", "GPU-1"), 1) == ["GPU-1"]
     assert await parts.prefer(("GPU-0", "GPU-1"), 1, must=("GPU-0",)) == ["GPU-0"]
     assert await parts.allocate("GPU-0") == "GPU-0"
+    # The checkpoint may go on naming a pod that has ended, and that nobody knows: the kubelet's offer counts.
+    nameless = Holding("", "pod with UID u", "main", RESOURCE, ("GPU-0",), listed=False)
+    parts.truth = PodList((nameless,), (("ns", "q", "main"),))
+    parts.cell.publish(parts.truth)
+    assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
     # All containers of that pod have what they ask for: whoever asks now is another pod.
     main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
     parts.truth = PodList((held, main), (("ns", "p", "main"),))

@@ -20,7 +20,7 @@ from agent.inventory.reducer import Unavailable, reduce
 from agent.kit.cell import Cell
 from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
-from agent.pairing.records import PairingStats
+from agent.pairing.actor import PairingStats
 from agent.telemetry import definitions as d
 from agent.telemetry import pairs, reference
 from agent.telemetry.container_page import COMPATIBLE

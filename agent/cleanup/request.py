@@ -1,0 +1,102 @@
+"""How the uninstall hook and the agents speak with each other: two annotations of each node, as JSON.
+
+The hook writes REQUEST, the node's agent answers in REPORT. A request carries the time at which it ends, so
+that agents go back into service by themselves when whoever asked was killed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Annotated, TypeVar
+
+import msgspec
+
+REQUEST = "gpu-node-agent.io/cleanup"
+REPORT = "gpu-node-agent.io/cleanup-report"
+# No request keeps an agent from its work for longer, whatever time it names.
+LONGEST_SECONDS = 2 * 3600.0
+# Bounds what is written into an annotation.
+LONGEST_MESSAGE = 2000
+
+EPOCH = datetime.fromtimestamp(0, UTC)
+
+T = TypeVar("T")
+
+
+class State(StrEnum):
+    """What became of a request on one node."""
+
+    CLEAN = "clean"
+    REFUSED = "refused"  # pods stand in the way, and nothing was changed
+    FAILED = "failed"  # it is tried again
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`until`: when it ends; a time in the past takes the request back."""
+
+    id: str
+    until: Annotated[datetime, msgspec.Meta(tz=True)]
+
+    def seconds_left(self, now: datetime) -> float:
+        """How long it is in force yet; 0 or less: no longer."""
+        return min((self.until - now).total_seconds(), LONGEST_SECONDS)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The answer to the request of the same ID."""
+
+    id: str
+    state: State
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Both annotations of a node; one that cannot be read counts as none."""
+
+    request: Request | None = None
+    report: Report | None = None
+    present: bool = False  # at least one of them is there, readable or not
+
+    @classmethod
+    def of(cls, annotations: Mapping[str, str]) -> "Exchange":
+        """Read a node's annotations."""
+        return cls(
+            _read(annotations.get(REQUEST), Request),
+            _read(annotations.get(REPORT), Report),
+            REQUEST in annotations or REPORT in annotations,
+        )
+
+
+def asking(request_id: str, now: datetime, seconds: float) -> dict[str, str | None]:
+    """Annotations of a request that ends in `seconds`; an earlier one's report goes."""
+    return _request(Request(request_id, now + timedelta(seconds=seconds)))
+
+
+def taking_back(request_id: str) -> dict[str, str | None]:
+    """Annotations that end a request at once, whatever the clocks say."""
+    return _request(Request(request_id, EPOCH))
+
+
+def answering(report: Report) -> dict[str, str]:
+    """The annotation of an answer."""
+    short = msgspec.structs.replace(report, message=report.message[:LONGEST_MESSAGE])
+    return {REPORT: msgspec.json.encode(short).decode()}
+
+
+NOTHING: Mapping[str, str | None] = {REQUEST: None, REPORT: None}
+"""Removes both annotations."""
+
+
+def _request(request: Request) -> dict[str, str | None]:
+    return {REQUEST: msgspec.json.encode(request).decode(), REPORT: None}
+
+
+def _read(text: str | None, kind: type[T]) -> T | None:
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError:  # of the wrong type or shape, too
+        return None

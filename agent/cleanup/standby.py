@@ -1,0 +1,158 @@
+"""A node whose agent has left service for a clean-up: it is made clean, and stays so until the request ends.
+
+The agent's process goes on: helm deletes it a moment later, or nobody does, and then it serves again.
+"""
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.cleanup import node as node_files
+from agent.cleanup import request as exchange
+from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cleanup.node_object import forget
+from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now
+from agent.cleanup.request import Exchange, Request, State
+from agent.cluster.api import ApiError, KubeApi, connect
+from agent.cluster.lean import NoClusterAccess
+from agent.cluster.node import NodeObject
+from agent.kit.supervise import Supervisor
+from agent.nvml.port import NvmlPort
+from agent.settings import Settings
+from agent.web.probes import Probes
+from agent.web.server import HttpServer
+
+log = structlog.get_logger()
+
+LOCK_SECONDS = 5.0  # the agent that served was this process: nobody else should hold it
+SYNC_SECONDS = 5.0
+# The hook takes its annotations away when all nodes are clean, and helm then deletes the agents, which takes
+# a minute or more in a cluster of a thousand nodes.
+DELETION_SECONDS = 600.0
+
+
+async def stand_by(
+    settings: Settings, nvml: NvmlPort, name: str, request: Request, stop: anyio.Event
+) -> None:
+    """Clean the node `name` up, answer, and return when the agent is to serve again, or at `stop`.
+
+    The probes are answered meanwhile: alive, and not ready.
+    """
+    try:
+        api = await connect(Path(settings.cluster.kubeconfig) if settings.cluster.kubeconfig else None)
+    except NoClusterAccess as error:
+        log.error("cleanup_abandoned", problem=str(error))
+        return
+    supervisor = Supervisor()
+    http = HttpServer(settings.http.address, settings.http.port)
+    Probes(supervisor, lambda: [_told(request)]).add_to(http)
+    own = NodeObject(api, name)
+    try:
+        async with anyio.create_task_group() as group:
+
+            async def stopped() -> None:
+                await stop.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(stopped)
+            await group.start(http.serve)
+            group.start_soon(supervisor.restarting, "node watch", own.run)
+            await Standby(settings, nvml, api, own).until_over(request)
+            group.cancel_scope.cancel()
+    finally:
+        await api.close()
+    if not stop.is_set():
+        log.info("back_in_service")
+
+
+def _told(request: Request) -> str:
+    return (
+        f"this node was cleaned up for an uninstall (annotation {exchange.REQUEST}); the agent serves again "
+        f"when that is called off, or at {request.until.isoformat()}"
+    )
+
+
+class Standby:
+    """One node while it is kept clean."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        nvml: NvmlPort,
+        api: KubeApi,
+        node: NodeObject,
+        clock: Callable[[], datetime] = utc_now,
+    ) -> None:
+        """`node` must be followed by somebody."""
+        self._settings = settings
+        self._nvml = nvml
+        self._api = api
+        self._node = node
+        self._clock = clock
+
+    async def until_over(self, request: Request) -> None:
+        """Clean up and stay until no request is in force, or a pod stands in the way after all."""
+        with anyio.move_on_after(SYNC_SECONDS):
+            await self._node.reflector.items.wait_for(bool)
+        current: Request | None = request
+        try:
+            async with node_files.without_agent(self._settings, LOCK_SECONDS):
+                while current is not None:
+                    with anyio.move_on_after(current.seconds_left(self._clock())) as scope:
+                        current = await self._kept_clean(current, scope)
+                    if scope.cancelled_caught:
+                        log.warning("cleanup_expired", request=current.id if current else "")
+                        return
+        except CleanupFailed as error:
+            log.warning("cleanup_refused", request=request.id, problem=str(error))
+            await self._answer(request, error)
+
+    async def _kept_clean(self, request: Request, scope: anyio.CancelScope) -> Request | None:
+        """Until the request is taken back (None) or followed by another. Raises CleanupRefused."""
+        while True:
+            try:
+                await self._clean()
+                await answer(self._node, request, State.CLEAN)
+            except CleanupRefused:
+                raise
+            except (CleanupFailed, ApiError) as error:
+                log.warning("cleanup_failed", request=request.id, problem=str(error))
+                await self._answer(request, error)
+                with anyio.move_on_after(RETRY_SECONDS):
+                    return await self._next(request, scope)
+            else:
+                log.info("node_cleaned", request=request.id)
+                return await self._next(request, scope)
+
+    async def _clean(self) -> None:
+        await node_files.refuse_holders(self._settings)
+        await node_files.stop_daemons(self._settings, self._nvml)
+        await anyio.to_thread.run_sync(node_files.remove_files, self._settings)
+        await forget(self._api, self._node.name, keep=exchange.NOTHING.keys())
+
+    async def _answer(self, request: Request, error: Exception) -> None:
+        state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED
+        try:
+            await answer(self._node, request, state, str(error))
+        except ApiError as problem:
+            log.warning("cleanup_not_answered", problem=str(problem))
+
+    async def _next(self, request: Request, scope: anyio.CancelScope) -> Request | None:
+        """What follows this request, once something does."""
+        removed = False
+        async for items in self._node.reflector.items.values():
+            for node in items.values():
+                found = Exchange.of(node.metadata.annotations).request
+                if found is None and not removed:
+                    removed = True
+                    log.info("waiting_for_deletion", seconds=DELETION_SECONDS)
+                    scope.deadline = anyio.current_time() + DELETION_SECONDS
+                elif found is not None and found.seconds_left(self._clock()) <= 0:
+                    return None
+                elif found is not None and found.id != request.id:
+                    return found
+        raise AssertionError("a cell's values never end")

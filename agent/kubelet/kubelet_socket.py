@@ -1,0 +1,43 @@
+"""`kubelet.sock`: whether a kubelet serves there, and whether it is still the same one."""
+
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+CONNECT_SECONDS = 1.0
+
+# Inode and time of change: a kubelet makes its socket anew at each start, often with the same inode.
+Identity = tuple[int, int]
+
+
+class KubeletSocket:
+    """The socket that every kubelet makes anew when it starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def identity(self) -> Identity | None:
+        """Which socket file lies there; None: none. The kubelet leaves it behind when it ends."""
+
+        def look() -> Identity | None:
+            try:
+                found = self.path.stat()
+            except OSError:
+                return None
+            return found.st_ino, found.st_ctime_ns
+
+        return await anyio.to_thread.run_sync(look)
+
+    async def serves(self) -> Identity | None:
+        """The identity of the socket file if somebody accepts connections there, else None."""
+        before = await self.identity()
+        if before is None:
+            return None
+        with anyio.move_on_after(CONNECT_SECONDS):
+            try:
+                async with await anyio.connect_unix(self.path):
+                    return before
+            except OSError:
+                return None
+        return None

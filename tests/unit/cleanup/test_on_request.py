@@ -1,0 +1,256 @@
+"""What an agent answers, and when it leaves service or comes back."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from agent.cleanup import node as node_files
+from agent.cleanup import on_request, standby
+from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cleanup.on_request import Requests
+from agent.cleanup.request import (
+    LONGEST_SECONDS,
+    NOTHING,
+    REPORT,
+    Report,
+    Request,
+    State,
+    asking,
+    taking_back,
+)
+from agent.cleanup.standby import Standby
+from agent.cluster.api import ApiUnavailable, KubeApi
+from agent.cluster.node import Node, NodeObject
+from agent.cluster.reflector import Metadata
+from agent.settings import Settings
+
+NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
+
+
+class OwnNode(NodeObject):
+    """A node object that shows its own patches at once, as a watch does a moment later."""
+
+    def __init__(self) -> None:
+        super().__init__(KubeApi(None, None), "node1")
+        self.annotations: dict[str, str] = {}
+        self.failing = 0
+        self.publish()
+
+    def publish(self) -> None:
+        made = Node(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
+        self.reflector.items.publish(MappingProxyType({"u": made}))
+
+    def set(self, annotations: Any) -> None:
+        merged = {**self.annotations, **annotations}
+        self.annotations = {key: value for key, value in merged.items() if value is not None}
+        self.publish()
+
+    async def patch_metadata(self, labels: Any = None, annotations: Any = None) -> None:
+        """Annotations alone."""
+        assert not labels
+        await anyio.lowlevel.checkpoint()
+        if self.failing:
+            self.failing -= 1
+            raise ApiUnavailable("the API server did not answer")
+        self.set(annotations)
+
+    def report(self) -> Report | None:
+        text = self.annotations.get(REPORT)
+        return msgspec.json.decode(text, type=Report) if text else None
+
+
+class Obstacles:
+    """What stands in the way, look by look; nothing once the list is empty. Counts the clean-ups."""
+
+    def __init__(self) -> None:
+        self.next: list[CleanupFailed] = []
+        self.cleaned = 0
+
+    async def look(self, _: Settings) -> None:
+        await anyio.lowlevel.checkpoint()
+        if self.next:
+            raise self.next.pop(0)
+
+    async def stop(self, *_: object) -> None:
+        self.cleaned += 1
+
+
+@pytest.fixture
+def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
+    made = Obstacles()
+
+    async def forget(*_: object, **__: object) -> None: ...
+
+    for where in (on_request, node_files):
+        monkeypatch.setattr(where, "refuse_holders", made.look)
+    monkeypatch.setattr(node_files, "stop_daemons", made.stop)
+    monkeypatch.setattr(node_files, "remove_files", lambda _: None)
+    monkeypatch.setattr(standby, "forget", forget)
+    for where in (on_request, standby):
+        monkeypatch.setattr(where, "RETRY_SECONDS", 0.01)
+    yield made
+    assert made.next == []
+
+
+@pytest.fixture
+def settings(tmp_path: Any) -> Settings:
+    from agent.settings import load
+
+    return load(None, {}, [f"host.run={tmp_path}/run"])
+
+
+async def accepted(node: OwnNode, settings: Settings) -> Request:
+    with anyio.fail_after(20):
+        return await Requests(settings, node, lambda: NOW).accepted()
+
+
+@asynccontextmanager
+async def serving(node: OwnNode, settings: Settings) -> AsyncIterator[None]:
+    """An agent that goes on serving whatever is asked of it."""
+
+    async def serve() -> None:
+        raise AssertionError(f"left service for {await Requests(settings, node, lambda: NOW).accepted()}")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(serve)
+        yield
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+
+
+def clean_report(name: str) -> Report:
+    return Report(name, State.CLEAN)
+
+
+# While it serves
+
+
+async def test_a_request_is_accepted(obstacles: Obstacles, settings: Settings) -> None:
+    node = OwnNode()
+    node.set(asking("a", NOW, 10))
+    assert await accepted(node, settings) == Request("a", NOW + timedelta(seconds=10))
+    assert node.report() is None
+
+
+async def test_a_pod_in_the_way_is_answered_once_and_service_goes_on(
+    obstacles: Obstacles, settings: Settings
+) -> None:
+    node = OwnNode()
+    obstacles.next = [CleanupRefused("team/a holds a share")]
+    node.set(asking("a", NOW, 10))
+    async with serving(node, settings):
+        await until(node, Report("a", State.REFUSED, "team/a holds a share"))
+        node.publish()
+    assert node.reflector.items.version == 4, "one answer, however often it looks"
+
+
+async def test_a_node_that_cannot_tell_is_asked_again(obstacles: Obstacles, settings: Settings) -> None:
+    node = OwnNode()
+    obstacles.next = [CleanupFailed("who holds MPS shares is not known")] * 2
+    node.failing = 1
+    node.set(asking("a", NOW, 10))
+    assert (await accepted(node, settings)).id == "a"
+    assert node.report() == Report("a", State.FAILED, "who holds MPS shares is not known")
+
+
+@pytest.mark.parametrize("old", [asking("a", NOW, 0), taking_back("a"), {REPORT: "{"}])
+async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings: Settings) -> None:
+    node = OwnNode()
+    node.failing = 1
+    node.set({**old, "gpu-node-agent.io/state": "{}"})
+    async with serving(node, settings):
+        with anyio.fail_after(20):
+            while NOTHING.keys() & node.annotations.keys():
+                await anyio.sleep(0.005)
+    assert node.annotations == {"gpu-node-agent.io/state": "{}"}
+
+
+def test_no_request_lasts_for_ever() -> None:
+    assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == LONGEST_SECONDS
+
+
+# Out of service
+
+
+async def stand(node: OwnNode, settings: Settings, seconds: float = 30.0) -> None:
+    """Answer request `a` and stay out of service for it."""
+    request = Request("a", NOW + timedelta(seconds=seconds))
+    node.set(asking("a", NOW, seconds))
+    api: Any = KubeApi(None, None)
+    nvml: Any = None
+    await Standby(settings, nvml, api, node, lambda: NOW).until_over(request)
+
+
+async def until(node: OwnNode, report: Report) -> None:
+    with anyio.fail_after(20):
+        while node.report() != report:
+            await anyio.sleep(0.005)
+
+
+async def test_a_pod_that_came_meanwhile_is_answered_and_the_agent_serves_again(
+    obstacles: Obstacles, settings: Settings
+) -> None:
+    node = OwnNode()
+    obstacles.next = [CleanupRefused("team/late holds a share")]
+    await stand(node, settings)
+    assert node.report() == Report("a", State.REFUSED, "team/late holds a share")
+    assert obstacles.cleaned == 0
+
+
+async def test_it_tries_again_until_it_is_clean(obstacles: Obstacles, settings: Settings) -> None:
+    node = OwnNode()
+    obstacles.next = [CleanupFailed("the kubelet does not answer")]
+    async with anyio.create_task_group() as group:
+        group.start_soon(stand, node, settings)
+        await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+        await until(node, clean_report("a"))
+        node.set(taking_back("a"))
+    assert obstacles.cleaned == 1
+
+
+async def test_what_is_called_off_while_it_fails_is_given_up(
+    obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "RETRY_SECONDS", 60.0)
+    node = OwnNode()
+    obstacles.next = [CleanupFailed("the kubelet does not answer")]
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(stand, node, settings)
+            await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+            node.set(taking_back("a"))
+    assert obstacles.cleaned == 0
+
+
+async def test_another_agent_that_serves_is_no_reason_to_wait(
+    obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "LOCK_SECONDS", 0.0)
+    node = OwnNode()
+    async with node_files.without_agent(settings, 0.0):
+        await stand(node, settings)
+    found = node.report()
+    assert found is not None
+    assert found.state is State.FAILED
+    assert "an agent still serves this node" in found.message
+
+
+async def test_it_waits_for_its_deletion_when_the_hook_is_done(
+    obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large cluster is not deleted in a moment, but nobody waits for ever."""
+    monkeypatch.setattr(standby, "DELETION_SECONDS", 0.1)
+    node = OwnNode()
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(stand, node, settings, 3000)
+            await until(node, clean_report("a"))
+            node.set(NOTHING)
+    assert node.annotations == {}
