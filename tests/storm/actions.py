@@ -115,7 +115,10 @@ async def terminate_agent(world: World, rng: random.Random) -> str:
 async def restart_kubelet(world: World, rng: random.Random) -> str:
     """The kubelet's process ends and comes back."""
     down = rng.choice((0.0, 0.5, 5.0, 40.0))
-    await world.kubelet.restart(down)
+    await world.kubelet.stop()
+    await anyio.sleep(down)
+    seams.KUBELET.started = anyio.current_time()
+    await world.kubelet.start()
     return f"restart the kubelet, {down:g} s down"
 
 

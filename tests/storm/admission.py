@@ -19,6 +19,7 @@ from agent.simulator.kubelet.life import Life
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
+ALL = 1 << 20  # units: more than any GPU has
 SETTLED_SECONDS = 60.0  # how long nothing must have been wrong
 
 
@@ -28,7 +29,7 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
         if not _excused(world) and _fits(world, self, pod):
-            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
+            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}; used {_used(self, pod.uid)}")
         before(self, pod, reason, message)
 
     Life._reject = reject  # type: ignore[method-assign]
@@ -76,7 +77,12 @@ def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:
     """GPU -> how many units of each kind pods other than `but` hold."""
     found: dict[str, Counter[Unit]] = {}
     for uid, _, _, allocation in life.devices.tables.pods.entries():
+        counts: dict[str, Counter[Unit]] = {}
         for each in allocation.ids if uid != but else ():
             device = parse(each)
-            found.setdefault(device.gpu, Counter())[device.unit] += 1
+            counts.setdefault(device.gpu, Counter())[device.unit] += 1
+        for gpu, count in counts.items():
+            if count[Unit.VGPU_CORE] == CORES:  # the whole GPU, memory included, that nobody asked for by units
+                count[Unit.VGPU_MEMORY] = ALL
+            found.setdefault(gpu, Counter()).update(count)
     return found

@@ -17,9 +17,11 @@ import anyio.lowlevel
 import anyio.to_thread
 
 import agent.cluster.api
+from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
+from tests.storm.clock import EPOCH
 
 
 class Life:
@@ -169,6 +171,21 @@ class _Rest:
         await self._session.close()
 
 
+class _Kubelet:
+    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's."""
+
+    started = 0.0
+
+
+KUBELET = _Kubelet()
+_socket_of = HoldingsWatch._kubelet
+
+
+async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
+    found = await _socket_of(self)
+    return None if found is None else (found[0], int((EPOCH + KUBELET.started) * 1e9))
+
+
 def install(api_socket: str) -> None:
     """Put the stand-ins in place, for this process."""
 
@@ -179,5 +196,6 @@ def install(api_socket: str) -> None:
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.api.connect = connect
+    HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

@@ -6,7 +6,6 @@ import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 from aiohttp import web
@@ -189,6 +188,7 @@ async def world(folder: Path, seed: int, profile: str = "l40s-2") -> AsyncIterat
     """A node without an agent; everything on it is gone at the end."""
     socket = folder / "api.sock"
     seams.install(str(socket))
+    seams.KUBELET.started = anyio.current_time()
     machine = SimulatedMachine.create(profile)
     for each in ("cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
