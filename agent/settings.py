@@ -56,6 +56,8 @@ class Cluster(Section, frozen=True):
     kubeconfig: AbsolutePath | None = None
     # The name of this node's Node object; null: the host's name. In a pod the chart sets it.
     node_name: str | None = None
+    # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
+    extender: bool = False
 
 
 class DriverFiles(Section, frozen=True):
@@ -136,6 +138,11 @@ class Health(Section, frozen=True):
     xids: dict[XidNumber, XidOverride] = msgspec.field(default_factory=dict)
 
 
+# sun_path holds 108 bytes with its end (unix(7)).
+LONGEST_SOCKET_PATH = 107
+CONTROL_SOCKET = "/agent.sock"  # below host.run
+
+
 class Modes(Section, frozen=True):
     """Which modes this node may be switched to; one that is off is never registered."""
 
@@ -160,8 +167,8 @@ class Mps(Section, frozen=True):
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     # nvidia-cuda-mps-control by full path; null: searched below driver.root, then on PATH.
     control_program: AbsolutePath | None = None
-    # auto: a tmpfs of its own for each daemon where the host sees it, else a folder; tmpfs: fail without.
-    shared_memory: Literal["auto", "tmpfs", "directory"] = "auto"
+    # What the pods of one GPU may take together of the node's memory by files in /dev/shm, in MiB.
+    shared_memory_mebibytes: Annotated[int, Meta(ge=64, le=4_194_304)] = 4096
     # Start the MPS server with the daemon and hold it to be up.
     prestart_server: bool = True
     # Keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve, so that nothing runs beside MPS.
@@ -263,6 +270,13 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
+    longest = len(os.fsencode(settings.host.run)) + len(CONTROL_SOCKET)
+    if longest > LONGEST_SOCKET_PATH:
+        sentence = (
+            f"makes the path of the agent's socket {longest} bytes long, and the kernel takes "
+            f"{LONGEST_SOCKET_PATH}; name a shorter folder"
+        )
+        faults.append(("host.run", sentence))
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:
         sentence = (

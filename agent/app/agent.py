@@ -12,6 +12,7 @@ from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.model.modes import Mode
+from agent.modes.cordon_book import CordonBook
 from agent.modes.sources import DesiredSource
 from agent.modes.state import STARTING, Phase
 from agent.modes.switcher import ModeSwitcher
@@ -116,6 +117,7 @@ class Agent:
     switcher: ModeSwitcher | None = None
     node: NodeParts | None = None
     reporter: Reporter | None = None
+    cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
     sources: Sources | None = None

@@ -24,6 +24,7 @@ from agent.kubelet.endpoint import Endpoint
 from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
+from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Vocabulary
 from agent.modes.memory import ModeMemory
 from agent.modes.metrics import Patching
@@ -33,7 +34,7 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.conditions import Reporter
-from agent.node.labels import labels_of
+from agent.node.labels import follow as follow_labels
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
@@ -109,6 +110,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
         agent.blockers,
         lambda uuid: agent.mps.report(uuid) if agent.mps else None,
         lambda: remarks(agent),
+        agent.cordons,
     )
     Commands(sources).add_to(control)
     if agent.sources:
@@ -141,6 +143,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
         agent.node = build_node(agent, agent.cluster, own, resources, assignment)
         writers |= {"status": agent.node.capacity, "taint": agent.node.taint}
+    node = own if agent.cluster else None
+    agent.cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, node)
+    await agent.cordons.restore()
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -152,6 +157,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
         standing=agent.desired.vocabulary.remembered(remembered),
+        cordons=agent.cordons.cell,
     )
     if agent.sources:
         switcher = agent.switcher
@@ -166,6 +172,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         await agent.desired.known.wait()
     agent.desired.from_memory(remembered)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
+    group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.node:
         labels: Cell[Mapping[str, str]] = Cell({})
@@ -175,7 +182,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         group.start_soon(spawn, "node report", agent.reporter.run)
         group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
         if settings.node_labels:
-            group.start_soon(spawn, "node labels", _follow_labels, agent, labels)
+            group.start_soon(
+                spawn, "node labels", follow_labels, snapshot, own.changes, lambda: own.labels() or {}, labels
+            )
 
 
 def vocabulary_of(settings: Settings) -> Vocabulary:
@@ -296,12 +305,3 @@ async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
             software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
             if software != injector.software:
                 await anyio.to_thread.run_sync(injector.look, software)
-
-
-async def _follow_labels(agent: Agent, labels: Cell[Mapping[str, str]]) -> None:
-    """Describe driver and GPUs in labels, for ever."""
-    async for snapshot in agent.inventory.snapshot.values():
-        node = agent.cluster.node.value if agent.cluster else None
-        found = labels_of(snapshot, node.metadata.labels if node else {})
-        if found and found != labels.value:
-            labels.publish(found)

@@ -23,6 +23,7 @@ from agent.mps.daemon import Options
 from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import MpsError
 from agent.mps.status import Kind
+from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import mps
@@ -54,6 +55,10 @@ class MpsBackend:
     async def tear_down(self, gpu: Gpu) -> None:
         """See agent.modes.ports.Backend."""
         await self._fleet.tear_down(gpu)
+
+    def depends_on(self) -> object:
+        """See agent.modes.ports.Backend."""
+        return self._fleet.program
 
 
 async def build_mps(
@@ -92,6 +97,14 @@ async def build_mps(
         _RootCheck(agent) if settings.mps.root_pods == "refuse" else None,
     )
 
+    upkeep = Upkeep(
+        fleet,
+        Path(settings.host.run),
+        settings.mps.shared_memory_mebibytes << 20,
+        _held(agent),
+        Path(settings.host.proc),
+    )
+
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
         return mps.mounts(fleet, uuid)
 
@@ -103,6 +116,7 @@ async def build_mps(
     )
     group.start_soon(spawn, "mps daemons", fleet.run, assignment)
     group.start_soon(spawn, "mps clients", clients.run)
+    group.start_soon(spawn, "mps folders", upkeep.run)
     group.start_soon(spawn, "cdi specification", keeper.run)
     agent.metric_parts.append(
         pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.waiting)
@@ -124,7 +138,7 @@ def _options(settings: Settings) -> Options:
     wish = settings.mps
     return Options(
         cgroups=Path(settings.host.cgroups),
-        shared_memory=wish.shared_memory,
+        shared_memory=wish.shared_memory_mebibytes << 20,
         prestart=wish.prestart_server,
         probe_seconds=wish.probe_seconds,
         # Below the time between two probes: a look that begins with the next probe is never made.
@@ -158,6 +172,16 @@ class _Told:
         held = self._agent.holdings.cell.value
         holders = holders_by_gpu(held).get(uuid, []) if held else []
         return {holder.pod for holder in holders if holder.mode is Mode.MPS}
+
+
+def _held(agent: Agent) -> Callable[[str], bool | None]:
+    def held(uuid: str) -> bool | None:
+        pods = agent.holdings.cell.value
+        if pods is None:
+            return None
+        return any(holder.mode is Mode.MPS for holder in holders_by_gpu(pods).get(uuid, []))
+
+    return held
 
 
 def _exceeding(agent: Agent) -> Callable[[], Mapping[str, AbstractSet[str]]]:

@@ -7,11 +7,12 @@ from typing import TypeVarTuple
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
 from agent import __version__
-from agent.app.agent import Agent
+from agent.app.agent import Agent, ClusterAccess
 from agent.app.build import start
 from agent.app.degradations import remarks
 from agent.inventory.actor import Inventory
@@ -32,6 +33,9 @@ Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 11.0
+
+# A node that no agent may be wanted on any more is cleared of what is ours, once nothing is offered.
+FORGET_SECONDS = 1.0
 
 
 class StoppedEarly(Exception):
@@ -61,6 +65,7 @@ async def running(
         Lane("calls"),
         HttpServer(settings.http.address, settings.http.port),
     )
+    gives_back = False
     try:
         async with _alone(Path(settings.host.run), stop), anyio.create_task_group() as outer:
             log.info("agent_starting", version=__version__)
@@ -79,10 +84,14 @@ async def running(
                     # Nothing is offered any more before the lists end; bounded in time.
                     if agent.node and agent.switcher:
                         with anyio.CancelScope(shield=True):
+                            gives_back = agent.reporter is not None and agent.reporter.nothing_to_give_back
                             await agent.node.withdrawals.stop(agent.switcher.close)
                     withdrawn()
                     inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
+        if agent.cluster and gives_back:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(FORGET_SECONDS):
+                await _forgotten(agent.cluster)
     finally:
         if agent.cluster:
             await agent.cluster.api.close()
@@ -90,6 +99,19 @@ async def running(
             agent.guard.close()
         agent.calls.close()
     log.info("agent_stopped")
+
+
+async def _forgotten(cluster: ClusterAccess) -> None:
+    """Take all that is ours off the Node object. A next agent on this node writes it anew."""
+    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client's room
+    from agent.node.forget import forget  # noqa: PLC0415
+
+    try:
+        await forget(cluster.api, cluster.node.name)
+    except (ApiError, msgspec.DecodeError) as error:
+        log.warning("node_not_cleared", problem=str(error), remedy="gpu-node-agent cleanup")
+    else:
+        log.info("node_cleared", reason="nothing is wanted of this node")
 
 
 async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> bool:

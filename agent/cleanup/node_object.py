@@ -1,26 +1,12 @@
-"""Takes the agent's labels, annotations, taint and condition off a Node object."""
+"""Takes the agent's traces off a Node object, for the clean-up."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import msgspec
 
 from agent.cleanup.errors import CleanupFailed
 from agent.cluster.api import ApiError, KubeApi
-from agent.cluster.node import Node, NodeObject
-from agent.node.conditions import CONDITION
-from agent.node.labels import GFD_MARK
-from agent.node.taint import EFFECT, TAINT
-
-OWN_PREFIX = "gpu-node-agent.io/"
-CUDA_LABELS = ("cuda-major-version", "cuda-minor-version")
-# GPU Feature Discovery, where it runs, sets these itself.
-GPU_LABELS = tuple(
-    f"nvidia.com/gpu.{name}" for name in ("product", "count", "memory", "compute.major", "compute.minor")
-)
-
-
-class _NodeList(msgspec.Struct):
-    items: list[Node]
+from agent.node import forget as node_object
 
 
 async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
@@ -29,29 +15,6 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     Again is nothing. Raises CleanupFailed.
     """
     try:
-        # A list of one: the agent's account may list nodes and needs no right to get them.
-        data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
-        found = msgspec.json.decode(data, type=_NodeList).items
-        if not found:
-            return
-        metadata = found[0].metadata
-        labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
-        annotations = {
-            key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in keep
-        }
-        if labels or annotations:
-            body = {"metadata": {"labels": labels, "annotations": annotations}}
-            await api.merge_patch(f"/api/v1/nodes/{name}", body)
-        if any(each.get("key") == TAINT for each in found[0].spec.taints):
-            await NodeObject(api, name).set_taint(TAINT, EFFECT, present=False)
-        condition = {"type": CONDITION, "$patch": "delete"}
-        await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
+        await node_object.forget(api, name, keep)
     except (ApiError, msgspec.DecodeError) as error:
         raise CleanupFailed(f"node {name}: labels and condition cannot be removed: {error}") from error
-
-
-def is_ours(key: str, present: Mapping[str, str]) -> bool:
-    """Whether the agent set a label of a node with these labels."""
-    if key.startswith(OWN_PREFIX) or key in CUDA_LABELS:
-        return True
-    return key in GPU_LABELS and GFD_MARK not in present

@@ -1,4 +1,4 @@
-"""`status`, `clear-health`, `release` and `top` on the command line: arguments, output, exit codes."""
+"""`status`, `clear-health`, `release`, `cordon`, `top` on the command line: arguments, output, exit codes."""
 
 import argparse
 import json
@@ -36,13 +36,22 @@ def add_commands(
     how = release.add_mutually_exclusive_group(required=True)
     how.add_argument("--for", dest="seconds", type=_duration, metavar="TIME", help="90s, 10m or 2h")
     how.add_argument("--end", action="store_true", help="serve again now")
+    cordon = commands.add_parser("cordon", help="take one GPU out of sale: it drains, and is sold no more")
+    uncordon = commands.add_parser("uncordon", help="sell a cordoned GPU again")
+    for each in (cordon, uncordon):
+        each.add_argument("gpu", metavar="GPU", help="index or UUID")
+    cordon.add_argument("--reason", default="", metavar="TEXT", help="why, for status and the Node object")
     live = commands.add_parser("top", help="watch utilisation and memory of GPUs and containers")
     live.add_argument("--once", action="store_true", help="print them once and end")
     live.add_argument("--json", action="store_true", help="print them once as JSON")
     live.add_argument(
         "--every", type=_duration, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
     )
-    for parser, action in ((status, _status), (clear, _clear), (release, _release), (live, _top)):
+    actions = (
+        *((status, _status), (clear, _clear), (release, _release), (live, _top)),
+        *((cordon, _cordon), (uncordon, _uncordon)),
+    )
+    for parser, action in actions:
         configuration_arguments(parser)
         parser.set_defaults(command=_over_socket(action, load))
 
@@ -95,6 +104,18 @@ def _clear(path: Path, options: argparse.Namespace) -> str:
     if options.removed:
         return f"GPU {cleared['index']} ({cleared['uuid']}) is forgotten; it was: {cleared['was']}"
     return f"GPU {cleared['index']} ({cleared['uuid']}) is declared healthy; it was: {cleared['was']}"
+
+
+def _cordon(path: Path, options: argparse.Namespace) -> str:
+    done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
+    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is sold no more"
+    pods = ", ".join(done["waitingFor"])
+    return f"{told}; pods on it go on until they end: {pods}" if pods else told
+
+
+def _uncordon(path: Path, options: argparse.Namespace) -> str:
+    done = client.ask(path, "uncordon", gpu=options.gpu)
+    return f"GPU {done['index']} ({done['uuid']}) is sold again; it was {done['was']}"
 
 
 def _release(path: Path, options: argparse.Namespace) -> str:

@@ -39,8 +39,10 @@ class OwnNode(Protocol):
     def tainted(self) -> bool | None:
         """Whether the node carries the agent's taint; None: not known yet."""
 
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
-        """Set labels (None removes one) and annotations."""
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
+        """Set labels and annotations; None removes one."""
 
     async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
         """Write one condition."""

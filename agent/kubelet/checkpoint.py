@@ -57,7 +57,7 @@ class Checkpoint:
                 self._stamp = stamp
         except FileNotFoundError:
             self._stamp, self._entries = None, {}
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._stamp = None
             raise CheckpointUnreadable(
                 f"the kubelet's checkpoint {self._file} is not readable: {error}"

@@ -23,23 +23,37 @@ FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
 SWITCHING = "switching"
 
 
+class Sale(Enum):
+    """How the units of a GPU stand on the lists of its mode."""
+
+    OPEN = "open"
+    # Nothing more is sold; free IDs stay listed for a moment, as Unhealthy. One that leaves the list while
+    # the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
+    CLOSING = "closing"
+    # IDs that are held stay listed, as Unhealthy, until their holder has ended; free ones have left the list.
+    # A pod that the kubelet was admitting at that moment still gets what it was promised: one more holder.
+    CLOSED = "closed"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuMode:
-    """The mode in force on one GPU.
-
-    `selling` is False while the GPU drains: nothing more of it is sold. IDs that are held stay listed,
-    as Unhealthy, until their holder has ended; free ones leave the list. A pod that the kubelet was
-    admitting at that moment still gets what it was promised: it is one more holder to wait for.
-    """
+    """The mode in force on one GPU, or the one that is wanted."""
 
     mode: Mode = Mode.OFF
-    selling: bool = True
+    sale: Sale = Sale.OPEN
     reason: str = ""  # why it is not sold, in words; empty when it is
     replicas: int = 1  # pGPU only: time slices
     refused: bool = False  # off, though a mode is wanted: `reason` says what stands in its way
-    # With `selling` False: free IDs stay listed for a moment, too, as Unhealthy. One that leaves the list
-    # while the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
-    leaving: bool = False
+
+    @property
+    def selling(self) -> bool:
+        """Whether units may be sold."""
+        return self.sale is Sale.OPEN
+
+    @property
+    def leaving(self) -> bool:
+        """Whether free IDs stay listed for a moment, though nothing is sold."""
+        return self.sale is Sale.CLOSING
 
 
 OFF = GpuMode(reason="no mode is set for this GPU")

@@ -1,7 +1,6 @@
 """Comparing what is in force with what is wanted, and telling it in words: pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from agent.inventory.snapshot import Snapshot
 from agent.kubelet.holdings import Holder
@@ -9,19 +8,10 @@ from agent.model.ids import parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.state import GpuSwitch
 
-TAKEN_OVER = "taken over from before"
-
-
-def same(active: GpuMode, wanted: GpuMode) -> bool:
-    """Whether a GPU is sold, or not sold, as wanted."""
-    if wanted.mode is Mode.OFF:
-        return active.mode is Mode.OFF and active.reason == wanted.reason
-    return (active.mode, active.replicas, active.selling) == (wanted.mode, wanted.replicas, wanted.selling)
-
 
 def must_drain(active: GpuMode, wanted: GpuMode) -> bool:
     """Whether a GPU has to be free of holders before it can become what is wanted."""
-    return active.mode is not Mode.OFF and not same(replace(active, selling=True), wanted)
+    return active.mode is not Mode.OFF and (active.mode, active.replicas) != (wanted.mode, wanted.replicas)
 
 
 def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
@@ -32,7 +22,7 @@ def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
     replicas = max(numbers, default=0) + 1
     if wanted.mode is mode and (wanted.replicas > 1) is sliced and wanted.replicas >= replicas:
         replicas = wanted.replicas
-    return GpuMode(mode, selling=False, reason=TAKEN_OVER, replicas=replicas)
+    return GpuMode(mode, replicas=replicas)
 
 
 def pods_of(holders: Sequence[Holder]) -> tuple[str, ...]:

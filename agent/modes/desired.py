@@ -10,6 +10,7 @@ LABEL = "nvidia-device-enable"
 # Labels of others by which another agent claims the node's GPUs.
 FOREIGN_LABELS = {("gpu", "on"): "another GPU device plugin (label gpu=on)"}
 NOTHING = ("disable", "none", "")
+LONGEST_WORD = 63  # a label value
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,15 @@ class Vocabulary:
             return Desired(name, self.layouts[name])
         return Desired(name, problem=f"{source} {name!r} is unknown; use one of {', '.join(self.values)}")
 
-    def remembered(self, word: str | None) -> Desired | None:
-        """What a word of before this process stands for; None: nothing any more."""
-        desired = self.named(word, "remembered mode") if word else None
-        return desired if desired and not desired.problem else None
+    def remembered(self, before: Desired | None) -> Desired | None:
+        """A wish of before this process, as it was meant then; None: it can be obeyed no more."""
+        if before is None:
+            return None
+        if before.entries:
+            allowed = {*self.modes, Mode.OFF}
+            return before if all(entry.mode in allowed for entry in before.entries) else None
+        desired = self.named(before.name, "remembered mode")
+        return None if desired.problem else desired
 
     def of_labels(self, labels: Mapping[str, str]) -> Desired:
         """What a node's labels ask for."""

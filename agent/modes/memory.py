@@ -1,46 +1,62 @@
-"""The last wish that could be obeyed, remembered over restarts of the agent in a small file."""
+"""The last wish that could be obeyed, remembered over restarts of the agent in a small file.
+
+With the word stands what it meant: a layout that was renamed since, or taken out of the configuration, is
+still what the node sells until something else can be obeyed.
+"""
 
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
-from agent.modes.desired import Desired
+from agent.model.layout import Entry
+from agent.modes.desired import LONGEST_WORD, Desired
 
 log = structlog.get_logger()
 
-LONGEST_WORD = 63  # a label value
-
 
 class ModeMemory:
-    """One word in `file`. Only the agent writes it."""
+    """One wish in `file`, as JSON; earlier agents wrote the word alone. Only the agent writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    async def read(self) -> str | None:
-        """The word; None: there is none."""
+    async def read(self) -> Desired | None:
+        """The wish; without entries where only its word is known. None: there is none."""
         try:
-            word = (await anyio.to_thread.run_sync(read_text, self._file)).strip()[:LONGEST_WORD]
+            text = (await anyio.to_thread.run_sync(read_text, self._file)).strip()
         except (OSError, UnicodeDecodeError):
             return None
-        return word or None
+        if not text.startswith("{"):
+            return Desired(text[:LONGEST_WORD]) if text else None
+        try:
+            found = msgspec.json.decode(text, type=_Remembered)
+        except msgspec.DecodeError as error:
+            log.warning("mode_memory_unreadable", file=str(self._file), problem=str(error))
+            return None
+        return Desired(found.word[:LONGEST_WORD], found.entries)
 
     async def follow(self, accepted: Cell[Desired | None]) -> None:
         """Write down each wish that is obeyed, for ever."""
         written = await self.read()
         async for desired in accepted.values():
-            if desired is None or desired.word == written:
+            if desired is None or (kept := Desired(desired.word, desired.entries)) == written:
                 continue
             part = anyio.Path(self._file.with_suffix(".new"))
             try:
                 await anyio.Path(self._file.parent).mkdir(parents=True, exist_ok=True)
-                await part.write_text(desired.word, encoding="utf-8")
+                await part.write_bytes(msgspec.json.encode(_Remembered(kept.name, kept.entries)))
                 await part.rename(self._file)
             except OSError as error:
                 log.warning("mode_not_remembered", file=str(self._file), problem=str(error))
             else:
-                written = desired.word
+                written = kept
+
+
+class _Remembered(msgspec.Struct):
+    word: str
+    entries: tuple[Entry, ...] = ()

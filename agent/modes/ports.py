@@ -17,10 +17,13 @@ class Backend(Protocol):
     """What must be running for a mode before its units are sold, MPS daemons for one."""
 
     async def set_up(self, gpu: Gpu) -> None:
-        """Make the GPU ready; bounded in time. Raises SetUpFailed."""
+        """Make the GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""
 
     async def tear_down(self, gpu: Gpu) -> None:
         """Leave the GPU as `set_up` found it; never fails, never hangs."""
+
+    def depends_on(self) -> object:
+        """What a set-up may depend on, by value: once it differs, one that failed is tried again."""
 
 
 class Holdings(Protocol):

@@ -11,8 +11,7 @@ from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.kit.inotify import FolderGone, watching
 from agent.kit.small_file import read_text
-from agent.modes.desired import Desired, Vocabulary
-from agent.modes.memory import LONGEST_WORD
+from agent.modes.desired import LONGEST_WORD, Desired, Vocabulary
 
 log = structlog.get_logger()
 
@@ -48,9 +47,10 @@ class DesiredSource:
         """No label and no file: the configuration's default mode."""
         self._publish(lambda words: words.of_labels({}))
 
-    def from_memory(self, word: str | None) -> None:
+    def from_memory(self, before: Desired | None) -> None:
         """Take up the wish of before this process, unless a newer one is known."""
-        if word and not self.known.is_set():
+        if before and not self.known.is_set():
+            word = before.name
             log.warning("mode_remembered", desired=word, reason="the API server has not answered yet")
             self._publish(lambda words: words.named(word, "remembered mode"))
 

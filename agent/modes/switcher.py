@@ -2,19 +2,15 @@
 
 It is level-triggered: each round looks at what is wanted, what is in force and who holds what, and does
 the next step of every GPU that differs. So a new wish in mid-switch, a restart and a failure need no
-cases of their own. Steps of one GPU, in order:
+cases of their own. The steps of one GPU, and what may follow what, stand in `agent.modes.transition`; here
+they are taken: the scheduler sends no more pods before a GPU that is sold is closed, a list has left for
+the kubelet before anything is concluded from it, and no GPU is on the lists of two modes.
 
-1. have the scheduler send no more pods, wait until all that are bound have got their devices;
-2. stop selling: all IDs turn Unhealthy; once no allocation is under way, free ones leave the list;
-3. wait for the last holder;
-4. tear down the old mode, set up the new one (`agent.modes.changes`);
-5. sell in the new mode.
-
-A GPU is never on the lists of two modes: step 5 waits until the list of step 2 has left.
+Set-ups that fail are tried again together (`agent.modes.retry`): each try takes GPUs that are sold as
+before out of sale for a while.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -26,18 +22,24 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import Holder, holders_by_gpu
+from agent.model.gpu import Gpu
 from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
-from agent.modes.changes import Change, Changes
-from agent.modes.comparing import must_drain, named, pods_of, same, summary, switches_of, taken_over
+from agent.modes import transition
+from agent.modes.backend_tasks import BackendTasks, Outcome
+from agent.modes.comparing import must_drain, named, pods_of, summary, switches_of, taken_over
+from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, Plan, decide, no_gate
 from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resources
+from agent.modes.retry import Retry
 from agent.modes.state import STARTING, Phase, SwitchState
+from agent.modes.transition import WORKING, ModeState, Stage
 
 log = structlog.get_logger()
 
 DRAIN_LOOK_SECONDS = 0.5  # how often holders are looked at while a GPU drains
+RETRY_LOOK_SECONDS = 10.0  # how often it is looked whether another try could help
 DELIVER_SECONDS = 2.0
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
@@ -62,6 +64,7 @@ class ModeSwitcher:
         gate: Gate = no_gate,
         when_busy: Literal["drain", "refuse"] = "drain",
         standing: Desired | None = None,
+        cordons: Cell[Cordons] | None = None,
     ) -> None:
         """`standing`: what was in force before this process, for a wish that cannot be obeyed."""
         self._inventory = inventory
@@ -69,9 +72,16 @@ class ModeSwitcher:
         self._holdings = holdings
         self._resources = resources
         self._announcer = announcer
+        self._backends = backends
         self._gate = gate
+        self._cordons = cordons or Cell(NO_CORDONS)
         self.when_busy = when_busy  # may change with the configuration
-        self._changes = Changes(backends, self._publish, self._woken)
+        self._states: dict[str, ModeState] = {}
+        self._gpus: dict[str, Gpu] = {}
+        self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
+        self._group: TaskGroup | None = None
+        self._retry = Retry()
+        self._failing = False  # it has been told that set-ups fail
         self._wake = anyio.Event()
         self._kubelet_retry = Backoff(first=0.2, longest=2.0)
         self._closing = False
@@ -82,14 +92,15 @@ class ModeSwitcher:
 
     async def run(self) -> None:
         """Switch for ever; may be started again after a failure."""
-        self._changes.forget_running()
+        self._tasks.forget()
         async with anyio.create_task_group() as group:
-            group.start_soon(self._wake_on, self._inventory)
-            group.start_soon(self._wake_on, self._desired)
-            group.start_soon(self._wake_on, self._holdings.cell)
+            self._group = group
+            for cell in (self._inventory, self._desired, self._holdings.cell, self._cordons):
+                group.start_soon(self._wake_on, cell)
+            self._work(self._states)
             while not self._closing:
                 self._wake = anyio.Event()
-                pause = await self._round(group)
+                pause = await self._round()
                 with anyio.move_on_after(pause):
                     await self._wake.wait()
             await anyio.sleep_forever()
@@ -98,7 +109,7 @@ class ModeSwitcher:
         """Offer nothing any more, for an agent that is about to stop: the kubelet hears it before the end."""
         self._closing = True
         self._woken()
-        self._publish(self.assignment.value.gpus)
+        self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
     def _woken(self) -> None:
@@ -108,35 +119,35 @@ class ModeSwitcher:
         async for _ in cell.values():
             self._woken()
 
-    async def _round(self, group: TaskGroup) -> float:
+    async def _round(self) -> float:
         """One look and the steps that follow from it; how long to wait, in seconds, unless woken."""
         desired, snapshot = self._desired.value, self._inventory.value
         if snapshot.problem and not snapshot.gpus:
             self._tell(Phase.SWITCHING, desired, f"waiting for the GPUs: {snapshot.problem}", {})
             return IDLE_SECONDS
         plan = decide(snapshot, desired, self.accepted.value, self._gate)
-        if any(state.uuid not in self.assignment.value.gpus for state in snapshot.gpus):
-            holders = await self._holders()
-            if holders is None:
-                return self._kubelet_is_away(desired, plan)
-            self._take_over(snapshot, holders, plan.targets)
+        self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
+        new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
+        refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
         busy = NOBODY
-        if plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value:
+        if new or refusing:
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
-            plan, busy = self._refused_if_busy(plan, holders)
+            self._take_over(new, holders, plan.targets)
+            if refusing:
+                plan, busy = self._refused_if_busy(plan, holders)
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
+        plan = Plan(cordoned(plan.targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
         waiting = busy
-        self._changes.forget_failed(plan.targets)
-        if differing := self._differing(plan.targets):
-            await self._stop_selling(differing)
+        await self._aim(plan.targets)
+        if any(self._states[uuid].stage in (Stage.CLOSING, Stage.DRAINING) for uuid in plan.targets):
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
-            waiting = self._advance(differing, plan.targets, holders, group) or busy
-        await self._sell_what_is_ready(plan.targets)
+            waiting = self._look(plan.targets, holders) or busy
+        await self._sell_what_is_ready()
         return self._told(desired, plan, waiting)
 
     async def _holders(self) -> Holders | None:
@@ -155,11 +166,11 @@ class ModeSwitcher:
 
     def _refused_if_busy(self, plan: Plan, holders: Holders) -> tuple[Plan, Waiting]:
         """With whenBusy refuse: what stood before, while pods hold GPUs that would have to drain."""
-        assignment = self.assignment.value
+        assignment, apart = self.assignment.value, self._cordons.value
         busy = {
             uuid: pods_of(holders[uuid])
             for uuid, wanted in plan.targets.items()
-            if holders.get(uuid) and must_drain(assignment.of(uuid), wanted)
+            if uuid not in apart and holders.get(uuid) and must_drain(assignment.of(uuid), wanted)
         }
         if not busy:
             return plan, NOBODY
@@ -167,134 +178,142 @@ class ModeSwitcher:
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
         return decide(self._inventory.value, refused, self.accepted.value, self._gate), busy
 
-    def _differing(self, targets: Mapping[str, GpuMode]) -> list[str]:
-        """GPUs that are not as wanted and can be helped now."""
-        found = []
-        for uuid, wanted in targets.items():
-            change = self._changes.of(uuid)
-            if change and (change.running or change.waits(wanted)):
-                continue
-            if change and change.ready and change.wanted == wanted:
-                continue  # it is about to be sold
-            # Something may have been set up for a wish that has changed meanwhile.
-            if not same(self._of(uuid), wanted) or (change and change.ready):
-                found.append(uuid)
-        return found
-
-    def _of(self, uuid: str) -> GpuMode:
-        return self.assignment.value.of(uuid)
-
-    def _take_over(self, snapshot: Snapshot, holders: Holders, targets: Mapping[str, GpuMode]) -> None:
+    def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: whoever holds units of one tells the mode that it is in."""
-        new: dict[str, GpuMode] = {}
-        for state in snapshot.gpus:
-            if state.uuid not in self.assignment.value.gpus:
-                held = holders.get(state.uuid)
-                new[state.uuid] = taken_over(held, targets.get(state.uuid, OFF)) if held else OFF
-        self._publish(new)
+        found: dict[str, ModeState] = {}
+        for uuid in new:
+            held = holders.get(uuid)
+            found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else None)
+        self._change(found)
 
-    def _publish(self, changes: Mapping[str, GpuMode]) -> None:
-        """Put changes of some GPUs in force and bring all lists up to date in the same breath."""
+    async def _aim(self, targets: Mapping[str, GpuMode]) -> None:
+        """Set every GPU on its way to its target; GPUs that are sold are closed, the scheduler first."""
+        after = {uuid: transition.wanted(self._states[uuid], target) for uuid, target in targets.items()}
+        after |= self._tried_again(after)
+        closing = {
+            uuid: state
+            for uuid, state in after.items()
+            if state.stage is Stage.CLOSING and self._states[uuid].stage is Stage.SELLING
+        }
+        self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
+        if not closing:
+            return
+
+        async def publish() -> None:
+            self._change(closing)
+            await self._delivered()
+
+        if self._announcer:
+            listed = {uuid: state.listed for uuid, state in closing.items()}
+            ahead = Assignment(MappingProxyType({**self.assignment.value.gpus, **listed}))
+            await self._announcer.withdraw(ahead, publish)
+        else:
+            await publish()
+
+    def _tried_again(self, states: Mapping[str, ModeState]) -> dict[str, ModeState]:
+        """All GPUs whose set-up failed, in one try, once it is due."""
+        failed = {uuid: state for uuid, state in states.items() if state.failure}
+        if not failed:
+            self._retry.reset()
+            self._failing = False
+            return {}
+        if any(state.stage in WORKING or state.stage is Stage.READY for state in states.values()):
+            return {}  # of this round of tries some are still under way
+        snapshot = self._inventory.value
+        healthy = [state.healthy for state in snapshot.gpus if state.uuid in failed]
+        depends_on = snapshot.driver, healthy, [each.depends_on() for each in self._backends.values()]
+        if any(state.resting for state in failed.values()):
+            self._retry.failed(depends_on)
+        if not self._retry.due(depends_on):
+            return {}
+        return {uuid: transition.tried_again(state) for uuid, state in failed.items()}
+
+    def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
+        """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
+        granted = {parse(text).gpu for text in self._resources.granted_lately()}
+        changed: dict[str, ModeState] = {}
+        waiting: dict[str, tuple[str, ...]] = {}
+        for uuid in targets:
+            state = self._states[uuid]
+            after = transition.looked(state, held=bool(holders.get(uuid)), granted=uuid in granted)
+            changed[uuid] = after
+            if after.stage in (Stage.CLOSING, Stage.DRAINING) and not after.stands_as_wanted:
+                waiting[uuid] = pods_of(holders.get(uuid, ())) or ("a pod that is being admitted",)
+        self._change(changed)
+        return waiting
+
+    async def _sell_what_is_ready(self) -> None:
+        """Everything that is ready is sold, all in one publication."""
+        if any(state.stage is Stage.READY for state in self._states.values()):
+            # What left the old mode's list a moment ago must be gone there before it stands in another.
+            await self._delivered()
+            self._change({uuid: transition.sold(state) for uuid, state in self._states.items()})
+
+    def _came(self, uuid: str, outcome: Outcome) -> None:
+        """A task of a GPU is over."""
+        self._change({uuid: outcome(self._states[uuid])})
+        self._woken()
+
+    def _change(self, changes: Mapping[str, ModeState]) -> None:
+        """Put states of some GPUs in force and bring all lists up to date in the same breath."""
+        changed: dict[str, ModeState] = {}
+        for uuid, state in changes.items():
+            after = self._tasks.without_work(state)
+            after = transition.stopped(after) if self._closing else after
+            if after != self._states.get(uuid):
+                changed[uuid] = after
+        self._states |= changed
         before = self.assignment.value
-        if self._closing:
-            changes = {uuid: _ending(mode) for uuid, mode in changes.items()}
-        for uuid, mode in changes.items():
+        listed = {uuid: state.listed for uuid, state in changed.items()}
+        for uuid, mode in listed.items():
             was = before.of(uuid)
             if mode != was:
-                log.info(
-                    "gpu_mode",
-                    gpu=uuid,
-                    mode=mode.mode.value,
-                    selling=mode.selling,
-                    reason=mode.reason or None,
-                )
+                told = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
+                log.info("gpu_mode", gpu=uuid, stage=self._states[uuid].stage.value, **told)
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
                 self.switches += mode.mode is not was.mode
-        self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **changes})))
-        self._resources.refresh()
+        if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):
+            self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **listed})))
+            self._resources.refresh()
+        self._work(changed)
+
+    def _work(self, changed: Mapping[str, ModeState]) -> None:
+        if self._group:
+            for uuid in changed:
+                self._tasks.begin(self._gpus[uuid], self._group)
 
     async def _delivered(self) -> None:
         with anyio.move_on_after(DELIVER_SECONDS):
             await self._resources.delivered()
 
-    async def _stop_selling(self, differing: list[str]) -> None:
-        stopping = {
-            uuid: replace(mode, selling=False, leaving=True, reason="the GPU is changing its mode")
-            for uuid in differing
-            if (mode := self._of(uuid)).mode is not Mode.OFF and mode.selling
-        }
-        if not stopping:
-            return
-
-        async def publish() -> None:
-            self._publish(stopping)
-            await self._delivered()
-
-        if self._announcer:
-            ahead = Assignment(MappingProxyType({**self.assignment.value.gpus, **stopping}))
-            await self._announcer.withdraw(ahead, publish)
-        else:
-            await publish()
-
-    def _advance(
-        self, differing: list[str], targets: Mapping[str, GpuMode], holders: Holders, group: TaskGroup
-    ) -> Waiting:
-        """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
-        granted = {parse(text).gpu for text in self._resources.granted_lately()}
-        gpus = {state.uuid: state.gpu for state in self._inventory.value.gpus}
-        waiting: dict[str, tuple[str, ...]] = {}
-        left: dict[str, GpuMode] = {}
-        begun: list[Change] = []
-        for uuid in (each for each in differing if each in gpus):  # one may have been forgotten meanwhile
-            active, wanted, known = self._of(uuid), targets[uuid], self._changes.of(uuid)
-            if must_drain(active, wanted) and (holders.get(uuid) or uuid in granted):
-                waiting[uuid] = pods_of(holders.get(uuid, ())) or ("a pod that is being admitted",)
-                if active.leaving and uuid not in granted:
-                    left[uuid] = replace(active, leaving=False)
-            elif must_drain(active, wanted):
-                begun.append(Change(gpus[uuid], active.mode, wanted, active))
-            elif active.mode is not Mode.OFF:  # sold again as it was
-                begun.append(Change(gpus[uuid], Mode.OFF, wanted, active))
-            else:
-                stale = known.wanted.mode if known and known.ready else Mode.OFF
-                same_mode = stale is wanted.mode
-                begun.append(Change(gpus[uuid], Mode.OFF if same_mode else stale, wanted))
-        if left:
-            self._publish(left)
-        self._changes.begin(begun, group)
-        return waiting
-
-    async def _sell_what_is_ready(self, targets: Mapping[str, GpuMode]) -> None:
-        """Step 5: everything that is ready and wanted is sold, all in one publication."""
-        ready = self._changes.ready(targets)
-        if ready:
-            # What left the old mode's list a moment ago must be gone there before it stands in another.
-            await self._delivered()
-            self._publish(ready)
-            self._changes.done(ready)
-
     def _told(self, desired: Desired, plan: Plan, waiting: Waiting) -> float:
-        targets, problems = plan.targets, self._changes.problems()
-        if all(same(self._of(uuid), wanted) for uuid, wanted in targets.items()):
-            self._changes.done(targets)
+        targets, apart = plan.targets, self._cordons.value
+        states = {uuid: self._states[uuid] for uuid in targets}
+        problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
+        working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())
+        pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
+        # A GPU that is taken out of sale by hand drains beside: the wish is in force without it.
+        mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
+        if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED
             self._tell(phase, desired, plan.problem or summary(targets), targets, waiting, applied=True)
-            # Whoever is in the way is looked for again, until nobody is.
-            return DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
-        if plan.problem:
+        elif plan.problem:
             self._tell(Phase.BLOCKED, desired, plan.problem, targets, waiting, problems)
-            return DRAIN_LOOK_SECONDS
-        if waiting:
-            count, pods = named(waiting)
+            pause = DRAIN_LOOK_SECONDS
+        elif problems and (self._failing or not (working or mode_waits)):
+            # While it is tried again, too: one failure is told once.
+            self._failing = True
+            self._tell(Phase.FAILED, desired, next(iter(problems.values())), targets, waiting, problems)
+            pause = min(pause, RETRY_LOOK_SECONDS, self._retry.seconds or DRAIN_LOOK_SECONDS)
+        elif mode_waits:
+            count, pods = named(mode_waits)
             text = f"waiting for {count} pod(s) to end: {pods}"
             self._tell(Phase.SWITCHING, desired, text, targets, waiting, problems)
-            return DRAIN_LOOK_SECONDS
-        if problems:
-            self._tell(Phase.FAILED, desired, next(iter(problems.values())), targets, NOBODY, problems)
-            return self._changes.next_try() or DRAIN_LOOK_SECONDS
-        self._tell(Phase.SWITCHING, desired, "setting up", targets)
-        return DRAIN_LOOK_SECONDS
+        else:
+            self._tell(Phase.SWITCHING, desired, "setting up", targets, waiting)
+            pause = DRAIN_LOOK_SECONDS
+        return pause
 
     def _tell(
         self,
@@ -321,10 +340,3 @@ class ModeSwitcher:
         if (state.phase, state.message, state.desired) != (before.phase, before.message, before.desired):
             level = log.info if phase in (Phase.APPLIED, Phase.SWITCHING) else log.warning
             level("mode_state", state=phase.value, desired=desired.name, message=message)
-
-
-def _ending(mode: GpuMode) -> GpuMode:
-    """Of an agent that is about to stop: its units stay listed, and none is sold."""
-    if mode.mode is Mode.OFF or not mode.selling:
-        return mode
-    return replace(mode, selling=False, leaving=True, reason="the agent is stopping")

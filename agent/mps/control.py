@@ -2,13 +2,11 @@
 
 What it does not promise, and what is done about it: its exit code says nothing (answers are read and every
 setting is read back), it serves one client at a time and drops others with an empty answer (one lock per
-daemon, tries within a deadline, and every session ends in a question that always has an answer), a bad memory
-value silently clears the limit (none is passed on unchecked), and commands differ between versions (they are
-tried).
+daemon, tries within a deadline, and every session ends in a question that always has an answer), and commands
+differ between versions (they are tried).
 """
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +19,12 @@ from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
-from agent.mps.parse import Client, ServerState
+from agent.mps.parse import ServerState
 from agent.mps.session import session
 
 ANSWER_SECONDS = 2.0
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
 QUESTION = "get_default_active_thread_percentage"
-_DEVICE = re.compile(r"\d{1,2}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def environment(program: Program, folders: Directories) -> dict[str, str]:
@@ -73,10 +70,6 @@ class Control:
         """PIDs of the servers, none or one."""
         return answers.pids(await self._ask("get_server_list"))
 
-    async def server_state(self, server: int) -> ServerState:
-        """What a server says of itself. Raises NotSupported before driver 550."""
-        return answers.server_state(await self._ask(f"get_server_status {server:d}"))
-
     async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
         """Servers, and state and clients of `server`, in one session: one program to run, not three.
 
@@ -111,14 +104,6 @@ class Control:
         """PIDs of a server's clients."""
         return answers.pids(await self._ask(f"get_client_list {server:d}"))
 
-    async def clients(self) -> tuple[Client, ...]:
-        """All clients with their server and device; empty where there is no server."""
-        text = await self._ask("ps", checked=False)
-        found = answers.clients(text)
-        if not found and "server not found" not in text.lower():
-            answers.check("ps", text)
-        return found
-
     async def default_percentage(self) -> float:
         """What clients of the next server may use at most, in percent of the GPU's SMs."""
         return await self.alive()
@@ -130,50 +115,9 @@ class Control:
         now = self._percentage(await self._ask(f"set_default_active_thread_percentage {percent:d}"))
         self._read_back("active thread percentage", percent, now)
 
-    async def default_memory_limit(self, device: str = "0") -> int | None:
-        """Bytes that each client of the next server may have on a device; None: no limit."""
-        return answers.memory_bytes(
-            await self._ask(f"get_default_device_pinned_mem_limit {_checked(device)}")
-        )
-
-    async def set_default_memory_limit(self, mebibytes: int, device: str = "0") -> None:
-        """Set that limit. There is no way back to no limit but a new daemon."""
-        value = _mebibytes(mebibytes)
-        asked = f"default_device_pinned_mem_limit {_checked(device)}"
-        answer = await self._ask(f"set_{asked} {value}", f"get_{asked}")
-        self._read_back("pinned memory limit", mebibytes << 20, answers.memory_bytes(answer))
-
-    async def server_percentage(self, server: int) -> float:
-        """What new clients of a running server may use at most, in percent."""
-        return self._percentage(await self._ask(f"get_active_thread_percentage {server:d}"))
-
-    async def set_server_percentage(self, server: int, percent: int) -> None:
-        """Set it, 1..100."""
-        if not 1 <= percent <= 100:
-            raise ValueError(f"{percent} is not a percentage from 1 to 100")
-        asked = f"active_thread_percentage {server:d}"
-        answer = await self._ask(f"set_{asked} {percent:d}", f"get_{asked}")
-        self._read_back("active thread percentage", percent, self._percentage(answer))
-
-    async def server_memory_limit(self, server: int, device: str = "0") -> int | None:
-        """Bytes that each new client of a running server may have on a device; None: no limit."""
-        command = f"get_device_pinned_mem_limit {server:d} {_checked(device)}"
-        return answers.memory_bytes(await self._ask(command))
-
-    async def set_server_memory_limit(self, server: int, mebibytes: int, device: str = "0") -> None:
-        """Set that limit."""
-        value = _mebibytes(mebibytes)
-        asked = f"device_pinned_mem_limit {server:d} {_checked(device)}"
-        answer = await self._ask(f"set_{asked} {value}", f"get_{asked}")
-        self._read_back("pinned memory limit", mebibytes << 20, answers.memory_bytes(answer))
-
     async def start_server(self, uid: int = 0) -> None:
         """Ask for a server before the first client does; whether it lives is seen in `servers`."""
         await self._ask(f"start_server -uid {uid:d}")
-
-    async def shutdown_server(self, server: int, force: bool = False) -> None:
-        """End a server; without `force` it waits for its clients."""
-        await self._ask(f"shutdown_server {server:d}{' -f' if force else ''}")
 
     async def terminate_client(self, server: int, client: int) -> None:
         """Destroy a client's contexts, so that its process may be killed without harm to its neighbours."""
@@ -189,7 +133,7 @@ class Control:
         async with self._turn:
             await self._session(text, self._deadline + (timeout_seconds or 0))
 
-    async def _ask(self, *commands: str, deadline: float | None = None, checked: bool = True) -> str:
+    async def _ask(self, *commands: str, deadline: float | None = None) -> str:
         """Send commands in one session; their answers together. Without a command: the question's answer."""
         for command in commands:
             if command.split()[0] in self._lacking:
@@ -204,13 +148,11 @@ class Control:
         if not commands:
             return lines[-1]
         answer = "\n".join(lines[:-1])
-        if checked:
-            try:
-                answers.check(commands[0], answer)
-            except NotSupported:
-                self._lacking.add(commands[0].split()[0])
-                raise
-        return answer
+        try:
+            return answers.check(commands[0], answer)
+        except NotSupported:
+            self._lacking.add(commands[0].split()[0])
+            raise
 
     async def _until_answered(
         self, text: str, read: Callable[[str], list[str] | None], seconds: float
@@ -255,16 +197,3 @@ class Control:
     def _read_back(what: str, wanted: float, found: float | None) -> None:
         if found != wanted:
             raise CommandRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
-
-
-def _checked(device: str) -> str:
-    if not _DEVICE.fullmatch(device):
-        raise ValueError(f"{device!r} is neither the index nor the UUID of a GPU")
-    return device
-
-
-def _mebibytes(number: int) -> str:
-    # The daemon turns 1T into 1M and wraps negative values; M with plain digits is read right everywhere.
-    if not 1 <= number < 1 << 22:
-        raise ValueError(f"a memory limit of {number} MiB is out of range")
-    return f"{number:d}M" if number % 1024 else f"{number // 1024:d}G"

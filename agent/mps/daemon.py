@@ -14,18 +14,17 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.mps import launch, processes
+from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute import ComputeModes, give_back, hold
 from agent.mps.control import Control, Survey, environment
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.following import Logs
-from agent.mps.launch import SharedMemory
 from agent.mps.lock import Locked
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.status import DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, Kind, Reporter
 from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
@@ -43,7 +42,7 @@ class Options:
     """How daemons are run; seconds throughout."""
 
     cgroups: Path = Path("/sys/fs/cgroup")
-    shared_memory: SharedMemory = "auto"
+    shared_memory: int = 4 << 30  # bytes of each GPU
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
     log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not tell of writes
@@ -339,7 +338,7 @@ class Daemon:
         await anyio.to_thread.run_sync(self._clear_up)
 
     def _clear_up(self) -> None:
-        launch.unmount(self.folders.shm)
+        shared_memory.unmount(self.folders.shm)
         if self.folders.existing():
             self.folders.clear()
             self.folders.remove()
@@ -353,7 +352,7 @@ class Daemon:
             replace(
                 before,
                 state=DaemonState.STARTING,
-                reason=f"{problem}; it is restarted",
+                reason=f"{problem}{RESTARTED}",
                 pid=None,
                 server=None,
                 server_state=None,

@@ -20,7 +20,7 @@ from agent.mps.compute import ComputeModes
 from agent.mps.daemon import Daemon, Options
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed
-from agent.mps.status import DaemonStatus, Reporter, shared_memory_source
+from agent.mps.status import RESTARTED, DaemonStatus, Kind, Reporter, shared_memory_source
 
 log = structlog.get_logger()
 
@@ -63,7 +63,9 @@ class Fleet:
         self._kept: dict[str, _Kept] = {}
         self._tasks: TaskGroup | None = None
         self._assignment: Cell[Assignment] = Cell(Assignment())
+        self.program: object = None  # the version that was found last
         self._stopping: set[str] = set()
+        self._begun: set[str] = set()  # GPUs with a set-up under way
         self._problem: str | None = None
         self._multi_user: dict[object, bool] = {}
 
@@ -82,7 +84,7 @@ class Fleet:
     async def look(self) -> None:
         """Find the program, so that `refusal` can tell whether it is there."""
         try:
-            await anyio.to_thread.run_sync(self._find)
+            self.program = await anyio.to_thread.run_sync(lambda: self._find().version())
             self._problem = processes.kernel_problem()
         except ProgramMissing as error:
             self._problem = str(error)
@@ -121,21 +123,43 @@ class Fleet:
         """Start or adopt the daemon of a GPU and wait until it serves. Raises MpsError.
 
         A failure leaves nothing, except on a GPU that is in mode MPS already: pods may be at work there, by a
-        server that outlived the agent, and their daemon stays under supervision.
+        server that outlived the agent, and their daemon stays under supervision. On other GPUs nobody waits
+        for a daemon that has ended, which is told by the error alone. May be cancelled: `tear_down` then
+        takes back what was done.
         """
         uuid = gpu.uuid
-        if uuid not in self._kept:
-            program = await anyio.to_thread.run_sync(self._find)
-            self._kept[uuid] = _Kept(self._daemon(uuid, program))
-            if self._tasks:
-                self._supervise(self._kept[uuid])
-        with anyio.move_on_after(self._set_up_seconds):
-            await self.wait_serving(uuid)
-            return
-        reason = self.unready(uuid)
-        if self._assignment.value.of(uuid).mode is not Mode.MPS:
-            await self.tear_down(gpu)
-        raise StartFailed(f"GPU {uuid} (index {gpu.index}) cannot be set up for MPS: {reason}")
+        self._begun.add(uuid)
+        try:
+            if uuid not in self._kept:
+                program = await anyio.to_thread.run_sync(self._find)
+                self._kept[uuid] = _Kept(self._daemon(uuid, program))
+                if self._tasks:
+                    self._supervise(self._kept[uuid])
+            before = self.status(uuid).restarts
+            with anyio.move_on_after(self._set_up_seconds):
+                await self.statuses.wait_for(
+                    lambda _: (
+                        self.status(uuid).serving
+                        or (self.status(uuid).restarts > before and self._is_new(uuid))
+                    )
+                )
+            if self.status(uuid).serving:
+                return
+            reason = self.unready(uuid).removesuffix(RESTARTED)
+            if self._is_new(uuid):
+                await self.tear_down(gpu)
+            raise StartFailed(f"GPU {uuid} (index {gpu.index}) cannot be set up for MPS: {reason}")
+        finally:
+            self._begun.discard(uuid)
+
+    def _is_new(self, uuid: str) -> bool:
+        """Whether a GPU is being set up with no pods on it."""
+        return uuid in self._begun and self._assignment.value.of(uuid).mode is not Mode.MPS
+
+    def _reported(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        """To people; a set-up that fails is told by whoever asked for it."""
+        if kind is not Kind.FAILED or not self._is_new(uuid):
+            self._report(kind, uuid, message, pids)
 
     async def tear_down(self, gpu: Gpu) -> None:
         """Stop the daemon of a GPU, whoever started it, and put the GPU back. Never fails; bounded."""
@@ -159,7 +183,8 @@ class Fleet:
 
     def _daemon(self, uuid: str, program: Program) -> Daemon:
         folders = Directories.of(self._run, uuid)
-        return Daemon(uuid, program, folders, self._compute, self._report, self._options, self._multi_user)
+        report = self._reported
+        return Daemon(uuid, program, folders, self._compute, report, self._options, self._multi_user)
 
     def _supervise(self, kept: _Kept) -> None:
         assert self._tasks is not None

@@ -1,6 +1,5 @@
 """Starting and clearing up around one control daemon: mounts, cgroups, the launcher."""
 
-import ctypes
 import json
 import os
 import subprocess
@@ -9,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import anyio
 import anyio.to_thread
 
 from agent.mps import launcher
+from agent.mps import shared_memory as shm
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.errors import StartFailed
@@ -23,15 +22,12 @@ CGROUP = "gpu-node-agent-mps"
 START_SECONDS = 10.0
 SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
 POLL_SECONDS = 0.01
-MNT_DETACH = 2
 MULTI_USER = "-multiuser-server"
 # What a version without the flag says: up to driver 550 it takes any further argument for a wish to be a
 # client, since 580 it explains its usage and ends with 0.
 NO_SUCH_FLAG = ("cannot find mps control daemon", "unrecognized option")
 # Since driver 580 the daemon itself loads libcuda, and without it ends so, saying nothing: CUDA error 500.
 NO_LIBRARY = 500 & 0xFF
-
-SharedMemory = Literal["auto", "tmpfs", "directory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,16 @@ async def launch(
     folders: Directories,
     environment: Mapping[str, str],
     cgroups: Path,
-    shared_memory: SharedMemory,
+    shared_memory: int,
     multi_user: bool | None,
 ) -> Launched:
-    """Start the daemon detached. `multi_user` None: find out whether it has the flag. Raises StartFailed."""
-    problems = dict(await anyio.to_thread.run_sync(prepare_shared_memory, folders, shared_memory))
+    """Start the daemon detached, with so many bytes of shared memory for it and its pods.
+
+    `multi_user` None: find out whether it has the flag. Raises StartFailed, BadFolder.
+    """
+    problems: dict[str, str] = {}
+    if problem := await anyio.to_thread.run_sync(shm.prepare, folders, shared_memory):
+        problems["tmpfs"] = problem
     if problem := await anyio.to_thread.run_sync(folders.label):
         problems["selinux"] = problem
     known = True
@@ -106,7 +107,7 @@ def adopt(pid: int, started: int, folders: Directories) -> bool:
         folders.take_in(f"{pid} {started}")
     else:
         folders.show()
-    return private_shared_memory(pid, folders)
+    return shm.private(pid, folders)
 
 
 def exposed(pid: int, folders: Directories) -> bool:
@@ -158,61 +159,3 @@ def leave_no_cgroup(cgroups: Path) -> None:
             (folder / CGROUP).rmdir()
         except OSError:
             continue  # another GPU's daemon is in it, or there is none
-
-
-def prepare_shared_memory(folders: Directories, wish: SharedMemory) -> Mapping[str, str]:
-    """Put a tmpfs of its own at the shm folder where pods would see it, too. Blocks. Raises StartFailed."""
-    if wish == "directory" or folders.shm.is_mount():
-        return {}
-    problem = _mount_tmpfs(folders.shm)
-    if problem is None and wish == "auto" and not _seen_by_host(folders.shm):
-        unmount(folders.shm)
-        problem = (
-            "mounts made here do not reach the host: give the run folder mountPropagation Bidirectional "
-            "for a tmpfs of its own"
-        )
-    if problem is None:
-        return {}
-    if wish == "tmpfs":
-        raise StartFailed(f"{folders.shm}: mps.sharedMemory asks for a tmpfs, but {problem}")
-    folders.shm.chmod(0o1777)
-    return {"tmpfs": problem}
-
-
-def unmount(folder: Path) -> None:
-    """Take a mount away, if there is one, even while a pod still holds it. Blocks."""
-    if folder.is_mount():
-        ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(folder), MNT_DETACH)
-
-
-def private_shared_memory(pid: int, folders: Directories) -> bool:
-    """Whether a running daemon has the shm folder as its /dev/shm. Blocks."""
-    try:
-        return os.path.samefile(f"/proc/{pid}/root/dev/shm", folders.shm)  # noqa: PTH121
-    except OSError:
-        return False
-
-
-def _mount_tmpfs(folder: Path) -> str | None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    # nosuid and nodev, as /dev/shm has everywhere; the size stays at the kernel's half of memory.
-    flags = ctypes.c_ulong(0x2 | 0x4)
-    if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", flags, b"mode=1777"):
-        return f"it cannot be mounted: {os.strerror(ctypes.get_errno())}"
-    return None
-
-
-def _seen_by_host(folder: Path) -> bool:
-    """Whether the container runtime sees mounts made here: our namespace is its, or passes them on."""
-    try:
-        if os.path.samefile("/proc/self/ns/mnt", "/proc/1/ns/mnt"):  # noqa: PTH121
-            return True
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123
-            for line in mounts:
-                before, _, _ = line.partition(" - ")
-                words = before.split()
-                if words[4] == str(folder):
-                    return any(word.startswith("shared:") for word in words[6:])
-    except OSError:
-        return False
-    return False

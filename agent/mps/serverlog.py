@@ -13,9 +13,10 @@ from pathlib import Path
 MOST_BYTES = 1 << 20  # of one look; a log that grew by more is read from its last MiB on
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
-_PREFIX = re.compile(r"^\[[^\]]*?\w+\s+(\d+)\]\s*")
-_CLIENT = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
-_EXITED = re.compile(r"(?i)server (\d+) exited with status (-?\d+)")
+# Anybody may write lines: each part is bounded, so that none takes long to read or is no number.
+_PREFIX = re.compile(r"^\[[^\]]{0,100}?\s([0-9]{1,10})\]\s*")
+_CLIENT = re.compile(r"\{\s{0,8}([0-9]{1,10})\s{0,8},\s{0,8}([0-9]{1,10})\s{0,8}\}")
+_EXITED = re.compile(r"(?i)server ([0-9]{1,10}) exited with status (-?[0-9]{1,10})")
 
 
 @dataclass

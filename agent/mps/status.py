@@ -7,6 +7,8 @@ from typing import Protocol
 from agent.mps.directories import Directories
 from agent.mps.parse import ServerState
 
+RESTARTED = "; it is restarted"  # behind the reason of a daemon that ended
+
 
 class DaemonState(Enum):
     """The life of a daemon."""

@@ -1,6 +1,5 @@
 """Tells the Node object how far the mode is: a label, an annotation, a condition, events."""
 
-import datetime as dt
 import json
 from collections.abc import Mapping
 
@@ -8,7 +7,9 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten, OwnNode
+from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.timestamps import now
 from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 
@@ -19,7 +20,9 @@ STATE_ANNOTATION = "gpu-node-agent.io/state"
 CONDITION = "GPUModeReady"
 SPACING_SECONDS = 1.0
 RETRY_SECONDS = 5.0
+LONGEST_RETRY_SECONDS = 60.0
 LONGEST_MESSAGE = 400
+NONE = "none"  # what is wanted, and in force, where nothing is
 
 EVENT_REASONS = {
     Phase.APPLIED: "ModeApplied",
@@ -48,6 +51,7 @@ class Reporter:
         self._condition: tuple[str, str, str] | None = None
         self._changed_at = ""
         self._told: tuple[Phase, str, str] | None = None
+        self._retry = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self.problem: str | None = None  # why the Node object could not be written last
         self.patches = 0
         self.failures = 0
@@ -69,10 +73,11 @@ class Reporter:
                 wake[0] = anyio.Event()
                 pause = await self._report()
                 await anyio.sleep(pause)
-                await wake[0].wait()
+                if self.problem is None:
+                    await wake[0].wait()
 
     async def _report(self) -> float:
-        """Write what differs; how long to leave the API server alone, in seconds."""
+        """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""
         state = self._state.value
         self._tell_event(state)
         known = self._node.labels()
@@ -106,9 +111,16 @@ class Reporter:
                 log.warning("node_not_written", problem=str(error))
             self.problem = str(error)
             self.failures += 1
-            return RETRY_SECONDS
+            return self._retry.next()
         self.problem = None
+        self._retry.reset()
         return SPACING_SECONDS
+
+    @property
+    def nothing_to_give_back(self) -> bool:
+        """Whether nothing is wanted of this node and nothing is sold: perhaps no agent is, either."""
+        state = self._state.value
+        return (state.phase, state.desired, state.applied) == (Phase.APPLIED, NONE, NONE)
 
     def _tell_event(self, state: SwitchState) -> None:
         told = (state.phase, state.desired, state.message)
@@ -145,12 +157,8 @@ def _gpu(gpu: GpuSwitch) -> dict[str, object]:
         told["desired"] = gpu.wanted.mode.value
     if gpu.waiting_for:
         told["waitingFor"] = list(gpu.waiting_for[:5])
-    reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else "")
+    refused = gpu.wanted.reason if gpu.wanted.refused else ""  # while it still drains, too
+    reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else refused)
     if reason:
         told["reason"] = reason[:120]
     return told
-
-
-def now() -> str:
-    """The present time in RFC 3339."""
-    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

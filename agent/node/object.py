@@ -9,7 +9,7 @@ from agent.cluster.events import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts, NodeNotWritten
 from agent.kit.cell import Cell
-from agent.node.conditions import now
+from agent.kit.timestamps import now
 from agent.node.taint import EFFECT, TAINT
 
 SERVER_ERROR = 500
@@ -45,7 +45,9 @@ class ClusterNode:
         node = self._node.value
         return None if node is None else any(each.get("key") == TAINT for each in node.spec.taints)
 
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
         with _translated():
             await self._node.patch_metadata(labels, dict(annotations))
 

@@ -45,7 +45,7 @@ class SchedulingTaint:
     def __init__(self, node: OwnNode) -> None:
         self._node = node
         self._holds: list[Hold] = []
-        self._left_alone = 0
+        self._left_alone = False
         self._uncertain = False  # a write was begun, and its end is not known
         self._written = False  # what was written last; counts while the node is not seen
         self._turns = Cell(None)  # published whenever any of these or the node changed
@@ -72,18 +72,19 @@ class SchedulingTaint:
         self._turn()
 
     def drop_all(self) -> None:
-        """End all holds."""
+        """End all holds, and leave nothing alone: whoever set the taint, it goes."""
         self._holds.clear()
+        self._left_alone = False
         self._turn()
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """A taint that stands already is not removed inside."""
-        self._left_alone += 1
+        """A taint that stands already is not removed inside, but by `drop_all`."""
+        self._left_alone = True
         try:
             yield
         finally:
-            self._left_alone -= 1
+            self._left_alone = False
             self._turn()
 
     def stands(self) -> bool | None:

@@ -34,16 +34,17 @@ class Shares:
 
     taint: float
     next_served: float  # until the next pod has its devices: a slow kubelet gets through all of them
-    all_served: float
-    unheld: float  # the same where the taint does not stand, and more pods may come
+    unheld: float  # until all have, where the taint does not stand and more pods may come
+    all_served: float  # these together
     arrived: float
     patched: float
 
 
-SWITCH = Shares(taint=5.0, next_served=20.0, all_served=120.0, unheld=2.0, arrived=10.0, patched=5.0)
+SWITCH = Shares(taint=5.0, next_served=20.0, unheld=2.0, all_served=120.0, arrived=10.0, patched=5.0)
 # An agent that stops does not wait for an API server of which it does not know how long it may take.
-STOP = Shares(taint=0.05, next_served=3.0, all_served=3.0, unheld=3.0, arrived=1.0, patched=3.0)
+STOP = Shares(taint=0.05, next_served=3.0, unheld=3.0, all_served=3.0, arrived=1.0, patched=3.0)
 STOP_SECONDS = 7.5  # all steps together, and the taint gone
+LEFT_SECONDS = 1.0  # of these for the taint to go, whatever the steps took
 
 
 class Withdrawals:
@@ -89,8 +90,9 @@ class Withdrawals:
                 async with anyio.create_task_group() as group:
                     # The agent's own such task may have been cancelled already.
                     group.start_soon(self._taint.run)
-                    # No taint is begun that could not be taken back in the time left.
-                    await self._carry_out(STOP, publish, self._offered, end - 2 * WRITE_SECONDS)
+                    with anyio.CancelScope(deadline=end - LEFT_SECONDS):
+                        # No taint is begun that could not be taken back in the time left.
+                        await self._carry_out(STOP, publish, self._offered, end - 2 * WRITE_SECONDS)
                     self._taint.drop_all()  # a switch may be under way
                     await self._taint.gone()
                     with anyio.move_on_after(SECOND_LOOK_SECONDS):
@@ -110,8 +112,10 @@ class Withdrawals:
         `left`: what node.status has to come down to. `until`: when the taint may be set at the latest.
         """
         with self._capacity.standing_still(), self._taint.held(until) as hold:
-            tainted = await self._taint.effective(shares.taint)
-            served = await self._all_served(shares, tainted=tainted)
+            tainted = served = False
+            with anyio.move_on_after(shares.all_served):
+                tainted = await self._taint.effective(shares.taint)
+                served = await self._all_served(shares.next_served, math.inf if tainted else shares.unheld)
             if not self._taint.stands():
                 self._taint.drop(hold)  # it would come too late to help
             await publish()
@@ -120,11 +124,11 @@ class Withdrawals:
                 await self._patch(left)
         return tainted, served
 
-    async def _all_served(self, shares: Shares, *, tainted: bool) -> bool:
-        """Wait until no pod is bound here that has not got its devices; whether that was reached."""
+    async def _all_served(self, next_one: float, all_of_them: float) -> bool:
+        """Wait until no pod is bound here that has not got its devices; whether that was reached in time."""
         began = anyio.current_time()
-        end = began + (shares.all_served if tainted else shares.unheld)
-        with anyio.CancelScope(deadline=min(began + shares.next_served, end)) as scope:
+        end = began + all_of_them
+        with anyio.CancelScope(deadline=min(began + next_one, end)) as scope:
             at_work = True
             while at_work:
                 at_work, before = False, frozenset[str]()
@@ -132,7 +136,7 @@ class Withdrawals:
                 while unserved := frozenset(await self._unserved()):
                     now = anyio.current_time()
                     if before - unserved:
-                        scope.deadline = min(now + shares.next_served, end)
+                        scope.deadline = min(now + next_one, end)
                     at_work, before = True, unserved
                     # A kubelet that answers slowly has pods to admit, and every question holds it up.
                     await anyio.sleep(max(LOOK_SECONDS, 2 * (now - asked)))

@@ -43,6 +43,9 @@ class Sharing:
 
     kind: Kind
     mode: Mode
+    # Whether free units that nobody can use are left off the lists. Where an extender chooses GPUs they stay:
+    # totals need protect nobody then, and a list that has yet to grow would cost the next pod its life.
+    trim: bool = True
     # Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy.
     unready: Callable[[str], str] = _no_obstacle
     # Why no more units of a GPU are sold now, in words; empty: they are.
@@ -200,7 +203,8 @@ class SharePlugin:
             # A pod that the kubelet is admitting gets its second half, even from a GPU that drains, or whose
             # last units of the first half it just took.
             if mode.selling or state.uuid in opened:
-                over = state.uuid not in admitting and self._sold_out(stock, kept, ledger.whole)
+                trim = self._shares.sharing.trim and state.uuid not in admitting
+                over = trim and self._sold_out(stock, kept, ledger.whole)
                 keep = kept & stock.id_set(self._half) if over else None
             else:
                 keep, well = (None if mode.leaving else kept & stock.id_set(self._half)), False

@@ -1,6 +1,7 @@
 """How a container gets its GPUs: an environment variable for NVIDIA's runtime, or CDI devices."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,9 @@ def _devices_of(file: Path) -> set[str]:
             spec = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  both are safe loaders
         if spec["kind"] != TOOLKIT_KIND:
             return set()
-        return {str(device["name"]) for device in spec["devices"]}
+        names = [device["name"] for device in spec["devices"]]
+        # Whatever else it is may be a nest of aliases, which would take for ever to write out.
+        return {str(name) for name in names if isinstance(name, str | int)}
     # ValueError: bytes that are no text, and dates that are none; RecursionError: nested beyond reason.
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
         problem = " ".join(describe(error).split())[:200]
@@ -103,9 +106,8 @@ def _devices_of(file: Path) -> set[str]:
 
 
 def _version(text: str) -> tuple[int, int]:
-    major, _, rest = text.removeprefix("v").partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    found = re.match(r"v?([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 class Injector:

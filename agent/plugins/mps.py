@@ -82,9 +82,9 @@ class Conditions:
         self._injector = injector
         self._most_clients = most_clients
 
-    def sharing(self) -> Sharing:
+    def sharing(self, trim: bool) -> Sharing:
         """The mode, for the lists and answers of both halves."""
-        return Sharing(MPS, Mode.MPS, unready=self._daemons.unready, full=self.full, extras=self.extras)
+        return Sharing(MPS, Mode.MPS, trim, unready=self._daemons.unready, full=self.full, extras=self.extras)
 
     def ceiling(self, uuid: str) -> int:
         """How many containers may hold shares of a GPU at once."""
@@ -241,7 +241,7 @@ def build(
     rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
     pairing = Pairing(rules, Identity(MPS, record, source or NoPods()), recorder)
     conditions = Conditions(daemons, inventory, pairing, injector, settings.mps.most_clients)
-    shares = Shares(conditions.sharing(), inventory, modes, pairing, record.cell)
+    shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
     return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
 
 

@@ -70,5 +70,7 @@ def build(
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
     pairing = Pairing(rules, Identity(VGPU, record, source or NoPods()), recorder)
-    shares = Shares(Sharing(VGPU, Mode.VGPU), inventory, modes, pairing, record.cell)
+    shares = Shares(
+        Sharing(VGPU, Mode.VGPU, not settings.cluster.extender), inventory, modes, pairing, record.cell
+    )
     return shares, [VgpuPlugin(shares, half, injector, inventory) for half in Half]

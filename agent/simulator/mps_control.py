@@ -31,7 +31,6 @@ class Daemon:
 
     def __init__(self) -> None:
         self.percentage = 100.0
-        self.limits: dict[str, str] = {}
         self.over = False
 
     def answer(self, line: str) -> str:
@@ -44,15 +43,8 @@ class Daemon:
                 if re.fullmatch(r"\d{1,3}", value) and 0 < int(value) <= 100:
                     self.percentage = float(value)
                 return str(self.percentage)
-            case ["get_default_device_pinned_mem_limit", device]:
-                return self.limits.get(device, "")
-            case ["set_default_device_pinned_mem_limit", device, value]:
-                self.limits[device] = value
-                return ""
             case ["get_server_list"] | ["start_server", *_]:
                 return ""
-            case ["ps"]:
-                return "Server not found"
             case ["quit", *_]:
                 self.over = True
                 return ""

@@ -1,14 +1,18 @@
-"""The commands that the running agent takes from `gpu-node-agent status | clear-health | release`."""
+"""The commands that the running agent takes from people: `status`, `clear-health`, `release`, `cordon`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 import structlog
 
+from agent.cluster.own_node import NodeNotWritten
 from agent.inventory.clock import boot_seconds
 from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kubelet.holdings import holders_by_gpu
 from agent.model.health import FaultKind, HealthState
+from agent.modes.cordon_book import CordonBook
+from agent.modes.cordons import LONGEST_REASON
 from agent.status.report import Document, StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
@@ -30,6 +34,8 @@ class Commands:
         server.add("status", self._status)
         server.add("clear-health", self._clear)
         server.add("release", self._release)
+        server.add("cordon", self._cordon)
+        server.add("uncordon", self._uncordon)
 
     async def _status(self, _: Mapping[str, object]) -> Document:
         await self._sources.holdings.refresh()  # its timer is slow, and a person wants the present
@@ -86,6 +92,39 @@ class Commands:
                 "process, which lets go of the driver"
             )
         return {"releasedForSeconds": seconds}
+
+    async def _cordon(self, request: Mapping[str, object]) -> Document:
+        book, state = self._book(), self._named(str(request.get("gpu", "")))
+        reason = " ".join(str(request.get("reason") or "").split())
+        if len(reason) > LONGEST_REASON:
+            raise CommandRefused(f"say why in {LONGEST_REASON} characters at most")
+        log.warning("cordon_asked_for", gpu=state.uuid, index=state.gpu.index, reason=reason or None)
+        await self._written(book.add(state.uuid, reason))
+        listed = await self._sources.holdings.refresh()
+        holders = holders_by_gpu(listed).get(state.uuid, []) if listed else []
+        pods = sorted({holder.pod for holder in holders})
+        return {"uuid": state.uuid, "index": state.gpu.index, "waitingFor": pods}
+
+    async def _uncordon(self, request: Mapping[str, object]) -> Document:
+        book, state = self._book(), self._named(str(request.get("gpu", "")))
+        known = book.cell.value.get(state.uuid)
+        if known is None:
+            raise CommandRefused(f"GPU {state.uuid} (index {state.gpu.index}) is not cordoned")
+        log.warning("uncordon_asked_for", gpu=state.uuid, index=state.gpu.index)
+        await self._written(book.remove(state.uuid))
+        return {"uuid": state.uuid, "index": state.gpu.index, "was": known.words}
+
+    def _book(self) -> CordonBook:
+        if self._sources.cordons is None:
+            raise CommandRefused("the agent has not come so far yet; see its log")
+        return self._sources.cordons
+
+    @staticmethod
+    async def _written(write: Awaitable[None]) -> None:
+        try:
+            await write
+        except NodeNotWritten as error:
+            raise CommandRefused(f"the node's annotation cannot be written: {error}; try again") from error
 
     async def _wait(self, reached: Callable[[Snapshot], bool], seconds: float = TAKE_EFFECT_SECONDS) -> None:
         with anyio.move_on_after(seconds) as late:

@@ -14,6 +14,7 @@ from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
 from agent.model.demand import MPS, VGPU
 from agent.model.health import HealthState, Rules
 from agent.model.modes import GpuMode, Mode
+from agent.modes.cordon_book import CordonBook
 from agent.modes.state import GpuSwitch, SwitchState
 
 Document = dict[str, Any]
@@ -35,6 +36,7 @@ class StatusSources:
     blockers: Callable[[], Sequence[str]]
     mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
     remarks: Callable[[], Sequence[str]] = list
+    cordons: CordonBook | None = None
 
 
 def report(sources: StatusSources) -> Document:
@@ -90,6 +92,7 @@ def _gpu(
 ) -> Document:
     gpu = state.gpu
     active = switch.active if switch else None
+    cordon = sources.cordons.cell.value.get(state.uuid) if sources.cordons else None
     return {
         "index": gpu.index,
         "uuid": gpu.uuid,
@@ -108,6 +111,7 @@ def _gpu(
             "enforced": _enforced(active),
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
+        "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
         "mps": sources.mps(state.uuid),
         "holders": [_holder(holder, state.uuid) for holder in holders],

@@ -84,7 +84,7 @@ class ControlServer:
         try:
             request = json.loads(line)
             handler = self._handlers[request["command"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             known = ", ".join(sorted(self._handlers))
             return {"ok": False, "error": f"no such command; there are {known}"}
         try:

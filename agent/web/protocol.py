@@ -8,8 +8,11 @@ import asyncio
 import importlib
 from typing import Any
 
+import structlog
+
 importlib.import_module("agent.kit.lean_aiohttp")
 
+from aiohttp.http_exceptions import HttpProcessingError  # noqa: E402
 from aiohttp.web_protocol import RequestHandler  # noqa: E402
 from aiohttp.web_request import BaseRequest  # noqa: E402
 from aiohttp.web_response import Response  # noqa: E402
@@ -20,6 +23,8 @@ from agent.web.connections import HEAD_SECONDS, Connection, Connections  # noqa:
 # Longer than the usual scrape interval, so that a scraper keeps its connection.
 KEEP_ALIVE_SECONDS = 75.0
 LINGER_SECONDS = 2.0  # what a caller still sends of a request that is answered already is read for so long
+
+log = structlog.get_logger()
 
 __all__ = ["BaseRequest", "Protocol", "Response", "Server"]
 
@@ -57,6 +62,12 @@ class Protocol(RequestHandler):
         self._forget_head()
         self._connections.closed(self.connection)
         super().connection_lost(exc)
+
+    def log_exception(self, *_: object, exc_info: BaseException | None = None) -> None:
+        """Bytes that are no HTTP are no news: anybody could fill the log with a traceback for each."""
+        caller = isinstance(exc_info, HttpProcessingError | ConnectionError)
+        tell = log.debug if caller else log.error
+        tell("http_connection_failed", address=self.connection.address, exc_info=exc_info)
 
     def begins(self) -> None:
         """The head of a request is here."""

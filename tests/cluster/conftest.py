@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.build import BuildError, Parts, build_parts
+from tests.cluster.options import Options
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import RigError
 
 # The scenarios are imported, not collected, so pytest would not explain their assertions.
 pytest.register_assert_rewrite(
-    "tests.scenarios.skeleton", "tests.scenarios.modes", "tests.scenarios.mode_streams"
+    "tests.scenarios.skeleton",
+    "tests.scenarios.modes",
+    "tests.scenarios.mode_streams",
+    "tests.scenarios.load",
+    "tests.scenarios.init_holders",
 )
 
+DEFAULT_TICK_SECONDS = 10.0
 LIMIT = 180
 """Seconds for the body of one test, unless its module has another LIMIT; every wait has a shorter one."""
 
@@ -66,6 +72,13 @@ def cluster(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Cluster]:
         if request.session.testsfailed:
             running.save_logs(REPOSITORY / "build" / "cluster-logs")
         running.down()
+
+
+@pytest.fixture(scope="session")
+def patient(parts: Parts) -> Iterator[Cluster]:
+    """A cluster with the tick of production: the node's status is up to 10 s behind the kubelet."""
+    with Cluster(parts, Options(status_tick=DEFAULT_TICK_SECONDS)) as running:
+        yield running
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
-from grpclib.client import Channel
-from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
@@ -25,6 +23,7 @@ from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
 from tests.cluster.node_watch import watching
 from tests.cluster.rig_node import RigNode
+from tests.cluster.running import asked, process_in
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.nvml_double.build import STATE_VARIABLE, build
 from tests.scenarios.rig import GPU, NodeView
@@ -92,11 +91,6 @@ class RealRig(RigBase):
         async with watching(self._cluster, "allocatable", resource) as values:
             yield values
 
-    async def taints(self) -> Sequence[str]:
-        """Keys of the node's taints."""
-        node = await self._blocking(partial(self._cluster.get, "Node", self._cluster.node))
-        return [each["key"] for each in node["spec"].get("taints", ())]
-
     async def set_labels(self, labels: Mapping[str, str | None]) -> None:
         self._labels |= set(labels)
         path = self._cluster.api.path("v1", "Node", None, self._cluster.node)
@@ -110,7 +104,8 @@ class RealRig(RigBase):
             for each in node["status"].get("conditions", ())
         }
         metadata = node["metadata"]
-        return NodeView(metadata["labels"], metadata["annotations"], conditions)
+        taints = frozenset(each["key"] for each in node["spec"].get("taints") or ())
+        return NodeView(metadata["labels"], metadata["annotations"], conditions, taints)
 
     async def event_reasons(self) -> Sequence[str]:
         api = self._cluster.api
@@ -200,6 +195,17 @@ class RealRig(RigBase):
 
         await self._wait(reached, deadline, seen)
 
+    async def wait_running(self, pod: PodSpec, container: str, deadline: float = 30.0) -> None:
+        async def reached() -> bool:
+            status = await self._status(pod)
+            told = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+            return any(each["name"] == container and "running" in each["state"] for each in told)
+
+        async def seen() -> str:
+            return f"container {container} of pod {pod.name} does not run: {await self._status(pod)}"
+
+        await self._wait(reached, deadline, seen)
+
     async def reason(self, pod: PodSpec) -> str:
         return await self._why(pod, "reason")
 
@@ -228,7 +234,7 @@ class RealRig(RigBase):
     async def container_pid(self, pod: PodSpec, container: str) -> int:
         status = await self._status(pod)
         named = {each["name"]: each["containerID"] for each in status["containerStatuses"]}
-        return await self._blocking(partial(_process_in, named[container].rpartition("/")[2]))
+        return await self._blocking(partial(process_in, named[container].rpartition("/")[2]))
 
     # Before and after
 
@@ -327,33 +333,7 @@ class RealRig(RigBase):
         await self._wait(known, PODRESOURCES_SECONDS, seen)
 
     async def _ask(self, call: Callable[[v1.PodResourcesListerStub], Awaitable[T]]) -> T:
-        """One call to PodResources; its rate limit (shared with everybody on the node) is waited out."""
-        channel = Channel(path=str(self._cluster.podresources_socket))
-        try:
-            for _ in range(100):
-                try:
-                    return await call(v1.PodResourcesListerStub(channel))
-                except GRPCError as error:
-                    if error.status is not Status.RESOURCE_EXHAUSTED:
-                        raise
-                await anyio.sleep(0.02)
-            raise TimeoutError("PodResources refuse for want of calls per second, 100 times in a row")
-        finally:
-            channel.close()
-
-
-def _process_in(container_id: str) -> int:
-    """The oldest process of a container, by its cgroup."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if container_id in (folder / "cgroup").read_text():
-                    found.append(int(folder.name))
-            except OSError:
-                continue  # it has ended
-    assert found, f"no process is in container {container_id}"
-    return min(found)
+        return await asked(self._cluster.podresources_socket, call)
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,87 +18,18 @@ from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Pair, Replica, free_port, pair
-from tests.cluster.joined import Joined
-from tests.cluster.real_rig import RealRig, real_rig
+from tests.cluster.extender_site import ALL, BLOCKS, GPUS, NODES, Place, Site, sited, three
 from tests.cluster.rig import Cluster
 from tests.cluster.rig_node import RigNode
-from tests.scenarios.vgpu import CORE, CORES, MEMORY, share, start
+from tests.scenarios.load import full_load_with_departures
+from tests.scenarios.vgpu import CORE, CORES, share
 
+LIMIT = 300
+"""Seconds for the body of one test (see conftest.py)."""
+LOAD_SECONDS = 120.0
 POLICY = "gpu-node-agent.io/placement"
-MACHINE, GPUS, BLOCKS = "t4-4", 4, 60  # of each node; blocks of each GPU
-NODES = 3
-ALL = NODES * GPUS
 LARGE = (81, 65, 59, 47)  # all but two of the smallest have a GPU to themselves
 SMALL = (47, 32, 23)
-
-Place = tuple[str, int]  # node, and index of a GPU
-
-
-class Site:
-    """The nodes of a cluster, each with an agent that is not started yet."""
-
-    def __init__(self, cluster: Cluster, rigs: Mapping[str, RealRig]) -> None:
-        self.cluster = cluster
-        self.rigs = rigs
-        self.one = list(rigs.values())[-1]
-
-    async def serving(self) -> None:
-        """The agents run and all units are to be had on every node."""
-        async with anyio.create_task_group() as group:
-            for rig in self.rigs.values():
-                group.start_soon(self._offered, rig)
-
-    async def _offered(self, rig: RealRig) -> None:
-        await start(rig)
-        for resource, count in ((CORE, GPUS * CORES), (MEMORY, GPUS * BLOCKS)):
-            await rig.wait_allocatable(count, resource, 60)
-
-    async def create(self, *pods: PodSpec) -> None:
-        """Create pods; one with a node's name goes there without a scheduler."""
-        for each in pods:
-            await self.rigs.get(each.node_name or "", self.one).create_pod(each)
-
-    async def running(self, *pods: PodSpec, deadline: float = 60.0) -> None:
-        """Wait until they run."""
-        for each in pods:
-            await self.one.wait_phase(each, Phase.RUNNING, deadline)
-
-    async def place(self, one: PodSpec) -> Place:
-        """Where a pod's GPU is, by the kubelet's records."""
-        found = await anyio.to_thread.run_sync(partial(self.cluster.get, "Pod", one.name))
-        rig = self.rigs[found["spec"]["nodeName"]]
-        (uuid,) = {each.partition("::")[0] for each in await rig.held_ids(one, "main", CORE)}
-        return found["spec"]["nodeName"], rig.gpu_uuids().index(uuid)
-
-    async def written(self, one: PodSpec) -> dict[str, Any]:
-        """The pod's annotations once the agent has confirmed the choice."""
-        with anyio.fail_after(20):
-            while True:
-                found = await anyio.to_thread.run_sync(partial(self.cluster.get, "Pod", one.name))
-                annotations: dict[str, Any] = found["metadata"]["annotations"]
-                if annotations.get(ASSIGNED) == "true":
-                    return annotations
-                await anyio.sleep(0.1)
-
-    async def ignored(self) -> Sequence[str]:
-        """What agents said of choices that they did not follow."""
-        events = await anyio.to_thread.run_sync(partial(self.cluster.find_all, "Event"))
-        return [each["message"] for each in events if each["reason"] == "PlacementHintIgnored"]
-
-    async def cordon(self, *, closed: bool) -> None:
-        """Keep new pods off the nodes, or let them come."""
-        patch = {"spec": {"unschedulable": closed or None}}
-        for name in self.rigs:
-            path = self.cluster.api.path("v1", "Node", None, name)
-            await anyio.to_thread.run_sync(partial(self.cluster.api.merge_patch, path, patch))
-
-
-@contextmanager
-def three(cluster: Cluster) -> Iterator[Sequence[RigNode]]:
-    """A cluster's own node and two that join it."""
-    with ExitStack() as stack:
-        joined = [stack.enter_context(Joined(cluster, f"node{number}")) for number in range(2, NODES + 1)]
-        yield [cluster, *joined]
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +50,6 @@ def nodes(directed: Cluster) -> Iterator[Sequence[RigNode]]:
     """Its three nodes."""
     with three(directed) as found:
         yield found
-
-
-@asynccontextmanager
-async def sited(cluster: Cluster, nodes: Sequence[RigNode]) -> AsyncIterator[Site]:
-    """The nodes with their machines; afterwards they are as before."""
-    async with AsyncExitStack() as stack:
-        # The last one is cleaned up first, and takes the pods of all nodes with it.
-        last = reversed(nodes)
-        yield Site(
-            cluster, {each.node: await stack.enter_async_context(real_rig(each, MACHINE)) for each in last}
-        )
 
 
 @pytest.fixture
@@ -336,3 +255,9 @@ async def test_choice_gone_bad_falls_back(site: Site) -> None:
         while not await site.ignored():
             await anyio.sleep(0.2)
     assert "the scheduler chose GPU 2" in (await site.ignored())[0]
+
+
+async def test_full_load_with_departures(site: Site, replica: Replica) -> None:
+    await site.serving()
+    await full_load_with_departures(site.one, ALL, BLOCKS, LOAD_SECONDS)
+    assert await site.ignored() == []

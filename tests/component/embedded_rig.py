@@ -112,7 +112,8 @@ class EmbeddedRig(RigBase):
             kind: (each["status"], each["reason"], each["message"])
             for kind, each in self.http.conditions.items()
         }
-        return NodeView(dict(self.http.labels), dict(self.http.annotations), conditions)
+        taints = frozenset(each["key"] for each in self.kubelet.api.taints)
+        return NodeView(dict(self.http.labels), dict(self.http.annotations), conditions, taints)
 
     async def event_reasons(self) -> Sequence[str]:
         return [each["reason"] for each in self.http.events if each["involvedObject"]["kind"] == "Node"]
@@ -160,6 +161,12 @@ class EmbeddedRig(RigBase):
             return seen.phase is phase
 
         await self._wait(reached, deadline, lambda: f"pod {pod.name} is {seen.phase}: {seen}")
+
+    async def wait_running(self, pod: PodSpec, container: str, deadline: float = 30.0) -> None:
+        seen = self.kubelet.pod(pod)
+        await self._wait(
+            lambda: self.kubelet.runs(pod, container), deadline, lambda: f"{container} does not run: {seen}"
+        )
 
     async def reason(self, pod: PodSpec) -> str:
         return self.kubelet.pod(pod).reason

@@ -241,6 +241,7 @@ async def test_sigterm_with_a_slow_api_server_that_does_not_answer_in_time(secon
             rig.http.interfere = None
             await rig.start_agent({**await rig.api_access(), "modeFile": str(rig.agent.log.parent / "mode")})
             await rig.wait_allocatable(8, GPU, LONGEST_SECONDS)
+        print(f"lists Unhealthy {down[0] * 1000:.0f} ms after SIGTERM")
         assert down[0] < 0.1
         # One write that sets the taint, begun when there was time to take it back.
         (taint,) = slow.of("taint")

@@ -31,9 +31,7 @@ from agent.mps.status import DaemonState, Kind, shared_memory_source
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = Options(
-    cgroups=Path("/nonexistent"), shared_memory="auto", probe_seconds=2.0, log_seconds=0.5, quit_seconds=5
-)
+OPTIONS = Options(cgroups=Path("/nonexistent"), probe_seconds=2.0, log_seconds=0.5, quit_seconds=5)
 ANSWER_SECONDS = 60.0  # the first context on a cold GPU takes seconds; seven at once take more
 SERVING_SECONDS = 60.0
 NO_START = "does not start"  # as the supervisor says it of a server

@@ -45,8 +45,6 @@ async def test_two_clients_share_a_server_and_are_listed(rig: Rig) -> None:
         server = daemon.status.value.server
         assert server is not None
         assert set(await daemon.control.client_pids(server)) == {one.pid, other.pid}, logs(daemon)
-        listed = {client.pid: client.server for client in await daemon.control.clients()}
-        assert listed == {one.pid: server, other.pid: server}
         assert daemon.status.value.server_state in (ServerState.ACTIVE, None)  # None: driver before 550
         assert (await one.result())["used"]
         assert (await other.result())["used"]

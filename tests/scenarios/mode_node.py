@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -22,6 +21,7 @@ from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
 from tests.scenarios import agent_face, lists
+from tests.scenarios.mps import remove_run_folder
 from tests.scenarios.rig import GPU, Rig
 
 GPUS = 8
@@ -165,7 +165,6 @@ async def mode_node(rig: Rig, **more: Any) -> AsyncIterator[ModeNode]:
         "defaultMode": "none",
         "host.run": str(folder),
         "mps.prestartServer": False,
-        "mps.sharedMemory": "directory",
     }
     try:
         settings["mps.controlProgram"] = str(await anyio.to_thread.run_sync(control_program, max(SUITES)))
@@ -179,7 +178,7 @@ async def mode_node(rig: Rig, **more: Any) -> AsyncIterator[ModeNode]:
         with anyio.CancelScope(shield=True):
             await rig.kill_agent()
             await anyio.to_thread.run_sync(_end_daemons, folder, rig.gpu_uuids())
-            await anyio.to_thread.run_sync(shutil.rmtree, folder, True)
+            await anyio.to_thread.run_sync(remove_run_folder, folder)
 
 
 def _end_daemons(folder: Path, uuids: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from agent.model.demand import MPS
-from agent.mps import processes
+from agent.mps import processes, shared_memory
 from agent.mps.directories import Directories
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
@@ -53,7 +53,6 @@ class MpsNode:
             "host.cgroups": str(self.run / "no-cgroups"),
             "mps.controlProgram": str(self.program),
             "mps.prestartServer": False,
-            "mps.sharedMemory": "directory",
             "mps.probeSeconds": 0.5,
             **{key.replace("__", "."): value for key, value in more.items()},
         }
@@ -100,7 +99,14 @@ async def node_to_be(rig: Rig) -> AsyncIterator[MpsNode]:
             await rig.kill_agent()
             for pid in (await node.pids()).values():
                 os.kill(pid, signal.SIGKILL)
-            await anyio.to_thread.run_sync(shutil.rmtree, folder, True)
+            await anyio.to_thread.run_sync(remove_run_folder, folder)
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Remove an agent's run folder, with the shared memory of daemons that outlived it. Blocks."""
+    for shm in folder.glob("mps/*/shm"):
+        shared_memory.unmount(shm)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

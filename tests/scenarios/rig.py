@@ -36,6 +36,7 @@ class NodeView:
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     conditions: Mapping[str, tuple[str, str, str]]  # type -> status, reason, message
+    taints: frozenset[str]  # keys
 
 
 class Rig(Protocol):
@@ -132,6 +133,9 @@ class Rig(Protocol):
 
     async def wait_phase(self, pod: PodSpec, phase: Phase, deadline: float = 30.0) -> None:
         """Wait until the pod is in that phase; AssertionError at once if it ends in another final phase."""
+
+    async def wait_running(self, pod: PodSpec, container: str, deadline: float = 30.0) -> None:
+        """Wait until a container's process is there, an init container's, too."""
 
     async def reason(self, pod: PodSpec) -> str:
         """`status.reason`; of an unscheduled pod that of its PodScheduled condition; else empty."""

@@ -29,7 +29,9 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
         if not _excused(world) and _fits(world, self, pod):
-            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}; used {_used(self, pod.uid)}")
+            found(
+                f"pod {pod.spec.name} was refused though it fits: {reason}: {message}; used {_used(self, pod.uid)}"
+            )
         before(self, pod, reason, message)
 
     Life._reject = reject  # type: ignore[method-assign]
@@ -82,7 +84,9 @@ def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:
             device = parse(each)
             counts.setdefault(device.gpu, Counter())[device.unit] += 1
         for gpu, count in counts.items():
-            if count[Unit.VGPU_CORE] == CORES:  # the whole GPU, memory included, that nobody asked for by units
+            if (
+                count[Unit.VGPU_CORE] == CORES
+            ):  # the whole GPU, memory included, that nobody asked for by units
                 count[Unit.VGPU_MEMORY] = ALL
             found.setdefault(gpu, Counter()).update(count)
     return found

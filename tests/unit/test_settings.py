@@ -277,3 +277,12 @@ def test_bad_layouts_are_told_with_their_line(tmp_path: Path, before: str, after
 def test_a_default_mode_that_is_turned_off_is_no_default(tmp_path: Path) -> None:
     (fault,) = faults(written(tmp_path, "defaultMode: mps\nmodes: {mps: false}\n"))
     assert fault.endswith("line 1: defaultMode is mps, which modes.mps: false turns off")
+
+
+def test_a_run_folder_whose_socket_path_would_be_too_long_is_refused() -> None:
+    folder = "/" + "r" * 95
+    assert settings.load(None, {}, [f"host.run={folder}"]).host.run == folder
+    with pytest.raises(
+        ConfigurationError, match=r"host\.run makes the path of the agent's socket 108 bytes long"
+    ):
+        settings.load(None, {}, [f"host.run={folder}r"])

@@ -147,7 +147,6 @@ class Stage:
             "host.cgroups": str(self.folder / "cgroups"),
             "mps.controlProgram": str(program),
             "mps.prestartServer": "false",
-            "mps.sharedMemory": "directory",
             "mps.quitSeconds": "0",
         }
 

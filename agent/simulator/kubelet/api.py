@@ -1,4 +1,4 @@
-"""As much of a control plane as one node needs: Node status, Pods, a scheduler that counts totals."""
+"""As much of an API server as one node needs: its status and pods."""
 
 import hashlib
 import random
@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import anyio
 import structlog
 
 from agent.kit.cell import Cell
@@ -15,7 +15,6 @@ from agent.kit.cell import Cell
 from .pods import Phase, PodSpec
 
 logger = structlog.get_logger()
-UNSCHEDULABLE = "Unschedulable"
 CONFIG = "kubernetes.io/config"
 
 
@@ -55,6 +54,16 @@ class Pod:
     def container_id(self, name: str) -> str:
         """What a runtime would call the pod's container: 64 hexadecimal digits, of its own for each."""
         return hashlib.sha256(f"{self.uid}/{name}".encode()).hexdigest()
+
+
+class Extender(Protocol):
+    """An extender of the scheduler, which has a word in where pods go and binds them."""
+
+    async def refuses(self, pod: Pod) -> str:
+        """Why the node is not for this pod; empty: it is."""
+
+    async def bind(self, pod: Pod) -> None:
+        """Bind it, or leave it for another try."""
 
 
 NodeObserver = Callable[[Mapping[str, int], Mapping[str, int]], None]
@@ -153,6 +162,12 @@ class Api:
         found = [pod for pod in self.pods.values() if pod.node_name == self.node_name]
         return sorted(found, key=lambda pod: pod.sequence)
 
+    def bind(self, pod: Pod) -> None:
+        """The pod is this node's from now on."""
+        pod.node_name, pod.reason, pod.message = self.node_name, "", ""
+        logger.debug("pod_bound", pod=f"{pod.spec.namespace}/{pod.spec.name}")
+        self.changed()
+
     def pods_of_the_kubelet(self) -> list[Pod]:
         """What the kubelet is told of: its manifests, then the pods that are bound to it, oldest first."""
         return [*self.manifests.values(), *(pod for pod in self.bound_pods() if not pod.spec.static)]
@@ -160,44 +175,3 @@ class Api:
     def used(self, resource: str) -> int:
         """What the scheduler counts as taken: requests of all bound pods that have not finished."""
         return sum(pod.spec.request(resource) for pod in self.bound_pods() if not pod.phase.finished)
-
-
-class Scheduler:
-    """Binds a pod as soon as the node's totals suffice; looks again whenever anything changes."""
-
-    def __init__(self, api: Api, latency: float) -> None:
-        """`latency`: seconds from a change to what it makes the scheduler do."""
-        self._api = api
-        self._latency = latency
-
-    async def run(self) -> None:
-        """Schedule for ever, oldest pods first."""
-        seen = -1
-        while True:
-            seen = await self._api.changes.wait_change(seen)
-            await anyio.sleep(self._latency)
-            waiting = [pod for pod in self._api.pods.values() if pod.node_name is None and not pod.deleting]
-            for pod in sorted(waiting, key=lambda each: each.sequence):
-                self._consider(pod)
-
-    def _consider(self, pod: Pod) -> None:
-        # No pod here tolerates anything.
-        untolerated = [each["key"] for each in self._api.taints if each["effect"] != "PreferNoSchedule"]
-        short = [r for r in pod.spec.resources if pod.spec.request(r) and not self._fits(pod, r)]
-        if not short and not untolerated:
-            pod.node_name, pod.reason, pod.message = self._api.node_name, "", ""
-            logger.debug("pod_bound", pod=f"{pod.spec.namespace}/{pod.spec.name}")
-            self._api.changed()
-            return
-        causes = ", ".join(
-            [f"1 node(s) had untolerated taint {{{key}: }}" for key in untolerated]
-            or [f"1 Insufficient {resource}" for resource in short]
-        )
-        message = f"0/1 nodes are available: {causes}."
-        if (pod.reason, pod.message) != (UNSCHEDULABLE, message):
-            pod.reason, pod.message = UNSCHEDULABLE, message
-            self._api.changed()
-
-    def _fits(self, pod: Pod, resource: str) -> bool:
-        free = self._api.allocatable.get(resource, 0) - self._api.used(resource)
-        return pod.spec.request(resource) <= free

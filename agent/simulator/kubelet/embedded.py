@@ -19,11 +19,12 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agent.kit.supervise import describe
 
-from .api import Api, NodeObserver, Pod, Scheduler
+from .api import Api, NodeObserver, Pod
 from .containers import ContainerView, Runtime
 from .devices import KubeletPanicked
 from .life import SOCKET, Folders, Life, ListObserver, Machine
 from .pods import PodSpec
+from .scheduler import Scheduler
 from .timings import Timings
 from .workers import Containers
 
@@ -70,6 +71,7 @@ class EmbeddedKubelet:
             lists_finished_pods=pod_resources_face == "1.33",
             on_list=[],
         )
+        self.scheduler = Scheduler(self.api, self._machine.timings.scheduling)
         self._group: TaskGroup | None = None
         self._life: Life | None = None
         self._stopping = anyio.Event()
@@ -90,7 +92,7 @@ class EmbeddedKubelet:
         """The node, up; on leaving, everything it started is gone. Not to be entered twice."""
         async with anyio.create_task_group() as group:
             self._group = group
-            group.start_soon(Scheduler(self.api, self._machine.timings.scheduling).run)
+            group.start_soon(self.scheduler.run)
             await self.start()
             try:
                 yield self

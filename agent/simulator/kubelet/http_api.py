@@ -10,15 +10,15 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 from aiohttp import web
 
 from .api import Api, Pod
-from .pods import ContainerSpec, Phase
+from .http_objects import Object, container, line, merge, status_text, without_version
+from .http_scheduling import SchedulingApi
+from .pods import Phase
 
-Object = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Interference = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
@@ -58,6 +58,7 @@ class HttpApi:
                 web.patch("/api/v1/nodes/{name}/status", self._patch_status),
                 web.post(events, self._post_event),
                 web.patch(events + "/{name}", self._patch_event),
+                *SchedulingApi(self._api).routes(),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
@@ -105,6 +106,11 @@ class HttpApi:
             self.labels[key] = value
         self._api.changed()
 
+    def set_annotation(self, key: str, value: str) -> None:
+        """Set an annotation of the node."""
+        self.annotations[key] = value
+        self._api.changed()
+
     # Objects
 
     @property
@@ -135,7 +141,8 @@ class HttpApi:
             },
         }
 
-    def _pod_object(self, pod: Pod) -> Object:
+    def pod_object(self, pod: Pod) -> Object:
+        """The pod as every answer has it."""
         spec = pod.spec
         metadata: Object = {
             "name": spec.name,
@@ -156,8 +163,8 @@ class HttpApi:
             "metadata": metadata,
             "spec": {
                 "nodeName": pod.node_name or "",
-                "initContainers": [_container(each) for each in spec.init_containers],
-                "containers": [_container(each) for each in spec.containers],
+                "initContainers": [container(each) for each in spec.init_containers],
+                "containers": [container(each) for each in spec.containers],
             },
             "status": {
                 "phase": str(pod.phase),
@@ -176,14 +183,14 @@ class HttpApi:
         pod = self._api.pods.get(key)
         if pod is None:
             raise web.HTTPNotFound(
-                text=_status(404, f'pods "{key[1]}" not found'), content_type="application/json"
+                text=status_text(404, f'pods "{key[1]}" not found'), content_type="application/json"
             )
         return pod
 
     def _check(self) -> None:
         if not self.reachable:
             raise web.HTTPServiceUnavailable(
-                text=_status(503, "the server is away"), content_type="application/json"
+                text=status_text(503, "the server is away"), content_type="application/json"
             )
 
     @web.middleware
@@ -193,7 +200,7 @@ class HttpApi:
     # Reading
 
     async def _pod(self, request: web.Request) -> web.Response:
-        return web.json_response(self._pod_object(self._find(request)))
+        return web.json_response(self.pod_object(self._find(request)))
 
     async def _node(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp's signature
         self._check()
@@ -203,10 +210,17 @@ class HttpApi:
         return await self._collection(request, lambda: iter((self._node_object(),)))
 
     async def _pods(self, request: web.Request) -> web.StreamResponse:
-        if request.query.get("fieldSelector", "").startswith("spec.nodeName=,"):
+        selector = request.query.get("fieldSelector", "")
+        if selector.startswith("spec.nodeName=,"):
             waiting = [pod for pod in self._api.pods.values() if pod.node_name is None]
-            return await self._collection(request, lambda: map(self._pod_object, waiting))
-        return await self._collection(request, lambda: map(self._pod_object, self._api.bound_pods()))
+            return await self._collection(request, lambda: map(self.pod_object, waiting))
+        unfinished = "status.phase!=Succeeded" in selector
+
+        def bound() -> Iterator[Object]:
+            pods = self._api.bound_pods()
+            return map(self.pod_object, (pod for pod in pods if not (unfinished and pod.phase.finished)))
+
+        return await self._collection(request, bound)
 
     async def _collection(
         self, request: web.Request, objects: Callable[[], Iterator[Object]]
@@ -219,7 +233,7 @@ class HttpApi:
         await response.prepare(request)
         if "resourceVersion" in request.query and request.query["resourceVersion"] != self._version:
             gone = {"type": "ERROR", "object": {"code": 410, "message": "no history is kept"}}
-            await response.write(_line(gone))
+            await response.write(line(gone))
             return response
         initial = request.query.get("sendInitialEvents") == "true"
         await self._watch(request.path.rpartition("/")[2], response, objects, initial)
@@ -236,26 +250,26 @@ class HttpApi:
         known = {each["metadata"]["uid"]: each for each in objects()}
         if initial:
             for each in known.values():
-                await response.write(_line({"type": "ADDED", "object": each}))
+                await response.write(line({"type": "ADDED", "object": each}))
             mark = {"resourceVersion": self._version, "annotations": {INITIAL_EVENTS_END: "true"}}
-            await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+            await response.write(line({"type": "BOOKMARK", "object": {"metadata": mark}}))
         while self.reachable:
             with anyio.move_on_after(BOOKMARK_SECONDS) as idle:
                 seen = await self._api.changes.wait_change(seen)
             if idle.cancelled_caught:
                 mark = {"resourceVersion": self._version}
-                await response.write(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+                await response.write(line({"type": "BOOKMARK", "object": {"metadata": mark}}))
                 continue
             if collection in self.silent:
                 continue
             present = {each["metadata"]["uid"]: each for each in objects()}
             for uid, each in present.items():
                 if uid not in known:
-                    await response.write(_line({"type": "ADDED", "object": each}))
-                elif _without_version(each) != _without_version(known[uid]):
-                    await response.write(_line({"type": "MODIFIED", "object": each}))
+                    await response.write(line({"type": "ADDED", "object": each}))
+                elif without_version(each) != without_version(known[uid]):
+                    await response.write(line({"type": "MODIFIED", "object": each}))
             for uid in known.keys() - present.keys():
-                await response.write(_line({"type": "DELETED", "object": known[uid]}))
+                await response.write(line({"type": "DELETED", "object": known[uid]}))
             known = present
 
     # Writing
@@ -265,11 +279,11 @@ class HttpApi:
         metadata = (await request.json()).get("metadata", {})
         if metadata.get("uid", pod.api_uid) != pod.api_uid:
             raise web.HTTPConflict(
-                text=_status(409, "another pod of that name"), content_type="application/json"
+                text=status_text(409, "another pod of that name"), content_type="application/json"
             )
-        _merge(pod.written, metadata.get("annotations", {}))
+        merge(pod.written, metadata.get("annotations", {}))
         self._api.changed()
-        return web.json_response(self._pod_object(pod))
+        return web.json_response(self.pod_object(pod))
 
     async def _patch_node(self, request: web.Request) -> web.Response:
         self._check()
@@ -279,8 +293,8 @@ class HttpApi:
             self._api.changed()
             return web.json_response(self._node_object())
         metadata = patch.get("metadata", {})
-        _merge(self.labels, metadata.get("labels", {}))
-        _merge(self.annotations, metadata.get("annotations", {}))
+        merge(self.labels, metadata.get("labels", {}))
+        merge(self.annotations, metadata.get("annotations", {}))
         self._api.changed()
         return web.json_response(self._node_object())
 
@@ -291,7 +305,7 @@ class HttpApi:
             kind, path, value = each["op"], each["path"], each["value"]
             if path != "/spec/taints" or (kind == "test" and value != (taints or None)):
                 raise web.HTTPUnprocessableEntity(
-                    text=_status(422, f"{kind} of {path} failed"), content_type="application/json"
+                    text=status_text(422, f"{kind} of {path} failed"), content_type="application/json"
                 )
             if kind == "add":
                 taints = value
@@ -325,30 +339,4 @@ class HttpApi:
             if event["metadata"]["name"] == request.match_info["name"]:
                 event.update(await request.json())
                 return web.json_response(event)
-        raise web.HTTPNotFound(text=_status(404, "no such event"), content_type="application/json")
-
-
-def _container(spec: ContainerSpec) -> Object:
-    limits = {resource: str(count) for resource, count in spec.limits.items()}
-    found: Object = {"name": spec.name, "resources": {"limits": limits, "requests": limits}}
-    return {**found, "restartPolicy": "Always"} if spec.restartable else found
-
-
-def _merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
-    for key, value in patch.items():
-        if value is None:
-            into.pop(key, None)
-        else:
-            into[key] = value
-
-
-def _without_version(item: Object) -> Object:
-    return {**item, "metadata": {**item["metadata"], "resourceVersion": ""}}
-
-
-def _status(code: int, message: str) -> str:
-    return json.dumps({"kind": "Status", "code": code, "message": message})
-
-
-def _line(event: Object) -> bytes:
-    return json.dumps(event).encode() + b"\n"
+        raise web.HTTPNotFound(text=status_text(404, "no such event"), content_type="application/json")

@@ -98,6 +98,7 @@ modes:
   mps: {{ .Values.mps.enabled }}
 cluster:
   access: required
+  extender: {{ .Values.extender.enabled }}
 http:
   port: {{ .Values.port }}
 logging:

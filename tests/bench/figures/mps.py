@@ -14,7 +14,7 @@ import anyio.to_thread
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment
-from agent.mps import processes
+from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute import NoComputeModes
 from agent.mps.daemon import Options
@@ -53,7 +53,7 @@ def _silent(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozense
 async def daemon_start(_: Conditions) -> Mapping[str, Taken]:
     """The real control daemon of the newest driver that is packaged; the server would need a GPU."""
     program = Program(await anyio.to_thread.run_sync(control_program, max(SUITES)))
-    options = Options(cgroups=Path("/nonexistent"), shared_memory="directory", prestart=False, quit_seconds=1)
+    options = Options(cgroups=Path("/nonexistent"), prestart=False, quit_seconds=1)
     gpu = Gpu("GPU-5fd4f087-86f3-7a43-b711-4771313afc50", 0, 0, "0000:1b:00.0", "bench", 1 << 37, (9, 0))
     run = short_folder()
     starts: list[float] = []
@@ -96,7 +96,6 @@ async def _everything(conditions: Conditions, mode: str = "everything") -> Async
         "timeSlicing.rename": False,
         "mps.controlProgram": str(program),
         "mps.prestartServer": False,
-        "mps.sharedMemory": "directory",
     }
     async with conditions.node(extra) as node:
         api = HttpApi(node.kubelet.api)
@@ -123,6 +122,7 @@ def _end_daemons(node: Node) -> None:
     for uuid in node.machine.uuids:
         for process in processes.daemons(Directories.of(node.folder / "run", uuid).pipe):
             os.kill(process.pid, signal.SIGKILL)
+        shared_memory.unmount(Directories.of(node.folder / "run", uuid).shm)
 
 
 @measurement(

@@ -187,7 +187,6 @@ async def switch_to_mps(conditions: Conditions) -> Mapping[str, Taken]:
     extra = {
         "mps.controlProgram": str(program),
         "mps.prestartServer": False,
-        "mps.sharedMemory": "directory",
     }
     async with _node(conditions, **extra) as node:
         taken, _ = await _switches(node, ("mps", "pgpu"), MPS_SWITCHES)

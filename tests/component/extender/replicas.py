@@ -2,17 +2,25 @@
 
 import io
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
 import aiohttp
 import anyio
 
+from agent.cluster.api import KubeApi
 from agent.extender.app import Extender, running
 from agent.extender.settings import Settings, load
-from tests.component.extender.api import ClusterApi, Object
+from tests.component.extender.api import Object
 
 READY_SECONDS = 10.0
+
+
+class Connected(Protocol):
+    """An API server, to which a client can be had."""
+
+    def client(self) -> AbstractAsyncContextManager[KubeApi]:
+        """A client, open while the context is."""
 
 
 def settings_for(**flags: Any) -> Settings:
@@ -82,7 +90,7 @@ class Scheduler:
 
 
 @asynccontextmanager
-async def replica(api: ClusterApi, **flags: Any) -> AsyncIterator[Scheduler]:
+async def replica(api: Connected, **flags: Any) -> AsyncIterator[Scheduler]:
     """A replica and a scheduler that calls it; it need not be leader."""
     async with (
         api.client() as connected,
@@ -93,7 +101,7 @@ async def replica(api: ClusterApi, **flags: Any) -> AsyncIterator[Scheduler]:
 
 
 @asynccontextmanager
-async def leader(api: ClusterApi, **flags: Any) -> AsyncIterator[Scheduler]:
+async def leader(api: Connected, **flags: Any) -> AsyncIterator[Scheduler]:
     """The same, serving."""
     async with replica(api, **flags) as made:
         await made.ready()

@@ -22,7 +22,7 @@ UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 # No server without a GPU; no cgroup unless a test is about cgroups.
 OPTIONS = Options(
     cgroups=Path("/nonexistent"),
-    shared_memory="tmpfs",
+    shared_memory=64 << 20,
     prestart=False,
     probe_seconds=0.2,
     log_seconds=0.05,

@@ -5,34 +5,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from agent.mps.binary import Program
+from agent.mps.directories import Directories
 
 # The folder that the container runtime would make for the mount lies in a tmpfs that only this namespace has.
 ENTER = """
 mount -t tmpfs pod /mnt && mkdir /mnt/pipe && mount --bind "$1" /mnt/pipe &&
-    mount -o remount,ro,bind /mnt/pipe || exit 1
-echo ready
-while read -r command; do eval "$command" </dev/null; echo "= $?"; done
+    mount -o remount,ro,bind /mnt/pipe && mount --bind "$2" /dev/shm || exit 1
+exec setpriv --reuid="$3" --regid="$3" --clear-groups sh -c '
+    echo ready
+    while read -r command; do eval "$command" </dev/null; echo "= $?"; done'
 """
 NOBODY = 65534
 TRIES = 50
 
 
 class Container:
-    """A shell whose /mnt/pipe is a pipe folder, as a container has it under another path."""
+    """A shell with a GPU's folders: /mnt/pipe, where a container has another path, and /dev/shm."""
 
-    def __init__(self, program: Program, pipe: Path) -> None:
+    def __init__(self, program: Program, folders: Directories, user: int = 0) -> None:
         self._program = program
-        self._pipe = pipe
+        self._folders = folders
+        self._user = user
 
     def __enter__(self) -> Self:
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", ENTER, "sh"]
         self._shell = subprocess.Popen(
-            [*command, str(self._pipe)],
+            [*command, str(self._folders.pipe), str(self._folders.shm), str(self._user)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -13,7 +13,7 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.mps import daemon_manager as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
@@ -89,6 +89,34 @@ async def test_set_up_that_fails_leaves_nothing(tmp_path: Path, run_folder: Path
         assert fleet.statuses.value == {}
         assert modes.modes[gpu(0).uuid] is ComputeMode.DEFAULT
         assert not await anyio.Path(Directories.of(run_folder, gpu(0).uuid).pipe).exists()
+
+
+async def test_a_program_that_has_died_is_not_waited_for(tmp_path: Path, run_folder: Path) -> None:
+    broken = tmp_path / "nvidia-cuda-mps-control"
+    broken.write_text("#!/bin/sh\necho 'no CUDA here' >&2\nsleep 0.3\nexit 1\n")
+    broken.chmod(0o755)
+    reports = Reports()
+    fleet = Fleet(run_folder, lambda: Program(broken), Modes(), reports, OPTIONS, set_up_seconds=300)
+    async with running(fleet):
+        with (
+            anyio.fail_after(20),
+            pytest.raises(MpsError, match=r"ended with 1: no CUDA here; see .*/control.log$"),
+        ):
+            await fleet.set_up(gpu(0))
+        assert fleet.statuses.value == {}
+    assert reports.kinds() == []  # the error tells of it, and once
+
+
+async def test_a_set_up_that_is_cancelled_is_taken_back(newest: Program, run_folder: Path) -> None:
+    modes = Modes()
+    fleet = fleet_of(run_folder, newest, modes)
+    async with running(fleet):
+        with anyio.move_on_after(0.3):
+            await fleet.set_up(gpu(0))
+        await fleet.tear_down(gpu(0))
+        assert await daemons(run_folder, gpu(0).uuid) == []
+        assert modes.modes.get(gpu(0).uuid, ComputeMode.DEFAULT) is ComputeMode.DEFAULT
+        assert fleet.statuses.value == {}
 
 
 async def test_daemons_of_an_earlier_agent_are_adopted_by_set_up(newest: Program, run_folder: Path) -> None:
@@ -192,7 +220,7 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
         pid = first.status(one.uuid).pid
     assert pid
     second = fleet_of(run_folder, newest, modes, seconds=1.0)
-    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, selling=False)})
+    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, Sale.CLOSED)})
     async with running(second, Cell(in_use)):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -165,16 +165,15 @@ async def test_pod_finds_the_replaced_daemon(program: Program, run_folder: Path)
         first = (await reached(daemon, DaemonState.SERVING)).pid
         inode = pipe.stat().st_ino
         assert first
-        with Container(bench.program, pipe) as running:
+        with Container(bench.program, daemon.folders) as running:
             for user in (0, NOBODY):
                 assert await asked(running, user) == "100.0"
             os.kill(first, signal.SIGKILL)
             await reached(daemon, DaemonState.SERVING, restarts=1)
-            await daemon.control.set_default_percentage(40)
-            with Container(bench.program, pipe) as restarted:
+            with Container(bench.program, daemon.folders) as restarted:
                 for container in (running, restarted):
                     for user in (0, NOBODY):
-                        assert await asked(container, user) == "40.0"
+                        assert await asked(container, user) == "100.0"
                         # As a client opens it: for writing, and somebody reads.
                         assert (await said(container, ": >/mnt/pipe/log", user))[0] == 0
             assert pipe.stat().st_ino == inode

@@ -89,28 +89,6 @@ async def test_adopted_after_sigkill_of_the_agent(program: Program, run_folder: 
     await daemon.stop()
 
 
-async def test_required_tmpfs_that_cannot_be_had_is_a_failure_with_its_reason(
-    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        launch, "_mount_tmpfs", lambda _folder: "it cannot be mounted: Operation not permitted"
-    )
-    bench = Bench(run_folder, newest)
-    strict = bench.daemon()
-    with anyio.move_on_after(20):
-        async with bench.kept(strict):
-            failed = await strict.status.wait_for(lambda status: status.restarts > 0)
-    assert "mps.sharedMemory asks for a tmpfs" in failed.reason
-    await strict.stop()
-    # Without the wish it is had without, and said.
-    lenient = bench.daemon(options=replace(OPTIONS, shared_memory="auto"))
-    async with bench.kept(lenient):
-        status = await reached(lenient, DaemonState.SERVING)
-        assert status.private_shm  # its /dev/shm is the folder, not the node's
-        assert not await anyio.Path(lenient.folders.shm).is_mount()
-    await lenient.stop()
-
-
 async def test_hung_supervision_lock_is_told_in_words(newest: Program, run_folder: Path) -> None:
     bench = Bench(run_folder, newest)
     first, second = bench.daemon(), bench.daemon()

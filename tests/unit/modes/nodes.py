@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -89,6 +90,7 @@ class Daemon:
         self.log: list[str] = []
         self.fail: str | None = None
         self.gate: anyio.Event | None = None
+        self.version = 1  # of the program
 
     async def set_up(self, gpu: Gpu) -> None:
         self.log.append(f"up {gpu.index}")
@@ -101,6 +103,9 @@ class Daemon:
     async def tear_down(self, gpu: Gpu) -> None:
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
+
+    def depends_on(self) -> object:
+        return self.version
 
 
 class Announcements:
@@ -161,6 +166,7 @@ async def switching(
     wish: Desired | None = None,
     standing: Desired | None = None,
     gate: Gate = no_gate,
+    cordons: Any = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere.
@@ -182,6 +188,7 @@ async def switching(
         when_busy="refuse" if when_busy == "refuse" else "drain",
         standing=standing,
         gate=gate,
+        cordons=cordons,
     )
     async with anyio.create_task_group() as group:
         if run:

@@ -10,7 +10,7 @@ from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
-from agent.modes.desired import Desired
+from agent.modes.desired import Desired, Vocabulary
 from agent.modes.memory import ModeMemory
 from agent.modes.state import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
@@ -162,18 +162,38 @@ async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
     memory = ModeMemory(tmp_path / "state" / "mode")
     assert await memory.read() is None
     accepted: Cell[Desired | None] = Cell(None)
+    layout = Desired("mixed", (Entry(("0",), Mode.PGPU, replicas=4), Entry(("rest",), Mode.MPS)))
     async with anyio.create_task_group() as group:
         group.start_soon(memory.follow, accepted)
         await anyio.lowlevel.checkpoint()
-        accepted.publish(PGPU)
         with anyio.fail_after(5):
-            while await memory.read() != "pgpu":
-                await anyio.sleep(0.005)
+            for desired in (PGPU, layout):
+                accepted.publish(desired)
+                while await memory.read() != desired:
+                    await anyio.sleep(0.005)
             # Nobody's: an agent that starts while the API server is away must not sell it.
             accepted.publish(Desired("pgpu-dra", everywhere(Mode.OFF), problem="claimed"))
-            while await memory.read() != "none":
+            while await memory.read() != Desired("none", everywhere(Mode.OFF)):
                 await anyio.sleep(0.005)
         group.cancel_scope.cancel()
+
+
+async def test_what_earlier_agents_and_others_wrote_is_read_for_what_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "mode"
+    for text, found in (("vgpu\n", Desired("vgpu")), ("", None), ("{", None), ('{"word": 1}', None)):
+        file.write_text(text)
+        assert await ModeMemory(file).read() == found
+
+
+def test_a_remembered_wish_means_what_it_meant() -> None:
+    mixed = (Entry(("rest",), Mode.VGPU),)
+    words = Vocabulary({"mixed": (Entry(("rest",), Mode.PGPU),)}, (Mode.PGPU, Mode.VGPU), "none")
+    assert words.remembered(Desired("mixed", mixed)) == Desired("mixed", mixed)
+    assert words.remembered(Desired("renamed", mixed)) == Desired("renamed", mixed)
+    assert words.remembered(Desired("mps", everywhere(Mode.MPS))) is None  # the configuration turns it off
+    assert words.remembered(Desired("mixed")) == Desired("mixed", words.layouts["mixed"])
+    assert words.remembered(Desired("renamed")) is None
+    assert words.remembered(None) is None
 
 
 async def test_a_switcher_that_failed_goes_on_where_it_was() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from agent.mps import parse as answers
 from agent.mps.errors import CommandRefused, NotSupported
-from agent.mps.parse import Client, ServerState
+from agent.mps.parse import ServerState
 
 
 @pytest.mark.parametrize(
@@ -21,21 +21,6 @@ def test_percentage(text: str, found: float | None) -> None:
     assert answers.percentage(text) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("3G", 3 << 30),
-        ("300M", 300 << 20),
-        ("3GB", 3 << 30),
-        ("Default pinned memory limit for device 0 is 1G", 1 << 30),
-        ("", None),
-        ("No default pinned memory limit set for the device!", None),
-    ],
-)
-def test_memory_limit(text: str, found: int | None) -> None:
-    assert answers.memory_bytes(text) == found
-
-
 def test_pids_pass_over_everything_else() -> None:
     assert answers.pids("17797\n  17801 \nServer busy\n\n") == (17797, 17801)
     assert answers.pids("") == ()
@@ -48,20 +33,6 @@ def test_server_state(state: ServerState) -> None:
 
 def test_words_nobody_knows_are_an_unknown_state() -> None:
     assert answers.server_state("it sleeps") is ServerState.UNKNOWN
-
-
-def test_clients_by_the_headings_of_their_columns() -> None:
-    text = (
-        "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND\n"
-        "9741      0     6472      GPU-cb1213a3-d6a4  4026531836     ./nbody -x\n"
-        "9743      0     6472      GPU-cb1213a3-d6a4  4026531836     ./nbody\n"
-    )
-    assert answers.clients(text) == (
-        Client(9741, 6472, "GPU-cb1213a3-d6a4", "./nbody -x"),
-        Client(9743, 6472, "GPU-cb1213a3-d6a4", "./nbody"),
-    )
-    assert answers.clients("Server not found") == ()
-    assert answers.clients("42\n") == (Client(42),)
 
 
 def test_refusals_are_told_apart() -> None:
@@ -86,4 +57,3 @@ def test_a_sessions_answers_are_told_apart_by_the_question_after_each() -> None:
 @pytest.mark.parametrize("garbage", ["\u00b2", "\u0663\u0664", "9" * 5000, "-5", "\ufffd\ufffd 12", "0x10"])
 def test_garbage_is_no_process(garbage: str) -> None:
     assert answers.pids(f"{garbage}\n6472\n") == (6472,)
-    assert answers.clients(f"PID ID SERVER\n{garbage} 1 {garbage}\n") == ()

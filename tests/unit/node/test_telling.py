@@ -8,7 +8,7 @@ import anyio
 
 from agent.cluster.own_node import Amounts, NodeNotWritten
 from agent.kit.cell import Cell
-from agent.model.modes import GpuMode, Mode
+from agent.model.modes import GpuMode, Mode, Sale
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, Reporter, encode
 
@@ -44,12 +44,14 @@ class OwnNode:
     def annotations(self) -> Mapping[str, str]:
         return self.notes
 
-    async def write_metadata(self, labels: Mapping[str, str | None], annotations: Mapping[str, str]) -> None:
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
         if self.refuse:
             raise NodeNotWritten(self.refuse)
         assert self.known is not None
         self.known |= {key: value for key, value in labels.items() if value is not None}
-        self.notes |= annotations
+        self.notes |= {key: value for key, value in annotations.items() if value is not None}
         self.changes.publish(object())
 
     async def write_condition(self, *condition: str) -> None:
@@ -64,7 +66,7 @@ STATE = SwitchState(
     "mps",
     "waiting for 1 pod(s) to end: default/train",
     (
-        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, selling=False), GpuMode(Mode.MPS), ("default/train",)),
+        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, Sale.CLOSED), GpuMode(Mode.MPS), ("default/train",)),
         GpuSwitch(1, "GPU-b", GpuMode(Mode.MPS), GpuMode(Mode.MPS)),
     ),
     "pgpu",

@@ -9,8 +9,8 @@ import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
 from agent.node import taint as taint_module
-from tests.unit.node.memory_api import Act
-from tests.unit.node.world import GPU, PGPU, VGPU, Kubelet, World, world
+from tests.unit.node.memory_api import Act, MemoryApi
+from tests.unit.node.world import CORE, GPU, NOTHING, PGPU, VGPU, Kubelet, World, world
 from tests.virtual_time import in_virtual_time
 
 GRACE_SECONDS = 10.0  # the chart's
@@ -298,6 +298,40 @@ async def test_a_tick_of_the_kubelet_that_comes_after_the_figures_is_seen() -> N
             group.start_soon(tick)
             await node.stop()
         assert (node.api.tainted, node.api.allocatable) == (False, {})
+
+
+@in_virtual_time
+async def test_a_stop_of_an_agent_that_still_puts_right_what_another_left() -> None:
+    """In its first seconds: the figures of before are not right yet, and so their taint is left alone."""
+    api, kubelet = MemoryApi(), Kubelet({GPU: 8, CORE: 800}, reads=False)
+    api.node["status"] = {"capacity": {CORE: "800"}, "allocatable": {CORE: "800"}}
+    api.node["spec"]["taints"] = [{"key": "gpu-node-agent.io/switching", "effect": "NoSchedule"}]
+    registered = {GPU: (8, 8)}
+    async with World(api, kubelet, offered=lambda _: registered).running() as node:
+        await anyio.sleep(2)
+        seen = [api.tainted]
+        registered[GPU] = (8, 0)
+        await node.stop()
+        seen.append(api.tainted)
+        await anyio.sleep(20)
+        assert [*seen, api.tainted] == [True, False, False]
+
+
+@in_virtual_time
+async def test_a_stop_with_lists_that_do_not_leave_and_a_kubelet_that_is_mute() -> None:
+    """A stream that takes nothing: the time left is enough for the taint to go."""
+    async with world() as node:
+        node.kubelet.mute = True
+        node.kubelet.unserved.add("stuck")
+
+        async def publish() -> None:
+            node.assignment.publish(NOTHING)
+            await anyio.sleep(2)
+
+        began = anyio.current_time()
+        await node.parts.withdrawals.stop(publish)
+        assert (node.api.tainted, node.api.allocatable) == (False, {})
+        assert anyio.current_time() - began < GRACE_SECONDS
 
 
 @in_virtual_time

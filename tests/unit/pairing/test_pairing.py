@@ -9,7 +9,7 @@ import pytest
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
 from agent.model.demand import MPS, Container, Demand, Pod, Stage
 from agent.model.ledger import Half
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.model.placement import ASSIGNED, Policy
 from agent.pairing.ports import Cause, PairRefused
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share, undisturbed
@@ -279,7 +279,7 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
 
     def drain(step: int) -> None:
         if step == 1:
-            kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, selling=False)}))
+            kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, Sale.CLOSED)}))
             kubelet.shares.restock()
 
     kubelet.listed = kubelet.pairing.ledger.stocks[gpu].id_set  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.gpu import Gpu
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.plugins.inject import Injector
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Injection, Settings
@@ -112,7 +112,7 @@ def test_gpus_of_other_modes_are_not_listed(mode: GpuMode) -> None:
 def test_what_is_held_of_a_draining_gpu_stays_listed_as_unhealthy() -> None:
     parts = Parts(3)
     for number in (0, 1):
-        parts.set_mode(number, GpuMode(Mode.PGPU, selling=False))
+        parts.set_mode(number, GpuMode(Mode.PGPU, Sale.CLOSED))
     parts.hold("GPU-0")
     assert [(one, health) for one, health, _ in parts.listed()] == [
         ("GPU-0", "Unhealthy"),
@@ -188,7 +188,7 @@ async def test_a_gpu_of_another_mode_is_refused_with_the_reason() -> None:
 
 async def test_a_draining_gpu_honours_what_was_being_admitted() -> None:
     parts = Parts(1)
-    parts.set_mode(0, GpuMode(Mode.PGPU, selling=False))
+    parts.set_mode(0, GpuMode(Mode.PGPU, Sale.CLOSED))
     assert await parts.allocate("GPU-0") == "GPU-0"
 
 
@@ -289,7 +289,7 @@ async def test_lists_stay_as_they_were_while_nobody_can_say_who_holds_what() -> 
     parts = Parts(2)
     parts.hold("GPU-0")
     for number in range(2):
-        parts.set_mode(number, GpuMode(Mode.PGPU, selling=False))
+        parts.set_mode(number, GpuMode(Mode.PGPU, Sale.CLOSED))
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]
     parts.cell.publish(None)
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]

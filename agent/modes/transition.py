@@ -1,0 +1,217 @@
+"""One GPU on its way from mode to mode: its state, and the pure functions by which it changes.
+
+SELLING -> CLOSING -> (DRAINING ->) TEARING_DOWN -> SETTING_UP -> READY -> SELLING, and OFF where nothing is
+wanted. A set-up that fails goes back to what was sold before (GOING_BACK -> SELLING), or leaves the GPU OFF.
+The same object comes back where an event changes nothing.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+from agent.model.modes import OFF, GpuMode, Mode, Sale
+
+BETWEEN: Final = "between two modes"
+CHANGING: Final = "the GPU is changing its mode"
+STOPPING: Final = "the agent is stopping"
+UNSEEN: Final = GpuMode(reason="the GPU has just been found")
+TAKEN_OVER: Final = "taken over from before"
+
+
+class Stage(Enum):
+    """Where a GPU is on its way."""
+
+    OFF = "off"  # sold by nobody
+    SELLING = "selling"
+    CLOSING = "closing"  # sells nothing more; all IDs are listed until no allocation can be under way
+    DRAINING = "draining"  # the IDs that are held are listed; waits for their holders
+    TEARING_DOWN = "tearing_down"  # what runs for a mode is ended
+    SETTING_UP = "setting_up"  # what the target needs is started
+    READY = "ready"  # the target is set up, and sold with the next publication
+    GOING_BACK = "going_back"  # its set-up failed: what was sold before is set up again
+
+
+# Stages in which a task of the GPU is at work.
+WORKING: Final = frozenset({Stage.TEARING_DOWN, Stage.SETTING_UP, Stage.GOING_BACK})
+
+
+@dataclass(frozen=True, slots=True)
+class ModeState:
+    """One GPU. `target` is what it shall be sold as."""
+
+    stage: Stage = Stage.OFF
+    target: GpuMode = UNSEEN
+    mode: Mode = Mode.OFF  # on whose lists it stands
+    replicas: int = 1
+    running: Mode = Mode.OFF  # for which mode something is set up, or being set up
+    before: GpuMode = OFF  # what was sold until this change began
+    failure: str = ""  # why the target could not be set up last
+
+    @property
+    def listed(self) -> GpuMode:
+        """As what the plugins list it."""
+        if self.mode is Mode.OFF:
+            if self.target.mode is Mode.OFF:
+                return GpuMode(reason=self.target.reason, refused=self.target.refused)
+            return GpuMode(reason=self.failure or BETWEEN)
+        if self.stage is Stage.SELLING:
+            return GpuMode(self.mode, replicas=self.replicas)
+        sale = Sale.CLOSING if self.stage is Stage.CLOSING else Sale.CLOSED
+        return GpuMode(self.mode, sale, self.target.reason or self.failure or CHANGING, self.replicas)
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is sold, or not sold, as wanted."""
+        if self.target.mode is Mode.OFF:
+            return self.stage is Stage.OFF
+        return self.stage is Stage.SELLING and self.stands_as_wanted
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing happens to it before it is tried again or something else is wanted."""
+        if self.stage is Stage.DRAINING:
+            return self.stands_as_wanted
+        return self.stage in (Stage.OFF, Stage.SELLING)
+
+    @property
+    def stands_as_wanted(self) -> bool:
+        """Whether the list that it stands on is the one that is wanted."""
+        return (self.mode, self.replicas) == (self.target.mode, self.target.replicas)
+
+
+def first_seen(held_as: GpuMode | None) -> ModeState:
+    """A GPU that was not known; `held_as`: in which mode pods hold units of it."""
+    if held_as is None:
+        return ModeState()
+    target = replace(UNSEEN, reason=TAKEN_OVER)
+    # Whether anything runs for these pods is seen when it is set up again, or torn down.
+    return ModeState(Stage.DRAINING, target, held_as.mode, held_as.replicas)
+
+
+def wanted(state: ModeState, target: GpuMode) -> ModeState:
+    """It shall be sold as `target` from now on."""
+    if target == state.target:
+        return state
+    after = replace(state, target=target, failure="")
+    match state.stage:
+        case Stage.OFF:
+            return _begun(after)
+        case Stage.SELLING:
+            return after if after.reached else _closed(after)
+        case Stage.CLOSING | Stage.DRAINING:
+            return _sold_again(after) if after.stands_as_wanted else after
+        case Stage.TEARING_DOWN:
+            return after
+        case Stage.SETTING_UP | Stage.READY if state.mode is not Mode.OFF:
+            # It was about to be sold again as it stands listed, with its holders.
+            return after if after.stands_as_wanted else _listed_only(after)
+        case Stage.READY if state.running is target.mode:
+            return after
+        case Stage.SETTING_UP | Stage.READY | Stage.GOING_BACK:
+            return replace(after, stage=Stage.TEARING_DOWN, before=OFF)
+
+
+def looked(state: ModeState, *, held: bool, granted: bool) -> ModeState:
+    """Its list has left for the kubelet, and this is who is on it: holders, and grants of this moment."""
+    match state.stage:
+        case Stage.CLOSING if not granted:
+            return replace(state, stage=Stage.DRAINING) if held else _ended(state)
+        case Stage.DRAINING if not (held or granted or state.stands_as_wanted):
+            return _ended(state)
+    return state
+
+
+def torn_down(state: ModeState) -> ModeState:
+    """Nothing runs for its old mode any more."""
+    if state.stage is not Stage.TEARING_DOWN:
+        return state
+    return _begun(replace(state, mode=Mode.OFF, replicas=1, running=Mode.OFF))
+
+
+def set_up(state: ModeState) -> ModeState:
+    """What was being set up is."""
+    match state.stage:
+        case Stage.SETTING_UP:
+            return replace(state, stage=Stage.READY)
+        case Stage.GOING_BACK:
+            sold_before = state.before
+            return replace(
+                state,
+                stage=Stage.SELLING,
+                mode=sold_before.mode,
+                replicas=sold_before.replicas,
+                before=OFF,
+            )
+    return state
+
+
+def failed(state: ModeState, problem: str) -> ModeState:
+    """What was being set up cannot be."""
+    match state.stage:
+        case Stage.SETTING_UP if state.mode is not Mode.OFF:
+            # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
+            return replace(_listed_only(state), failure=problem)
+        case Stage.SETTING_UP if state.before.mode not in (Mode.OFF, state.target.mode):
+            return replace(state, stage=Stage.GOING_BACK, running=state.before.mode, failure=problem)
+        case Stage.SETTING_UP:
+            return replace(state, stage=Stage.OFF, running=Mode.OFF, failure=problem)
+        case Stage.GOING_BACK:
+            both = f"{state.failure}; and back again: {problem}"
+            return replace(state, stage=Stage.OFF, running=Mode.OFF, before=OFF, failure=both)
+    return state
+
+
+def tried_again(state: ModeState) -> ModeState:
+    """Another try at a target that could not be set up."""
+    if not state.failure:
+        return state
+    match state.stage:
+        case Stage.OFF:
+            return _begun(state)
+        case Stage.SELLING:
+            return _closed(state)
+        case Stage.DRAINING if state.stands_as_wanted:
+            return _sold_again(state)
+    return state
+
+
+def sold(state: ModeState) -> ModeState:
+    """It stands on the lists of its target."""
+    if state.stage is not Stage.READY:
+        return state
+    target = state.target
+    return ModeState(Stage.SELLING, target, target.mode, target.replicas, target.mode)
+
+
+def stopped(state: ModeState) -> ModeState:
+    """The agent ends: what is sold is sold no more."""
+    if state.stage is not Stage.SELLING:
+        return state
+    return replace(state, stage=Stage.CLOSING, target=replace(state.target, reason=STOPPING))
+
+
+def _sold_again(state: ModeState) -> ModeState:
+    """What stands listed is what is wanted: nothing has to be done but to see that it runs."""
+    if state.running is state.mode:
+        return replace(state, stage=Stage.SELLING, before=OFF)
+    return replace(state, stage=Stage.SETTING_UP, running=state.mode)
+
+
+def _listed_only(state: ModeState) -> ModeState:
+    return replace(state, stage=Stage.DRAINING, running=Mode.OFF)
+
+
+def _ended(state: ModeState) -> ModeState:
+    return replace(state, stage=Stage.TEARING_DOWN, running=state.mode)
+
+
+def _closed(state: ModeState) -> ModeState:
+    return replace(state, stage=Stage.CLOSING, before=GpuMode(state.mode, replicas=state.replicas))
+
+
+def _begun(state: ModeState) -> ModeState:
+    """Nothing runs for it: what its target needs is set up."""
+    target = state.target.mode
+    if target is Mode.OFF:
+        return replace(state, stage=Stage.OFF, before=OFF)
+    return replace(state, stage=Stage.SETTING_UP, running=target)

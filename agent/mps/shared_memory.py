@@ -1,0 +1,89 @@
+"""The shared memory of one GPU: a tmpfs that its daemon, its server and its pods have as /dev/shm.
+
+All pods that hold shares of a GPU share it: MPS clients and server find each other there. Its size is bound,
+since one pod could take the memory of the node otherwise. All of it blocks.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+from agent.mps.directories import Directories
+
+MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
+MS_REMOUNT = 0x20
+# As /dev/shm has everywhere, and no links that the server could be made to follow (since Linux 5.10).
+FLAGS = 0x2 | 0x4 | 0x100  # MS_NOSUID, MS_NODEV, MS_NOSYMFOLLOW
+# A file takes about a KiB of the kernel's own memory, however small it is.
+BYTES_FOR_FILE = 16 << 10
+
+
+def prepare(folders: Directories, size: int) -> str | None:
+    """Have a tmpfs of `size` bytes at the shm folder, where pods see it. What is wrong with it, or None.
+
+    A folder of the run folder takes its place where pods would not see it, and where there is none to be had.
+    """
+    if folders.shm.is_mount():
+        return limit(folders, size)
+    problem = _mount(folders.shm, 0, size)
+    if problem is None and not _seen_by_host(folders.shm):
+        unmount(folders.shm)
+        problem = (
+            "a tmpfs mounted here does not reach the host: give the run folder mountPropagation Bidirectional"
+        )
+    if problem is None:
+        return None
+    folders.shm.chmod(0o1777)
+    return f"{problem}; pods can fill the run folder"
+
+
+def limit(folders: Directories, size: int) -> str | None:
+    """Give a tmpfs that is there another size, in bytes. Why that cannot be, or None."""
+    found = os.statvfs(folders.shm)
+    if found.f_blocks * found.f_frsize == size // found.f_frsize * found.f_frsize:
+        return None
+    problem = _mount(folders.shm, MS_REMOUNT, size)
+    return f"its size stays at {found.f_blocks * found.f_frsize} bytes: {problem}" if problem else None
+
+
+def unmount(folder: Path) -> None:
+    """Take a mount away, if there is one, even while a pod still holds it."""
+    if folder.is_mount():
+        ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(folder), MNT_DETACH | UMOUNT_NOFOLLOW)
+
+
+def private(pid: int, folders: Directories) -> bool:
+    """Whether a running daemon has the shm folder as its /dev/shm."""
+    return _same(f"/proc/{pid}/root/dev/shm", folders.shm)
+
+
+def _same(one: str, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)  # noqa: PTH121
+    except OSError:
+        return False
+
+
+def _mount(folder: Path, flags: int, size: int) -> str | None:
+    """What is wrong, in words; None: nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    data = f"mode=1777,size={size},nr_inodes={max(1024, size // BYTES_FOR_FILE)}".encode()
+    if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(FLAGS | flags), data):
+        return f"it cannot be mounted with {size} bytes: {os.strerror(ctypes.get_errno())}"
+    return None
+
+
+def _seen_by_host(folder: Path) -> bool:
+    """Whether the container runtime sees mounts made here: our namespace is its, or passes them on."""
+    try:
+        if os.path.samefile("/proc/self/ns/mnt", "/proc/1/ns/mnt"):  # noqa: PTH121
+            return True
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123
+            for line in mounts:
+                before, _, _ = line.partition(" - ")
+                words = before.split()
+                if words[4] == str(folder):
+                    return any(word.startswith("shared:") for word in words[6:])
+    except OSError:
+        return False
+    return False

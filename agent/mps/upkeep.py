@@ -1,0 +1,94 @@
+"""Keeps the folders of running daemons as they should be, whatever pods do to them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.mps import launch, processes, shared_memory
+from agent.mps.daemon_manager import Fleet
+from agent.mps.directories import Directories
+from agent.mps.errors import MpsError
+from agent.mps.status import DaemonStatus
+from agent.mps.sweep import sweep
+from agent.mps.terminate import end
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 10.0
+SWEEP_LOOKS = 6  # one in so many looks takes what ended containers left in shared memory
+
+
+class Upkeep:
+    """Looks after all folders in turn. `held`: whether containers hold shares of a GPU; None: not known."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        run: Path,
+        size: int,
+        held: Callable[[str], bool | None],
+        proc: Path = Path("/proc"),
+    ) -> None:
+        """`size` of a GPU's shared memory in bytes."""
+        self._fleet = fleet
+        self._run = run
+        self._size = size
+        self._held = held
+        self._proc = proc
+        self._problems: dict[str, str] = {}  # that the log told of last
+
+    async def run(self) -> None:
+        """Look again and again until cancelled."""
+        look = 0
+        while True:
+            for uuid, status in self._fleet.statuses.value.items():
+                if status.pid is not None:
+                    await self.look(uuid, status, sweeping=look % SWEEP_LOOKS == 0)
+            look += 1
+            await anyio.sleep(LOOK_SECONDS)
+
+    async def look(self, uuid: str, status: DaemonStatus, sweeping: bool) -> None:
+        """Put right what can be put right of one daemon's folders; the log tells what cannot, once."""
+        folders = Directories.of(self._run, uuid)
+        problem = None
+        try:
+            assert status.pid is not None
+            if await anyio.to_thread.run_sync(launch.exposed, status.pid, folders):
+                await self._replace(uuid, status, folders)
+            else:
+                await anyio.to_thread.run_sync(folders.show)
+            if status.private_shm:
+                problem = await anyio.to_thread.run_sync(self._keep_memory, uuid, folders, sweeping)
+        except (MpsError, OSError) as error:
+            problem = str(error)
+        if problem and problem != self._problems.get(uuid):
+            log.warning("mps_folders_not_kept", gpu=uuid, problem=problem)
+        self._problems[uuid] = problem or ""
+
+    async def _replace(self, uuid: str, status: DaemonStatus, folders: Directories) -> None:
+        """End a daemon that works where pods can write, once it has no client; another is started."""
+        daemon = self._fleet.daemon(uuid)
+        if daemon is None or os.geteuid() != 0:  # without privileges there is no other form
+            return
+        survey = await daemon.control.survey(status.server, clients=True)
+        if survey.servers and (survey.clients is None or survey.clients):
+            return
+        log.info("mps_daemon_of_before_replaced", gpu=uuid, pid=status.pid)
+        await end(await anyio.to_thread.run_sync(processes.daemons, folders.pipe))
+        await end(await anyio.to_thread.run_sync(processes.servers, folders.pipe))
+
+    def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:
+        """What is wrong with the size of a GPU's shared memory, or None."""
+        if not folders.shm.is_mount():
+            return None  # that was told of when its daemon started
+        problem = shared_memory.limit(folders, self._size)
+        if sweeping:
+            own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}
+            files, size = sweep(folders.shm, own, self._held(uuid) is False, self._proc)
+            if files:
+                log.info("mps_shared_memory_swept", gpu=uuid, files=files, bytes=size)
+        return problem

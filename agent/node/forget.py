@@ -1,0 +1,55 @@
+"""Takes the agent's labels, annotations, taint and condition off a Node object."""
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from agent.cluster.api import KubeApi
+from agent.cluster.node import Node, NodeObject
+from agent.modes.cordons import ANNOTATION as CORDON
+from agent.node.conditions import CONDITION
+from agent.node.labels import GFD_MARK
+from agent.node.taint import EFFECT, TAINT
+
+OWN_PREFIX = "gpu-node-agent.io/"
+CUDA_LABELS = ("cuda-major-version", "cuda-minor-version")
+# GPU Feature Discovery, where it runs, sets these itself.
+GPU_LABELS = tuple(
+    f"nvidia.com/gpu.{name}" for name in ("product", "count", "memory", "compute.major", "compute.minor")
+)
+
+
+class _NodeList(msgspec.Struct):
+    items: list[Node]
+
+
+async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
+    """Remove everything that the agent wrote to the node but the annotations in `keep`; again is nothing.
+
+    What a person wrote stays: the mode's label, a cordon. Raises ApiError, msgspec.DecodeError.
+    """
+    # A list of one: the agent's account may list nodes and needs no right to get them.
+    data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
+    found = msgspec.json.decode(data, type=_NodeList).items
+    if not found:
+        return
+    metadata = found[0].metadata
+    labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
+    kept = {CORDON, *keep}
+    annotations = {
+        key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in kept
+    }
+    if labels or annotations:
+        body = {"metadata": {"labels": labels, "annotations": annotations}}
+        await api.merge_patch(f"/api/v1/nodes/{name}", body)
+    if any(each.get("key") == TAINT for each in found[0].spec.taints):
+        await NodeObject(api, name).set_taint(TAINT, EFFECT, present=False)
+    condition = {"type": CONDITION, "$patch": "delete"}
+    await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
+
+
+def is_ours(key: str, present: Mapping[str, str]) -> bool:
+    """Whether the agent set a label of a node with these labels."""
+    if key.startswith(OWN_PREFIX) or key in CUDA_LABELS:
+        return True
+    return key in GPU_LABELS and GFD_MARK not in present

@@ -1,0 +1,40 @@
+"""The JSON of the API's objects and answers, as far as it needs no state."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .pods import ContainerSpec
+
+Object = dict[str, Any]
+
+
+def container(spec: ContainerSpec) -> Object:
+    """A container of a pod's spec."""
+    limits = {resource: str(count) for resource, count in spec.limits.items()}
+    found: Object = {"name": spec.name, "resources": {"limits": limits, "requests": limits}}
+    return {**found, "restartPolicy": "Always"} if spec.restartable else found
+
+
+def merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
+    """A JSON merge patch of a map of texts."""
+    for key, value in patch.items():
+        if value is None:
+            into.pop(key, None)
+        else:
+            into[key] = value
+
+
+def without_version(item: Object) -> Object:
+    """What must differ for an object to have changed."""
+    return {**item, "metadata": {**item["metadata"], "resourceVersion": ""}}
+
+
+def status_text(code: int, message: str) -> str:
+    """The answer to a call that failed."""
+    return json.dumps({"kind": "Status", "code": code, "message": message})
+
+
+def line(event: Object) -> bytes:
+    """One event of a watch."""
+    return json.dumps(event).encode() + b"\n"

@@ -1,0 +1,66 @@
+"""What a scheduler's extender needs of the API beside nodes and pods: bindings and leases."""
+
+import itertools
+
+from aiohttp import web
+
+from .api import Api
+from .http_objects import Object, status_text
+
+
+class SchedulingApi:
+    """Bindings carry annotations onto the pod in the write that binds it, as the API server has it."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._leases: dict[str, Object] = {}
+        self._versions = itertools.count(1)
+
+    def routes(self) -> list[web.RouteDef]:
+        """To be added to an application."""
+        leases = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        return [
+            web.post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind),
+            web.post(leases, self._new_lease),
+            web.get(leases + "/{name}", self._lease),
+            web.patch(leases + "/{name}", self._patch_lease),
+        ]
+
+    async def _bind(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        pod = self._api.pods.get((request.match_info["namespace"], request.match_info["name"]))
+        if not self._api.reachable:
+            return _status(503, "the server is away")
+        if pod is None or pod.deleting or body["metadata"].get("uid", pod.api_uid) != pod.api_uid:
+            return _status(409, "the pod is gone")
+        if pod.node_name is not None:
+            return _status(409, f"pod {pod.spec.name} is already assigned to node {pod.node_name!r}")
+        pod.written |= body["metadata"].get("annotations", {})
+        self._api.bind(pod)
+        return _status(201, "bound")
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        found = self._leases.get(request.match_info["name"])
+        return web.json_response(found) if found and self._api.reachable else _status(404, "no such lease")
+
+    async def _new_lease(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return self._written(body["metadata"]["name"], body["spec"])
+
+    async def _patch_lease(self, request: web.Request) -> web.Response:
+        name, body = request.match_info["name"], await request.json()
+        known = self._leases.get(name)
+        if known is None or body["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
+            return _status(409, "the object has been modified")
+        return self._written(name, known["spec"] | body["spec"])
+
+    def _written(self, name: str, spec: Object) -> web.Response:
+        if not self._api.reachable:
+            return _status(503, "the server is away")
+        metadata = {"name": name, "resourceVersion": str(next(self._versions))}
+        self._leases[name] = {"metadata": metadata, "spec": spec}
+        return web.json_response(self._leases[name])
+
+
+def _status(code: int, message: str) -> web.Response:
+    return web.Response(text=status_text(code, message), status=code, content_type="application/json")

@@ -1,0 +1,32 @@
+"""The report on the Node object when the API server says no for a while."""
+
+import anyio
+
+from agent.kit.cell import Cell
+from agent.modes.state import Phase, SwitchState
+from agent.node.conditions import LONGEST_RETRY_SECONDS, MODE_LABEL, Reporter
+from tests.unit.node.test_telling import OwnNode
+from tests.virtual_time import in_virtual_time
+
+
+@in_virtual_time
+async def test_report_is_tried_again() -> None:
+    node = OwnNode()
+    state = Cell(SwitchState(Phase.SWITCHING, "pgpu", "setting up", (), "none"))
+    reporter = Reporter(node, state, Cell({}))
+    async with anyio.create_task_group() as group:
+        group.start_soon(reporter.run)
+        await anyio.sleep(5)
+        node.refuse = "503 Service Unavailable"
+        state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
+        await anyio.sleep(600)
+        assert (node.known, reporter.problem) == ({MODE_LABEL: "switching"}, node.refuse)
+        assert 8 <= reporter.failures <= 20  # not every second, for ten minutes
+        node.refuse = None  # and nothing else happens
+        await anyio.sleep(LONGEST_RETRY_SECONDS)
+        assert node.known == {MODE_LABEL: "pgpu"}
+        assert node.conditions[-1][1:3] == ("True", "Applied")
+        patches = reporter.patches
+        await anyio.sleep(3600)
+        assert reporter.patches == patches
+        group.cancel_scope.cancel()

@@ -1,0 +1,180 @@
+"""The /dev/shm of a GPU: its bound, and what ended containers leave in it."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from agent.mps import launch, shared_memory
+from agent.mps import sweep as sweep_module
+from agent.mps.binary import Program
+from agent.mps.directories import Directories
+from agent.mps.sweep import sweep
+from agent.mps.upkeep import Upkeep
+from tests.component.mps.keeping import OPTIONS, UUID, Modes
+from tests.component.mps.pods import NOBODY, Container
+from tests.component.mps.test_fleet import fleet_of, gpu, running
+from tests.component.mps.test_folders import started_by_hand
+
+MIB = 1 << 20
+PROC = Path("/proc")
+TICK_SECONDS = 0.1  # more than the kernel's clocks differ by
+
+
+@pytest.fixture
+def folders(run_folder: Path) -> Iterator[Directories]:
+    """Those of a GPU, with 4 MiB of shared memory."""
+    found = Directories.of(run_folder, UUID)
+    found.make()
+    assert shared_memory.prepare(found, 4 * MIB) is None
+    yield found
+    shared_memory.unmount(found.shm)
+
+
+def test_one_pod_cannot_take_the_memory_of_the_node(folders: Directories) -> None:
+    assert filled(folders.shm) == 4 * MIB
+    # Nor by the kernel's own memory for files that hold nothing.
+    made = 0
+    with suppress(OSError):
+        for made in range(5000):
+            (folders.shm / str(made)).touch()
+    assert 500 < made < 1100
+
+
+def filled(folder: Path) -> int:
+    """How many bytes fit into a folder."""
+    taken = 0
+    with (folder / "large").open("wb", buffering=0) as file, suppress(OSError):
+        while taken < 64 * MIB:
+            taken += file.write(bytes(MIB))
+    return taken
+
+
+def test_nobody_is_led_out_of_it(folders: Directories, tmp_path: Path) -> None:
+    """The server, which is root, opens files here by names that any pod can take."""
+    (tmp_path / "victim").write_text("precious")
+    (folders.shm / "cuda.shm.0.1").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        (folders.shm / "cuda.shm.0.1").write_text("overwritten")
+    flags = os.statvfs(folders.shm).f_flag
+    assert flags & os.ST_NODEV
+    assert flags & os.ST_NOSUID
+
+
+def test_another_size_is_taken_up_while_it_is_in_use(folders: Directories) -> None:
+    def size() -> int:
+        found = os.statvfs(folders.shm)
+        return found.f_blocks * found.f_frsize
+
+    (folders.shm / "kept").write_bytes(bytes(2 * MIB))
+    assert shared_memory.prepare(folders, 8 * MIB) is None
+    assert size() == 8 * MIB
+    # What is in use cannot be taken away.
+    assert "its size stays at 8388608 bytes" in (shared_memory.limit(folders, MIB) or "")
+    assert size() == 8 * MIB
+    assert (folders.shm / "kept").stat().st_size == 2 * MIB
+
+
+def test_what_pods_would_not_see_is_told(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = Directories.of(run_folder, UUID)
+    folders.make()
+    monkeypatch.setattr(shared_memory, "_seen_by_host", lambda _: False)
+    said = shared_memory.prepare(folders, MIB)
+    assert said == (
+        "a tmpfs mounted here does not reach the host: give the run folder mountPropagation Bidirectional; "
+        "pods can fill the run folder"
+    )
+    assert not folders.shm.is_mount()
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "YOUNG_SECONDS", 0.0)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_what_ended_containers_left_is_swept(folders: Directories, newest: Program) -> None:
+    """Files that nobody has open or mapped, and that nobody who lives can have made."""
+    with Container(newest, folders) as ended:
+        ended.run("mkdir /dev/shm/folder; echo data >/dev/shm/folder/left; echo data >/dev/shm/left")
+        ended.run("echo data >/dev/shm/open; ln -s / /dev/shm/link")
+    time.sleep(TICK_SECONDS)
+    with Container(newest, folders) as living:
+        time.sleep(TICK_SECONDS)
+        living.run("exec 9</dev/shm/open; mkdir /dev/shm/new; echo data >/dev/shm/new/kept")
+        time.sleep(TICK_SECONDS)
+        files, size = sweep(folders.shm, (), False, PROC)
+        assert names(folders.shm) == {"open", "new", "new/kept"}
+        assert (files, size > 0) == (3, True)
+    time.sleep(TICK_SECONDS)
+    # Now nobody is seen: that is believed only where nobody holds shares.
+    assert sweep(folders.shm, (), False, PROC) == (0, 0)
+    assert sweep(folders.shm, (), True, PROC)[0] == 2
+    assert names(folders.shm) == set()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_leftovers_of_another_user_go_while_a_neighbour_lives(folders: Directories, newest: Program) -> None:
+    with Container(newest, folders, NOBODY) as living:
+        time.sleep(TICK_SECONDS)
+        with Container(newest, folders, NOBODY - 1) as ended:
+            ended.run("echo data >/dev/shm/theirs")
+        living.run("echo data >/dev/shm/own")
+        (folders.shm / "of-root").touch()  # an entry point that was root, and is not any more
+        time.sleep(TICK_SECONDS)
+        assert sweep(folders.shm, (), False, PROC)[0] == 1
+        assert names(folders.shm) == {"own", "of-root"}
+
+
+def test_what_is_young_stays(folders: Directories) -> None:
+    (folders.shm / "new").touch()
+    assert sweep(folders.shm, (), True, PROC) == (0, 0)
+    assert names(folders.shm) == {"new"}
+
+
+async def test_running_daemons_are_kept_up(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that works where pods can write is replaced once it has no client; links come back."""
+    monkeypatch.setattr(sweep_module, "YOUNG_SECONDS", 0.0)
+    one = gpu(0)
+    folders = Directories.of(run_folder, one.uuid)
+    await anyio.to_thread.run_sync(folders.make)
+    await anyio.to_thread.run_sync(started_by_hand, newest, folders)
+    fleet = fleet_of(run_folder, newest, Modes())
+    upkeep = Upkeep(fleet, run_folder, 2 * OPTIONS.shared_memory, lambda _: False)
+    async with running(fleet):
+        await fleet.set_up(one)
+        before = fleet.status(one.uuid)
+        assert before.adopted
+        assert before.pid
+        assert await anyio.to_thread.run_sync(launch.exposed, before.pid, folders)
+        await upkeep.look(one.uuid, before, sweeping=True)
+        with anyio.fail_after(20):
+            await fleet.statuses.wait_for(
+                lambda now: now[one.uuid].serving and now[one.uuid].pid not in (None, before.pid)
+            )
+        after = fleet.status(one.uuid)
+        assert after.pid
+        assert not await anyio.to_thread.run_sync(launch.exposed, after.pid, folders)
+        (folders.pipe / "control").unlink()
+        (folders.pipe / "log").unlink()
+        (folders.pipe / "log").symlink_to("/etc/passwd")
+        (folders.shm / "left").touch()
+        await anyio.sleep(TICK_SECONDS)
+        await upkeep.look(one.uuid, after, sweeping=True)
+        for name in ("control", "log"):
+            assert (folders.pipe / name).samefile(folders.own / name)
+        assert not (folders.shm / "left").exists()
+        found = os.statvfs(folders.shm)
+        assert found.f_blocks * found.f_frsize == 2 * OPTIONS.shared_memory
+        await fleet.tear_down(one)

@@ -1,0 +1,191 @@
+"""The whole agent, with a kubelet: what comes to its HTTP port and its control socket changes no list."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from agent.app import run as app
+from agent.app.agent import Agent
+from agent.settings import Cluster, Host, Http, Kubelet, Settings
+from agent.simulator.kubelet import EmbeddedKubelet, Timings
+from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml import SimulatedNvml
+from agent.web.control import NAME
+from tests.fuzz.campaign import Campaign
+
+GPU = "nvidia.com/gpu"
+# A connection that is ended so leaves nothing behind: 100,000 of them would take all ports for a minute.
+RESET = struct.pack("ii", 1, 0)
+TURNS = 60
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Unix socket paths have at most 107 bytes, which pytest's folders may exceed."""
+    made = Path(tempfile.mkdtemp(prefix="gna-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@asynccontextmanager
+async def unchanged(folder: Path) -> AsyncIterator[Agent]:
+    """A running agent whose lists are the same afterwards, and none of whose tasks failed."""
+    kubelet = EmbeddedKubelet(folder / "k", status_tick=0.05, timings=Timings(registry_poll=0.05))
+    settings = Settings(
+        default_mode="pgpu",
+        http=Http(address="127.0.0.1", port=0),
+        kubelet=Kubelet(root=str(folder / "k")),
+        cluster=Cluster(access="off"),
+        host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
+    )
+    lists: list[tuple[str, list[Any]]] = []
+    nvml = SimulatedNvml(SimulatedMachine.create("dgx-h200"))
+    async with kubelet.running(), app.running(settings, nvml) as agent:
+        with anyio.fail_after(30):
+            while kubelet.allocatable.get(GPU) != 8:
+                await anyio.sleep(0.02)
+        with kubelet.observing_lists(lambda resource, devices: lists.append((resource, [*devices]))):
+            yield agent
+            await anyio.sleep(0.1)
+        assert lists == []
+        assert kubelet.healthy(GPU) == 8
+        assert "ready" in await _answer(agent, b"GET /readyz HTTP/1.0\r\n\r\n")
+        failed = {name: state.last_error for name, state in agent.supervisor.states.items()}
+        assert {name: error for name, error in failed.items() if error} == {}
+
+
+async def _answer(agent: Agent, request: bytes) -> str:
+    async with await anyio.connect_tcp("127.0.0.1", agent.http_port) as stream:
+        await stream.send(request)
+        found = b""
+        with anyio.fail_after(10):
+            while True:
+                try:
+                    found += await stream.receive()
+                except anyio.EndOfStream:
+                    return found.decode()
+
+
+async def exchange(family: int, address: Any, data: bytes) -> bytes:
+    """What comes first in answer to `data` on a new connection; empty: nothing came."""
+    with socket.socket(family) as one:
+        one.setblocking(False)
+        if family == socket.AF_INET:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        while (code := one.connect_ex(address)) == errno.EAGAIN:  # the listener, in this loop, is not as fast
+            await anyio.sleep(0.001)
+        assert code in (0, errno.EINPROGRESS), os.strerror(code)
+        left = memoryview(data)
+        # The server is in this loop, too: what is not answered within some turns of it waits for more bytes.
+        for _ in range(TURNS):
+            await anyio.lowlevel.checkpoint()
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while left:  # it may be answered before it is read to its end
+                    left = left[one.send(left) :]
+            try:
+                return one.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                break
+        return b""
+
+
+REQUESTS = (
+    b"GET /healthz HTTP/1.1\r\nHost: node\r\n\r\n",
+    b"GET /readyz HTTP/1.1\r\nHost: node\r\nAccept: */*\r\nUser-Agent: kube-probe/1.36\r\n\r\n",
+    b"HEAD /healthz HTTP/1.0\r\n\r\n",
+    b"POST /healthz HTTP/1.1\r\nHost: node\r\nContent-Length: 5\r\n\r\nhello",
+    b"POST /readyz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+    b'GET /healthz?a=b&c=%00%ff#d HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nCookie: a=b; c="d\r\n\r\n',
+    b"GET http://a:99999/healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /readyz HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"CONNECT a:443 HTTP/1.1\r\nHost: a:443\r\n\r\n",
+)
+HTTP_WORDS = (
+    b"\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Content-Length: 99999999999999999999\r\n",
+    b"Content-Length: -1\r\n",
+    b"Connection: keep-alive, Upgrade\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"/metrics",
+    b"//",
+    b"%",
+    b"HTTP/9.9",
+)
+
+
+async def test_web_port(campaign: Campaign, folder: Path) -> None:
+    async with unchanged(folder) as agent:
+
+        async def act(data: bytes) -> str:
+            found = await exchange(socket.AF_INET, ("127.0.0.1", agent.http_port), data)
+            assert found == b"" or found.startswith(b"HTTP/"), found[:100]
+            assert b" 500 " not in found.partition(b"\r\n")[0], found[:200]
+            return found[9:12].decode() or "silence"
+
+        await campaign.run_async(act, REQUESTS, HTTP_WORDS)
+        with anyio.fail_after(10):
+            while len(agent.http.connections):
+                await anyio.sleep(0.02)
+
+
+COMMANDS = tuple(
+    json.dumps(command).encode() + b"\n"
+    for command in (
+        {"command": "status"},
+        {"command": "clear-health", "gpu": "0"},
+        {"command": "clear-health", "gpu": "GPU-x", "removed": True},
+        {"command": "release", "seconds": "600"},  # a number would be obeyed: that is what it is for
+        {"command": "release", "seconds": None},
+        {"command": "top"},
+        {"command": ["release"]},
+        {"seconds": 5},
+    )
+)
+
+
+def _obeyed(data: bytes) -> bool:
+    """Whether it is a proper command of root's to let NVML go, which lists follow."""
+    try:
+        request = json.loads(data.partition(b"\n")[0])
+        return isinstance(request, dict) and request.get("command") == "release"
+    except (ValueError, RecursionError):
+        return False
+
+
+async def test_control_socket(campaign: Campaign, folder: Path) -> None:
+    async with unchanged(folder) as agent:
+        path = str(Path(agent.settings.host.run) / NAME)
+
+        async def act(data: bytes) -> str:
+            if _obeyed(data):
+                data = data.replace(b"release", b"releases")
+            found = await exchange(socket.AF_UNIX, path, data)
+            if not found:
+                return "silence"
+            # A long answer comes in parts, of which this is the first.
+            line = json.loads(found) if found.endswith(b"\n") else {"ok": True}
+            assert "its log tells why" not in str(line.get("error")), line
+            return "done" if line["ok"] else "refused"
+
+        nested = b'{"command":' * 3000 + b"\n"  # ended the server once
+        words = (b'"command":', b'"release"', b'"gpu":', b'"removed":true', b"\n")
+        await campaign.run_async(act, (*COMMANDS, nested), words)

@@ -1,0 +1,80 @@
+"""What kube-scheduler, or whoever passes for it, asks of the extender: nothing is bound or assumed."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from agent.cluster.api import ApiRefused, KubeApi
+from agent.extender.binder import Binder
+from agent.extender.fleet import Fleet
+from agent.extender.handlers import FOLDER, Serving, Verbs
+from agent.extender.metrics import Metrics
+from agent.extender.verdicts import Verdicts
+from agent.model.demand import VGPU
+from agent.model.modes import Mode
+from agent.model.node_inventory import GpuEntry, NodeInventory
+from agent.model.placement import HINT, POLICY, Policy
+from agent.web.server import HttpServer, Request
+from tests.fuzz.campaign import Campaign
+
+
+class NoPods:
+    """An API server that has no pods; it writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    async def get(self, path: str, _: Mapping[str, str] | None = None, deadline: float = 0) -> bytes:
+        self.paths.append(path)
+        raise ApiRefused(404, "there is no such pod")
+
+    async def post(self, path: str, body: object, deadline: float = 0) -> bytes:
+        raise AssertionError(f"something is written: {path} {body}")
+
+
+LIMITS = {VGPU.core: "20", VGPU.memory: "4"}
+ANNOTATIONS = {POLICY: "spread", f"{HINT}0": "1"}
+POD = {
+    "metadata": {"name": "p", "namespace": "ns", "uid": "u", "annotations": ANNOTATIONS},
+    "spec": {"containers": [{"name": "main", "resources": {"limits": LIMITS}}]},
+}
+NODES = {"items": [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]}
+BODIES: tuple[tuple[str, Any], ...] = (
+    ("predicates", {"Pod": POD, "Nodes": None, "NodeNames": ["a", "b", "c"]}),
+    ("predicates", {"Pod": POD, "Nodes": NODES}),
+    ("priorities", {"Pod": POD, "NodeNames": ["a", "b"]}),
+    ("bind", {"PodName": "p", "PodNamespace": "ns", "PodUID": "u", "Node": "a"}),
+)
+
+
+async def test_extender_requests(campaign: Campaign) -> None:
+    fleet, api, server = Fleet(), NoPods(), HttpServer("127.0.0.1", 0)
+    for name in ("a", "b"):
+        gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
+        fleet.set_node(name, NodeInventory(gpus), {})
+    binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
+    serving = Serving(Verdicts(fleet), binder)
+    Verbs(lambda: serving, Metrics()).add_to(server, 1 << 20)
+    before = fleet.sold()
+
+    async def act(data: bytes) -> str:
+        verb, _, body = data.partition(b" ")
+        path = f"{FOLDER}/{verb.decode(errors='replace')}"
+        handler = server._routes.get(path) or server._routes[f"{FOLDER}/bind"]
+        reply = await handler(Request(path, body=body))
+        assert reply.status in (200, 400)
+        if reply.status == 200:
+            json.loads(reply.body)
+        assert (fleet.sold(), fleet.waiting, fleet.pods) == (before, 0, 0)
+        while api.paths:
+            # No name leads the request of the extender's account elsewhere.
+            parts = api.paths.pop().split("/")
+            assert parts[:4] == ["", "api", "v1", "namespaces"]
+            assert parts[5] == "pods"
+            assert len(parts) == 7
+            assert not {"", ".", ".."} & {parts[4], parts[6]}
+        return f"answered {reply.status}"
+
+    samples = [f"{verb} {json.dumps(body)}".encode() for verb, body in BODIES]
+    words = (b'"Pod":', b'"PodName":', b'"NodeNames":[', b'"items":', b'"limits":{', b"predicates ", b"bind ")
+    await campaign.run_async(act, samples, words, callers=1)

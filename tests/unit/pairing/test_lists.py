@@ -1,0 +1,139 @@
+"""Pods that wait for units, under a kubelet that sees the agent's real lists."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from agent._proto import v1beta1
+from agent.kubelet.api import Refused
+from agent.model.demand import Stage
+from agent.model.ledger import Half
+from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.pairing.ports import PairRefused
+from agent.plugins.fractions import Sharing, plugins_of
+from agent.plugins.inject import Injector
+from agent.settings import load
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
+
+SEEDS = range(20)
+
+
+class Kubelet(KubeletModel):
+    """Takes its devices from the lists that the plugins publish, as they were when it read them last."""
+
+    def __init__(self, trim: bool = True, gpus: int = 2, blocks: int = 40, seed: int = 0) -> None:
+        self.trim = trim
+        self.known: dict[Half, frozenset[str]] = {}
+        super().__init__(gpus, blocks, seed)
+
+    def start_agent(self) -> None:
+        super().start_agent()
+        self.shares.sharing = Sharing(self.kind, self.mode, self.trim)
+        self.plugins = plugins_of(self.shares, Injector(load(None, {}, [])))
+        self.read()
+
+    def read(self) -> None:
+        """The kubelet takes in the lists of now."""
+        for half, plugin in self.plugins.items():
+            plugin.refresh()
+            found = v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices
+            self.known[half] = frozenset(each.id for each in found if each.health == "Healthy")
+
+    def listed(self, half: Half) -> frozenset[str]:
+        return self.known[half]
+
+    async def told(self) -> None:
+        """The pod watch has told of an end, or the record was read; the lists follow at once."""
+        await self.refresh()
+        self.read()
+
+    def figures(self) -> dict[Half, tuple[int, int]]:
+        return {half: plugin.figures(self.modes.value) for half, plugin in self.plugins.items()}
+
+
+async def outcome(admission: Awaitable[None]) -> str:
+    try:
+        await admission
+    except (PairRefused, Refused) as refusal:
+        return str(refusal)
+    return "runs"
+
+
+def deleted(kubelet: Kubelet) -> None:
+    kubelet.end(("default", "a"))
+
+
+def completed(kubelet: Kubelet) -> None:
+    # The object stays in the API; the kubelet has freed the devices, and lists the pod no more.
+    kubelet.api["default", "a"] = pod("a", *kubelet.api["default", "a"].containers, phase="Succeeded")
+    del kubelet.taken_up["default", "a"]
+
+
+@pytest.mark.parametrize("end", [completed, deleted])
+@pytest.mark.parametrize("trim", [False, True])
+async def test_waiting_pod_gets_the_freed_gpu(end: Callable[[Kubelet], None], trim: bool) -> None:
+    for seed in SEEDS:
+        kubelet = Kubelet(trim, seed=seed)
+        await kubelet.admit(pod("a", share("main", 50, 40)))
+        await kubelet.admit(pod("b", share("main", 70, 30)))
+        await kubelet.told()
+        assert len(kubelet.listed(Half.CORE)) == (150 if trim else 200)
+        end(kubelet)
+        if trim:
+            await kubelet.told()
+        # Where nothing is trimmed no list has to be read first.
+        assert await outcome(kubelet.admit(pod("c", share("main", 60, 20)))) == "runs"
+
+
+@pytest.mark.parametrize("first", [share("main", 10, 40), share("main", 100, 0)])
+async def test_waiting_pod_fits_after_agent_update(first: object) -> None:
+    for seed in SEEDS:
+        kubelet = Kubelet(seed=seed)
+        await kubelet.admit(pod("a", first))  # type: ignore[arg-type]
+        kubelet.start_agent()
+        await kubelet.told()
+        kubelet.now += 100
+        await kubelet.admit(pod("b", share("main", 80, 30)))
+        await kubelet.told()
+        kubelet.now += 1
+        deleted(kubelet)
+        await kubelet.told()
+        assert await outcome(kubelet.admit(pod("c", share("main", 50, 30)))) == "runs"
+
+
+async def test_restarted_kubelet_that_lists_nothing() -> None:
+    for seed in SEEDS:
+        kubelet = Kubelet(seed=seed)
+        await kubelet.admit(pod("a", share("main", 100, 0)))
+        await kubelet.admit(pod("b", share("prepare", 60, 30, Stage.INIT), share("main", 10, 5)))
+        await kubelet.told()
+        before = kubelet.figures()
+        lists = [plugin.lists.value for plugin in kubelet.plugins.values()]
+        for agent in ("the same", "another"):
+            kubelet.heard = set()
+            if agent == "another":
+                kubelet.start_agent()
+            await kubelet.told()
+            assert kubelet.figures() == before
+            assert [plugin.lists.value for plugin in kubelet.plugins.values()] == lists
+        # A backlog, of pods that ask for memory alone, too: nobody gets what is held, and nobody dies of it.
+        for number in range(3):
+            assert await outcome(kubelet.admit(pod(f"late-{number}", share("main", 0, 3)))) == "runs"
+        kubelet.heard = None
+        await kubelet.told()
+        assert kubelet.pairing.ledger.held_ids == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
+
+
+async def test_a_gpu_that_drains_keeps_its_holders_under_a_restarted_kubelet() -> None:
+    kubelet = Kubelet()
+    await kubelet.admit(pod("a", share("prepare", 60, 30, Stage.INIT), share("main", 10, 5)))
+    await kubelet.told()
+    first = kubelet.inventory.value.gpus[0].uuid
+    drains = GpuMode(Mode.VGPU, Sale.CLOSED, reason="drains")
+    kubelet.modes.publish(Assignment({**kubelet.modes.value.gpus, first: drains}))
+    await kubelet.told()
+    before = kubelet.figures()
+    assert before == {Half.CORE: (160, 100), Half.MEMORY: (70, 40)}
+    kubelet.heard = set()
+    await kubelet.told()
+    assert kubelet.figures() == before
