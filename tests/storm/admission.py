@@ -29,9 +29,7 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
         if not _excused(world) and _fits(world, self, pod):
-            found(
-                f"pod {pod.spec.name} was refused though it fits: {reason}: {message}; used {_used(self, pod.uid)}"
-            )
+            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
     Life._reject = reject  # type: ignore[method-assign]
