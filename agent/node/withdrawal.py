@@ -84,7 +84,8 @@ class Withdrawals:
 
     async def stop(self, publish: Publish) -> None:
         """Offer nothing any more; `publish` makes the lists say so. Takes STOP_SECONDS at most."""
-        end = anyio.current_time() + STOP_SECONDS
+        began = anyio.current_time()
+        end, tainted, served = began + STOP_SECONDS, False, False
         try:
             with self._capacity.standing_still(), anyio.CancelScope(deadline=end):
                 async with anyio.create_task_group() as group:
@@ -92,7 +93,8 @@ class Withdrawals:
                     group.start_soon(self._taint.run)
                     with anyio.CancelScope(deadline=end - LEFT_SECONDS):
                         # No taint is begun that could not be taken back in the time left.
-                        await self._carry_out(STOP, publish, self._offered, end - 2 * WRITE_SECONDS)
+                        until = end - 2 * WRITE_SECONDS
+                        tainted, served = await self._carry_out(STOP, publish, self._offered, until)
                     self._taint.drop_all()  # a switch may be under way
                     await self._taint.gone()
                     with anyio.move_on_after(SECOND_LOOK_SECONDS):
@@ -103,6 +105,14 @@ class Withdrawals:
                     group.cancel_scope.cancel()
         finally:
             await publish()  # whatever failed; again is nothing
+        log.info(
+            "all_withdrawn",
+            held=tainted,
+            late=not served or None,
+            tainted=self._taint.stands(),
+            still_offered=sorted(self._offered()) or None,
+            seconds=round(anyio.current_time() - began, 3),
+        )
 
     async def _carry_out(
         self, shares: Shares, publish: Publish, left: Callable[[], Amounts], until: float = math.inf

@@ -18,6 +18,7 @@ pytest.register_assert_rewrite(
     "tests.scenarios.skeleton",
     "tests.scenarios.modes",
     "tests.scenarios.mode_streams",
+    "tests.scenarios.holders",
     "tests.scenarios.load",
     "tests.scenarios.init_holders",
 )

@@ -6,7 +6,11 @@ import pytest
 
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster
-from tests.scenarios import init_holders
+from tests.scenarios import holders, init_holders
+from tests.scenarios.holders import (
+    test_restarted_kubelet_that_lists_nothing,
+    test_waiting_pod_fits_after_agent_update,
+)
 from tests.scenarios.init_holders import (
     test_no_mode_flip_under_a_running_init_container,
     test_refused_switch_waits_for_a_running_init_container,
@@ -15,6 +19,8 @@ from tests.scenarios.init_holders import (
 __all__ = [
     "test_no_mode_flip_under_a_running_init_container",
     "test_refused_switch_waits_for_a_running_init_container",
+    "test_restarted_kubelet_that_lists_nothing",
+    "test_waiting_pod_fits_after_agent_update",
 ]
 
 
@@ -26,4 +32,4 @@ async def rig(patient: Cluster) -> AsyncIterator[RealRig]:
 
 
 def test_no_scenario_is_forgotten() -> None:
-    assert {scenario.__name__ for scenario in init_holders.ALL} == set(__all__)
+    assert {scenario.__name__ for scenario in (*holders.ALL, *init_holders.ALL)} == set(__all__)

@@ -23,7 +23,7 @@ BOTH_FACES = (
     modes.test_agent_kill_in_mid_switch,
     modes.test_no_admission_error_across_thirty_switches,
 )
-SHORT = 6  # switches
+SHORT = 4  # switches
 # Under a stream of pods the kubelet's tick must be what it is: one that comes twice a second writes figures
 # of old lists back at every moment of a switch.
 PRODUCTION_TICK = (

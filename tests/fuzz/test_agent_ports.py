@@ -19,14 +19,11 @@ import pytest
 
 from agent.app import run as app
 from agent.app.agent import Agent
-from agent.settings import Cluster, Host, Http, Kubelet, Settings
-from agent.simulator.kubelet import EmbeddedKubelet, Timings
-from agent.simulator.machine import SimulatedMachine
-from agent.simulator.nvml import SimulatedNvml
 from agent.web.control import NAME
+from tests.component.kubelet_room.parts import GPU
+from tests.component.test_app import _get, _kubelet, _nvml, _settings
 from tests.fuzz.campaign import Campaign
 
-GPU = "nvidia.com/gpu"
 # A connection that is ended so leaves nothing behind: 100,000 of them would take all ports for a minute.
 RESET = struct.pack("ii", 1, 0)
 TURNS = 60
@@ -43,17 +40,9 @@ def folder() -> Iterator[Path]:
 @asynccontextmanager
 async def unchanged(folder: Path) -> AsyncIterator[Agent]:
     """A running agent whose lists are the same afterwards, and none of whose tasks failed."""
-    kubelet = EmbeddedKubelet(folder / "k", status_tick=0.05, timings=Timings(registry_poll=0.05))
-    settings = Settings(
-        default_mode="pgpu",
-        http=Http(address="127.0.0.1", port=0),
-        kubelet=Kubelet(root=str(folder / "k")),
-        cluster=Cluster(access="off"),
-        host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
-    )
+    kubelet = _kubelet(folder)
     lists: list[tuple[str, list[Any]]] = []
-    nvml = SimulatedNvml(SimulatedMachine.create("dgx-h200"))
-    async with kubelet.running(), app.running(settings, nvml) as agent:
+    async with kubelet.running(), app.running(_settings(folder), _nvml()) as agent:
         with anyio.fail_after(30):
             while kubelet.allocatable.get(GPU) != 8:
                 await anyio.sleep(0.02)
@@ -62,21 +51,9 @@ async def unchanged(folder: Path) -> AsyncIterator[Agent]:
             await anyio.sleep(0.1)
         assert lists == []
         assert kubelet.healthy(GPU) == 8
-        assert "ready" in await _answer(agent, b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert "ready" in await _get(agent, "/readyz")
         failed = {name: state.last_error for name, state in agent.supervisor.states.items()}
         assert {name: error for name, error in failed.items() if error} == {}
-
-
-async def _answer(agent: Agent, request: bytes) -> str:
-    async with await anyio.connect_tcp("127.0.0.1", agent.http_port) as stream:
-        await stream.send(request)
-        found = b""
-        with anyio.fail_after(10):
-            while True:
-                try:
-                    found += await stream.receive()
-                except anyio.EndOfStream:
-                    return found.decode()
 
 
 async def exchange(family: int, address: Any, data: bytes) -> bytes:

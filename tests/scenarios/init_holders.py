@@ -18,6 +18,7 @@ MORE: Mapping[str, Mapping[str, int]] = {
 NEXT = {"pgpu": "vgpu", "vgpu": "mps", "mps": "pgpu"}
 # An agent that overlooks the holder flips its GPU 3.6 s after the label.
 LOOKS_SECONDS = 4.5
+REFUSED_SECONDS = 1.0  # a refused switch does nothing, at once
 FOR_GOOD = 3600.0
 
 
@@ -45,14 +46,16 @@ async def gpus_of(rig: Rig, *pods: PodSpec) -> set[str]:
     return {each for some in nodes for each in some if each[-1].isdigit()}
 
 
-async def unmoved(node: ModeNode, entering: str, state: str, gpus: int, pods: list[PodSpec]) -> None:
+async def unmoved(
+    node: ModeNode, entering: str, state: str, gpus: int, pods: list[PodSpec], seconds: float
+) -> None:
     """For a while, and over a restart of the agent, no more than so many GPUs enter the mode."""
     resource, each = COUNTED[entering]
     for restart in (False, True):
         if restart:
             await node.rig.kill_agent()
             await node.start()
-        until = anyio.current_time() + LOOKS_SECONDS
+        until = anyio.current_time() + seconds
         while anyio.current_time() < until:
             assert await node.rig.known_devices(resource) <= gpus * each
             await anyio.sleep(0.2)
@@ -73,7 +76,7 @@ async def test_no_mode_flip_under_a_running_init_container(rig: Rig) -> None:
             assert held == (3 if mode == "pgpu" else 1)
             await node.want(entering)
             await node.sells(entering, GPUS - held)
-            await unmoved(node, entering, "switching", GPUS - held, pods)
+            await unmoved(node, entering, "switching", GPUS - held, pods, LOOKS_SECONDS)
             await node.sells(entering, GPUS - held)
             await node.end(*pods)
             await node.applied(entering)
@@ -90,7 +93,7 @@ async def test_refused_switch_waits_for_a_running_init_container(rig: Rig) -> No
             await node.want(entering)
             told = await node.reach("blocked", entering)
             assert all(f"default/{pod.name}" in told["message"] for pod in pods), told["message"]
-            await unmoved(node, entering, "blocked", 0, pods)
+            await unmoved(node, entering, "blocked", 0, pods, REFUSED_SECONDS)
             await node.sells(mode)
             await node.end(*pods)
         await node.applied(NEXT["mps"])

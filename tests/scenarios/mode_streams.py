@@ -140,7 +140,8 @@ async def test_agent_update_under_a_stream_of_pods(rig: Rig) -> None:
             await stream.empty()
             stream.end()
         assert not stream.failed, stream.failed
-        print(f"5 updates: {len(stream.ran)} pods ran, 0 failed")
+        held = [each["held"] for each in await node.logged("all_withdrawn")]
+        print(f"5 updates, the taint in time at {held.count(True)}: {len(stream.ran)} pods ran, 0 failed")
 
 
 async def _usage(node: ModeNode) -> tuple[float, float]:

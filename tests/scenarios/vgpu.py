@@ -30,14 +30,15 @@ def share_pod(name: str, cores: int, blocks: int) -> PodSpec:
     return PodSpec(name, (share("main", cores, blocks),))
 
 
-async def start(rig: Rig) -> None:
-    """Start the agent in vGPU mode, with the API server at hand."""
-    await rig.start_agent({"defaultMode": "vgpu", **await rig.api_access()})
+async def start(rig: Rig, *, extender: bool = False) -> None:
+    """Start the agent in vGPU mode, with the API server at hand; `extender`: one chooses the pods' GPUs."""
+    settings = {"defaultMode": "vgpu", "cluster.extender": extender, **await rig.api_access()}
+    await rig.start_agent(settings)
 
 
-async def serving(rig: Rig) -> None:
+async def serving(rig: Rig, *, extender: bool = False) -> None:
     """The agent runs and the node offers all units of all GPUs."""
-    await start(rig)
+    await start(rig, extender=extender)
     await offered(rig, GPUS * BLOCKS)
 
 

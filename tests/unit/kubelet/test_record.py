@@ -171,6 +171,21 @@ async def test_a_kubelet_that_lists_nothing_yet_makes_nobodys_devices_free(node:
     assert await node.held() == set()
 
 
+async def test_kubelet_restart_with_init_only_units_stays_ready(node: Node) -> None:
+    node.know("u", "compiling", hides=True)
+    node.kubelet.pods = {"compiling": {"main": ""}}
+    node.kubelet.records(("u", "compile", A))
+    everything = await node.held()
+    assert everything == {("compiling", "compile", A)}
+    restarted: tuple[dict[str, dict[str, str]], ...] = ({}, {"compiling": {"main": ""}})
+    for listed in restarted:
+        node.kubelet.restart()
+        node.kubelet.pods = listed
+        assert await node.held() == everything
+        assert node.watch.problem is None  # which would make the agent unready
+        assert node.watch.cell.value is not None
+
+
 async def test_what_a_kubelet_listed_before_its_restart_stays_listed(node: Node) -> None:
     node.kubelet.pods = {"p": {"main": A}}
     node.kubelet.records(("u", "main", A))
