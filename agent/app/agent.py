@@ -43,6 +43,10 @@ class MpsParts:
     clients: ClientWatch
     plugins: list[ResourcePlugin]
     ceiling: Callable[[str], int]
+    # Why a pod can undo its caps; None: it cannot.
+    caps_problem: Callable[[], str | None]
+    # What works less well than it should, each in a sentence.
+    remarks: Callable[[], list[str]]
 
     def report(self, uuid: str) -> dict[str, Any] | None:
         """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
@@ -62,12 +66,14 @@ class MpsParts:
             "multiUser": status.multi_user,
             "privateSharedMemory": status.private_shm,
             "limitsHoldPer": "client process",
+            "capsAdvisory": self.caps_problem(),
             "clientCeiling": self.ceiling(uuid),
             "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
             "podsWithoutClient": sorted(overview.silent),
             "podsWithManyClients": sorted(overview.crowded),
             "podsAboveCap": sorted(overview.exceeding),
             "rootPods": sorted(overview.rooted),
+            "podsOfOtherUsers": sorted(overview.apart),
         }
 
     def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:

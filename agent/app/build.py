@@ -253,7 +253,7 @@ def _vgpu_plugins(
         agent.cluster.node.name if agent.cluster else "",
     )
     agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, VGPU.enforced, lambda: shares.pairing.waiting)
+        pairs.part("vgpu", shares.pairing.stats, lambda: VGPU.enforced, lambda: shares.pairing.waiting)
     )
     return list(plugins)
 
@@ -305,3 +305,4 @@ async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
             software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
             if software != injector.software:
                 await anyio.to_thread.run_sync(injector.look, software)
+                injector.looked.publish(software)

@@ -9,6 +9,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent, MpsParts
+from agent.app.mps_degradations import remarks, tell_of_advisory_caps
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
 from agent.kubelet.holdings import holders_by_gpu
@@ -18,10 +19,10 @@ from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, PodFacts
-from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
-from agent.mps.daemon import Options
+from agent.mps.compute import NvmlComputeModes
 from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import MpsError
+from agent.mps.options import Options
 from agent.mps.status import Kind
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
@@ -72,9 +73,7 @@ async def build_mps(
 ) -> MpsParts:
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
-    compute: ComputeModes = (
-        NvmlComputeModes(nvml, agent.calls) if settings.mps.exclusive_process else NoComputeModes()
-    )
+    compute = NvmlComputeModes(nvml, agent.calls)
     fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
     await fleet.look()
     clients = ClientWatch(
@@ -83,6 +82,7 @@ async def build_mps(
         _pod_facts(agent),
         proc=Path(settings.host.proc),
         exceeding=_exceeding(agent),
+        report=_Told(agent),
     )
     pairing, conditions, plugins = mps.build(
         settings,
@@ -119,10 +119,23 @@ async def build_mps(
     group.start_soon(spawn, "mps folders", upkeep.run)
     group.start_soon(spawn, "cdi specification", keeper.run)
     agent.metric_parts.append(
-        pairs.part("mps", pairing.stats, enforced=True, reserved=lambda: pairing.waiting)
+        pairs.part(
+            "mps",
+            pairing.stats,
+            enforced=lambda: injector.caps_problem is None,
+            reserved=lambda: pairing.waiting,
+        )
     )
     agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
-    return MpsParts(fleet, clients, list(plugins), conditions.ceiling)
+    group.start_soon(spawn, "mps caps", tell_of_advisory_caps, agent, injector, assignment)
+    return MpsParts(
+        fleet,
+        clients,
+        list(plugins),
+        conditions.ceiling,
+        caps_problem=lambda: injector.caps_problem,
+        remarks=remarks(agent, fleet, injector, assignment),
+    )
 
 
 def _finder(settings: Settings) -> Callable[[], Program]:
@@ -139,6 +152,7 @@ def _options(settings: Settings) -> Options:
     return Options(
         cgroups=Path(settings.host.cgroups),
         shared_memory=wish.shared_memory_mebibytes << 20,
+        exclusive=wish.exclusive_process,
         prestart=wish.prestart_server,
         probe_seconds=wish.probe_seconds,
         # Below the time between two probes: a look that begins with the next probe is never made.
@@ -203,6 +217,7 @@ def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
                 pod.metadata.name,
                 _moment(pod.metadata.deletion_timestamp),
                 pod.metadata.deletion_grace_period_seconds,
+                {name: each for each, name in pod.container_names.items()},
             )
             for uid, pod in agent.cluster.pods.by_cgroup_uid().items()
         ]
@@ -222,13 +237,28 @@ class _RootCheck:
         self._agent = agent
 
     def named(self, namespace: str, pod: str, container: str) -> str | None:
-        """See agent.plugins.mps.RootCheck."""
+        """See agent.plugins.mps.RootCheck.
+
+        The kubelet hands an init container's units to an app container, and tells of that one alone: any
+        container of the pod that asks for cores may be the one that starts.
+        """
         if self._agent.cluster is None:
             return USER_UNKNOWN
         found = self._agent.cluster.pods.find(namespace, pod)
         if found is None:
             return "its specification is not known yet"
-        return found.may_run_as_root(container)
+        spec = found.spec
+        others = [
+            each.name
+            for each in (*spec.init_containers, *spec.containers)
+            if MPS.core in each.resources.limits and each.name != container
+        ]
+        if why := found.may_run_as_root(container):
+            return why
+        for name in others:
+            if why := found.may_run_as_root(name):
+                return f"container {name} of the pod, whose cores it may have: {why}"
+        return None
 
     def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
         """See agent.plugins.mps.RootCheck."""

@@ -25,6 +25,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(
             f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
         )
+    if agent.mps:
+        found.extend(agent.mps.remarks())
     if agent.cordons and agent.cordons.problem:
         found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):

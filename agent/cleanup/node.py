@@ -19,10 +19,11 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute import ComputeModes, NoComputeModes, NvmlComputeModes
-from agent.mps.daemon import Daemon, Options
+from agent.mps.compute import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
+from agent.mps.options import Options
 from agent.mps.status import Kind
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
@@ -83,20 +84,29 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
         compute: ComputeModes = NoComputeModes()
-        if settings.mps.exclusive_process:
+        # It may have been set before the configuration said otherwise.
+        if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await lane.run(nvml.open, deadline=30.0)
             compute = NvmlComputeModes(nvml, lane)
         options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
+        problems = {}
         for folders in left:
-            await Daemon(folders.root.name, program, folders, compute, _no_report, options).stop()
+            daemon = Daemon(folders.root.name, program, folders, compute, _no_report, options)
+            problems[folders] = await daemon.stop()
     except (MpsError, NvmlError) as error:
         raise CleanupFailed(f"MPS daemons cannot be stopped: {error}") from error
     finally:
         lane.close()
-    for folders in left:
+    for folders, problem in problems.items():
         running = await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
-        if running or folders.existing():
-            raise CleanupFailed(f"the MPS daemon in {folders.root} could not be stopped; the log tells why")
+        if problem or running or folders.existing():
+            raise CleanupFailed(
+                f"the MPS daemon in {folders.root} could not be stopped: {problem or 'it is still there'}"
+            )
+
+
+def _any_record(left: list[Directories]) -> bool:
+    return any((each.root / RECORD).exists() for each in left)
 
 
 def _program(settings: Settings) -> Program:

@@ -26,6 +26,9 @@ from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import MpsError
+from agent.mps.processes import effective_user
+from agent.mps.status import DaemonStatus, Kind, Reporter
+from agent.mps.users import kept_apart, users_of
 
 log = structlog.get_logger()
 
@@ -33,6 +36,7 @@ LOOK_SECONDS = 5.0
 ENDING_LOOK_SECONDS = 0.5
 TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
 ENDED_SECONDS = 30.0  # after that: a pod that a finalizer keeps may stay for ever, and runs no more
+USERS_SECONDS = 30.0  # between two looks at the users of all containers with shares
 QUIET_SECONDS = 120.0  # a pod that has had no client for so long is told of
 PROC = Path("/proc")
 
@@ -49,6 +53,8 @@ class PodFacts:
     name: str
     dies_at: dt.datetime | None = None
     grace_seconds: float | None = None
+    # IDs by name, as far as they were created.
+    containers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -78,6 +84,8 @@ class Overview:
     exceeding: frozenset[str] = frozenset()  # ... and those that together use more memory than that
     rooted: frozenset[str] = frozenset()  # pods whose clients run as root
     strangers: frozenset[int] = frozenset()  # PIDs of clients outside of pods, or whose pod holds no share
+    # Pods, with their users, of which one must wait for another: the driver's MPS serves one user at a time.
+    apart: frozenset[str] = frozenset()
 
 
 Pods = Callable[[], Sequence[PodFacts]]
@@ -87,6 +95,10 @@ Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
 
 def _not_measured() -> Mapping[str, AbstractSet[str]]:
     return {}
+
+
+def _nobody(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    """The report of a watch that tells nobody."""
 
 
 @dataclass
@@ -99,9 +111,14 @@ class ClientWatch:
     overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
     proc: Path = PROC
     exceeding: Exceeding = _not_measured
+    report: Reporter = _nobody
     _seen: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: set[tuple[str, int]] = field(default_factory=set)
     _ending: set[str] = field(default_factory=set)  # GPUs whose clients are being ended
+    _users: Mapping[str, frozenset[int]] = field(
+        default_factory=dict
+    )  # by container, as of the last look ...
+    _users_looked: float = -USERS_SECONDS  # ... which was then
     _staying: set[str] = field(default_factory=set)  # pods (UID) that nobody deleted as of the last look
     _deadlines: dict[str, tuple[dt.datetime, float]] = field(default_factory=dict)
 
@@ -118,17 +135,50 @@ class ClientWatch:
         """Ask every serving daemon for its clients and publish what is found."""
         found: dict[str, Overview] = {}
         exceeding, holders = self.exceeding(), self._holders()
+        await self._look_at_users()
         for uuid, status in self.fleet.statuses.value.items():
             if not status.serving:
                 continue
             clients = await self._clients(uuid)
             judged = self._judged(uuid, clients, holders.get(uuid, frozenset()))
-            found[uuid] = replace(judged, exceeding=frozenset(exceeding.get(uuid, ())))
+            found[uuid] = replace(
+                judged, exceeding=frozenset(exceeding.get(uuid, ())), apart=self._apart(uuid, status)
+            )
         before = self.overviews.value
         if found != before:
             self.overviews.publish(MappingProxyType(found))
             for uuid, overview in found.items():
                 _tell(uuid, before.get(uuid, Overview()), overview)
+                if overview.apart - before.get(uuid, Overview()).apart:
+                    self.report(Kind.USERS, uuid, _waiting(overview.apart))
+
+    async def _look_at_users(self) -> None:
+        """See as whom containers with shares run, where that matters, and not at every look."""
+        single = [uuid for uuid, each in self.fleet.statuses.value.items() if each.multi_user is False]
+        now = anyio.current_time()
+        if not single or now - self._users_looked < USERS_SECONDS:
+            return
+        self._users_looked = now
+        containers = {each for uuid in single for _, each in self._containers(uuid)}
+        self._users = await anyio.to_thread.run_sync(users_of, containers, self.proc)
+
+    def _apart(self, uuid: str, status: DaemonStatus) -> frozenset[str]:
+        if status.multi_user is not False:
+            return frozenset()
+        holders = ((pod, self._users.get(each, frozenset())) for pod, each in self._containers(uuid))
+        return kept_apart(holders)
+
+    def _containers(self, uuid: str) -> set[tuple[str, str]]:
+        """Containers with shares of a GPU: pod (namespace/name) and ID."""
+        pods = {pod.key: pod for pod in self.pods()}
+        held = holders_by_gpu(self.holdings.value).get(uuid, []) if self.holdings.value else []
+        return {
+            (holder.pod, pods[holder.pod].containers[holder.holding.container])
+            for holder in held
+            if holder.mode is Mode.MPS
+            and holder.pod in pods
+            and holder.holding.container in pods[holder.pod].containers
+        }
 
     def _holders(self) -> dict[str, frozenset[str]]:
         """Pods (namespace/name) with shares, by UUID of the GPU."""
@@ -167,7 +217,7 @@ class ClientWatch:
         for pid in pids:
             try:
                 container = container_of_process(pid, self.proc)
-                root = (self.proc / str(pid)).stat().st_uid == 0
+                root = effective_user(pid, self.proc) == 0
             except (OSError, ProcessUnreadable):
                 continue  # it has ended
             pod = names.get(container.pod_uid, "") if container else ""
@@ -259,6 +309,14 @@ class ClientWatch:
                     log.info("mps_client_terminated", gpu=uuid, pod=client.pod, pid=client.pid)
         finally:
             self._ending.discard(uuid)
+
+
+def _waiting(apart: frozenset[str]) -> str:
+    return (
+        f"pods {', '.join(sorted(apart))} run as different users, and MPS of this driver serves one user at "
+        "a time: processes of one wait until those of another have ended; give pods that share a GPU one "
+        "runAsUser, or use driver 580 or newer"
+    )
 
 
 def _tell(uuid: str, before: Overview, after: Overview) -> None:

@@ -1,25 +1,32 @@
 """The compute mode of a GPU under MPS: EXCLUSIVE_PROCESS while its daemon serves, DEFAULT after.
 
-Without it MPS fails open: a process that cannot reach the daemon would run beside it, without limits.
+Without it MPS fails open: a process that cannot reach the daemon would run beside it, without limits. What
+the agent has set it notes beside the daemon's folders, in memory as the mode itself is: so a mode that could
+not be given back is known as the agent's later, and an administrator's is left alone.
 """
 
+from pathlib import Path
 from typing import Protocol
 
+import anyio.to_thread
 import structlog
 
 from agent.mps.errors import MpsError
-from agent.nvml.errors import NvmlError, NvmlNotSupported
+from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
 from agent.nvml.worker_thread import Lane
 
 log = structlog.get_logger()
+
+RECORD = "compute-mode"
+OURS, OTHERS = "set by gpu-node-agent\n", "not set by gpu-node-agent\n"
 
 
 class ComputeModes(Protocol):
     """Compute modes as a daemon's supervisor needs them."""
 
     async def get(self, uuid: str) -> ComputeMode | None:
-        """The mode; None: this GPU or driver has none. Raises MpsError."""
+        """The mode; None: this GPU or driver has none, or the GPU is lost. Raises MpsError."""
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """Change it. Raises MpsError with the remedy."""
@@ -36,7 +43,7 @@ class NvmlComputeModes:
         """See ComputeModes."""
         try:
             return await self._lane.run(self._nvml.compute_mode, uuid)
-        except NvmlNotSupported:
+        except (NvmlNotSupported, NvmlGpuLost):
             return None
         except NvmlError as error:
             raise MpsError(f"the compute mode cannot be read: {error}") from error
@@ -52,7 +59,7 @@ class NvmlComputeModes:
 
 
 class NoComputeModes:
-    """Leaves compute modes alone (`mps.exclusiveProcess: false`)."""
+    """Leaves compute modes alone."""
 
     async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
         """Nothing to hold."""
@@ -62,23 +69,74 @@ class NoComputeModes:
         """Nothing to do."""
 
 
-async def hold(modes: ComputeModes, uuid: str, lost: bool = False) -> None:
-    """Have a GPU in the mode of MPS; `lost`: it has been before, and somebody took it. Raises MpsError."""
-    mode = await modes.get(uuid)
-    if mode in (None, ComputeMode.EXCLUSIVE_PROCESS):
-        return
-    if lost:
-        log.warning("mps_compute_mode_lost", gpu=uuid, found=mode.name if mode else None)
-    await modes.set(uuid, ComputeMode.EXCLUSIVE_PROCESS)
+class ExclusiveMode:
+    """EXCLUSIVE_PROCESS of one GPU, and the note of who set it. Methods raise MpsError."""
 
+    def __init__(self, uuid: str, modes: ComputeModes, folder: Path, wanted: bool = True) -> None:
+        """`folder` is the daemon's; not `wanted`: it is never set, and given back where it once was."""
+        self._uuid = uuid
+        self._modes = modes
+        self._record = folder / RECORD
+        self._wanted = wanted
 
-async def give_back(modes: ComputeModes, uuid: str) -> None:
-    """Have a GPU out of the mode of MPS. Raises MpsError where that is known not to be so."""
-    try:
-        mode = await modes.get(uuid)
-    except MpsError as error:
-        # A GPU that is lost has no mode, and is not to be waited for.
-        log.error("mps_compute_mode_unknown", gpu=uuid, problem=str(error))
-        return
-    if mode is ComputeMode.EXCLUSIVE_PROCESS:
-        await modes.set(uuid, ComputeMode.DEFAULT)
+    async def hold(self, lost: bool = False, inherited: bool = False) -> None:
+        """Have the GPU in it. `lost`: it has been before, and somebody took it away.
+
+        `inherited`: where it stands without a note, an agent that kept none has set it.
+        """
+        if not self._wanted:
+            return
+        mode = await self._modes.get(self._uuid)
+        if mode is None:
+            return
+        if mode is ComputeMode.EXCLUSIVE_PROCESS:
+            if await self.ours() is None:
+                await self._note(inherited)
+            return
+        if lost:
+            log.warning("mps_compute_mode_lost", gpu=self._uuid, found=mode.name)
+        await self._note(True)  # before: a note that says too much is put right by a look
+        await self._modes.set(self._uuid, ComputeMode.EXCLUSIVE_PROCESS)
+
+    async def give_back(self, inherited: bool = False) -> None:
+        """Have the GPU out of it, if it was the agent that set it."""
+        ours = await self.ours()
+        if not (inherited if ours is None else ours):
+            return
+        mode = await self._modes.get(self._uuid)
+        if mode is None:
+            return  # lost: it may come back in any mode
+        if mode is ComputeMode.EXCLUSIVE_PROCESS:
+            await self._modes.set(self._uuid, ComputeMode.DEFAULT)
+        await self._note(False)
+
+    async def others(self) -> ComputeMode | None:
+        """The mode, where somebody else than the agent has set one that keeps processes off the GPU."""
+        mode = await self._modes.get(self._uuid)
+        return None if mode is ComputeMode.DEFAULT or await self.ours() else mode
+
+    async def ours(self) -> bool | None:
+        """Whether the agent has set the mode that stands; None: there is no note."""
+
+        def read() -> bool | None:
+            try:
+                return self._record.read_text(encoding="utf-8", errors="replace") == OURS
+            except FileNotFoundError:
+                return None
+
+        try:
+            return await anyio.to_thread.run_sync(read)
+        except OSError as error:
+            raise MpsError(f"{self._record}: cannot be read: {error.strerror}") from error
+
+    async def _note(self, ours: bool) -> None:
+        def write() -> None:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            beside = self._record.with_name(f"{RECORD}.new")
+            beside.write_text(OURS if ours else OTHERS, encoding="utf-8")
+            beside.replace(self._record)
+
+        try:
+            await anyio.to_thread.run_sync(write)
+        except OSError as error:
+            raise MpsError(f"{self._record}: cannot be written: {error.strerror}") from error

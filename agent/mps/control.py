@@ -48,6 +48,7 @@ class Survey:
     servers: tuple[int, ...]
     state: ServerState | None = None
     clients: tuple[int, ...] | None = None
+    percentage: float | None = None  # what clients of the next server may use at most; None: not told
 
 
 class Control:
@@ -61,6 +62,11 @@ class Control:
         self._deadline = deadline
         self._turn = anyio.Lock()
         self._lacking: set[str] = set()  # commands that this version does not know
+
+    @property
+    def tells_state(self) -> bool:
+        """Whether this version says how its server is, as far as is known."""
+        return "get_server_status" not in self._lacking
 
     async def alive(self) -> float:
         """The daemon's default percentage: the cheapest question that has an answer always."""
@@ -76,13 +82,15 @@ class Control:
         A server that is still initialising answers nobody who asks for its clients.
         """
         commands = ["get_server_list"]
-        if server is not None and "get_server_status" not in self._lacking:
+        percentage: float | None = None
+        if server is not None and self.tells_state:
             commands.append(f"get_server_status {server:d}")
         if server is not None and clients:
             commands.append(f"get_client_list {server:d}")
 
         def read(out: str) -> list[str] | None:
-            found = answers.parts(out)
+            nonlocal percentage
+            found, percentage = answers.parts(out)
             return found if len(found) == len(commands) else None
 
         # The question after each command marks where its answer ends.
@@ -90,7 +98,7 @@ class Control:
         said = dict(zip(commands, await self._until_answered(text, read, self._deadline), strict=True))
         servers = answers.pids(said["get_server_list"])
         if server is None or server not in servers:
-            return Survey(servers)
+            return Survey(servers, percentage=percentage)
         state = None
         if (status := said.get(f"get_server_status {server:d}")) is not None:
             try:
@@ -98,15 +106,11 @@ class Control:
             except NotSupported:
                 self._lacking.add("get_server_status")
         listed = said.get(f"get_client_list {server:d}")
-        return Survey(servers, state, None if listed is None else answers.pids(listed))
+        return Survey(servers, state, None if listed is None else answers.pids(listed), percentage)
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
         """PIDs of a server's clients."""
         return answers.pids(await self._ask(f"get_client_list {server:d}"))
-
-    async def default_percentage(self) -> float:
-        """What clients of the next server may use at most, in percent of the GPU's SMs."""
-        return await self.alive()
 
     async def set_default_percentage(self, percent: int) -> None:
         """Set what clients of the next server may use at most, 1..100."""

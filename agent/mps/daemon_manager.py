@@ -16,10 +16,12 @@ from agent.model.modes import Assignment, Mode
 from agent.model.mps import refusal
 from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
-from agent.mps.compute import ComputeModes
-from agent.mps.daemon import Daemon, Options
+from agent.mps.compute import ComputeModes, ExclusiveMode
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed
+from agent.mps.lock import Locked
+from agent.mps.options import Options
 from agent.mps.status import RESTARTED, DaemonStatus, Kind, Reporter, shared_memory_source
 
 log = structlog.get_logger()
@@ -68,6 +70,8 @@ class Fleet:
         self._begun: set[str] = set()  # GPUs with a set-up under way
         self._problem: str | None = None
         self._multi_user: dict[object, bool] = {}
+        # What stands in the way on GPUs that are in another mode, in words, by UUID.
+        self.leftovers: dict[str, str] = {}
 
     async def run(self, assignment: Cell[Assignment]) -> None:
         """Supervise until cancelled, which leaves the daemons to the next agent."""
@@ -162,7 +166,10 @@ class Fleet:
             self._report(kind, uuid, message, pids)
 
     async def tear_down(self, gpu: Gpu) -> None:
-        """Stop the daemon of a GPU, whoever started it, and put the GPU back. Never fails; bounded."""
+        """Stop the daemon of a GPU, whoever started it, and put the GPU back. Never fails; bounded.
+
+        What cannot be done now is told of in `leftovers`, and tried again by `run`.
+        """
         await self._stop(gpu.uuid)
 
     async def _stop(self, uuid: str) -> None:
@@ -176,8 +183,9 @@ class Fleet:
                 daemon = kept.daemon
             else:
                 daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
-            await daemon.stop()
+            problem = await daemon.stop()
             self._publish()
+            self._tell(uuid, Kind.LEFT, problem)
         finally:
             self._stopping.discard(uuid)
 
@@ -227,12 +235,14 @@ class Fleet:
                     # away that takes as long as they are.
                     continue
                 if mode.mode in (Mode.PGPU, Mode.VGPU) or (mode.mode is Mode.OFF and uuid in seen_off):
-                    log.info("mps_leftover", gpu=uuid, mode=mode.mode.value)
+                    if uuid not in self.leftovers:
+                        log.info("mps_leftover", gpu=uuid, mode=mode.mode.value)
                     await self._stop(uuid)
                 elif mode.mode is Mode.OFF:
                     # Off is also what a GPU is for a moment before it is set up.
                     off.add(uuid)
             seen_off = off
+            await self._look_at_modes(assignment.value)
             await self.look()  # the program may have been installed, or taken away, since
             if not self._kept:
                 # A daemon that nobody has reaped yet keeps its cgroup busy for a moment.
@@ -242,6 +252,44 @@ class Fleet:
                 await assignment.wait_change(version)
                 if seen_off:
                     await anyio.sleep(LEFTOVER_SECONDS)
+
+    async def _look_at_modes(self, assignment: Assignment) -> None:
+        """Put compute modes right on GPUs in other modes, where an earlier try failed; tell of others'."""
+        for uuid, mode in assignment.gpus.items():
+            if mode.mode is Mode.MPS or uuid in self._kept or uuid in self._stopping:
+                self.leftovers.pop(uuid, None)
+                continue
+            folders = Directories.of(self._run, uuid)
+            exclusive = ExclusiveMode(uuid, self._compute, folders.root)
+            try:
+                if await anyio.to_thread.run_sync(folders.existing):
+                    continue  # there is more to clear up than the mode
+                if await exclusive.ours():
+                    async with Locked(folders):  # nobody begins to use it meanwhile
+                        await exclusive.give_back()
+            except (MpsError, OSError) as error:
+                self._tell(uuid, Kind.LEFT, str(error))
+                continue
+            try:
+                others = await exclusive.others()
+            except MpsError:
+                continue  # with the driver away there is nothing to tell of
+            text = None
+            if others:
+                text = (
+                    f"it is in compute mode {others.name}, which the agent did not set: processes of several "
+                    "pods cannot use it at once; nvidia-smi -c DEFAULT ends that"
+                )
+            self._tell(uuid, Kind.OTHERS_MODE, text)
+
+    def _tell(self, uuid: str, kind: Kind, problem: str | None) -> None:
+        """Report what stands in the way on a GPU, once."""
+        before = self.leftovers.get(uuid)
+        if problem is None:
+            self.leftovers.pop(uuid, None)
+        elif problem != before:
+            self.leftovers[uuid] = problem
+            self._report(kind, uuid, problem)
 
     def _leftovers(self) -> list[str]:
         folder = self._run / "mps"

@@ -27,3 +27,7 @@ class NotSupported(CommandRefused):
 
 class StartFailed(MpsError):
     """The daemon could not be started."""
+
+
+class StillServed(MpsError):
+    """A daemon cannot be ended from here."""

@@ -14,6 +14,7 @@ from agent.mps.serverlog import ServerLog, Tail, writer
 log = structlog.get_logger()
 
 GATHER_SECONDS = 0.02  # a fault is told in several lines: those that name the culprit come last
+FLOOD_SECONDS = 0.25  # between two looks while the logs grow without pause: anybody may write into them
 
 
 class Logs:
@@ -27,6 +28,7 @@ class Logs:
         self._tails = (Tail(folder / "server.log"), Tail(folder / "control.log"))
         self._watch: FolderWatch | None = None
         self._unread = False  # the kernel told of something; a look may be cancelled before it is made
+        self._looked = -FLOOD_SECONDS
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -52,9 +54,11 @@ class Logs:
                     async with aclosing(self._watch.changes()) as changes:
                         await anext(changes)
                     self._unread = True
-                    await anyio.sleep(GATHER_SECONDS)
+                    since = anyio.current_time() - self._looked
+                    await anyio.sleep(max(GATHER_SECONDS, FLOOD_SECONDS - since))
             except FolderGone:
                 self._watch = None
+        self._looked = anyio.current_time()
         await self.read()
 
     async def read(self) -> None:

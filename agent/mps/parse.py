@@ -30,17 +30,19 @@ def check(command: str, answer: str) -> str:
     return answer
 
 
-def parts(text: str) -> list[str]:
-    """A session's answers, each of which ends in a percentage of its own line (`100.0`), without these."""
+def parts(text: str) -> tuple[list[str], float | None]:
+    """A session's answers, each of which a percentage of its own line (`100.0`) ends; the last of these."""
     found: list[str] = []
     lines: list[str] = []
+    last: float | None = None
     for line in text.splitlines():
         if _PERCENTAGE.fullmatch(line.strip()):
+            last = float(line)
             found.append("\n".join(lines))
             lines = []
         else:
             lines.append(line)
-    return [] if lines else found
+    return ([] if lines else found), last
 
 
 def pids(answer: str) -> tuple[int, ...]:

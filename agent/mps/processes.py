@@ -1,15 +1,25 @@
-"""Finding processes of MPS in /proc: the daemon and the servers of one pipe folder. All of it blocks."""
+"""Finding processes of MPS in /proc: the daemon and the servers of one pipe folder. All of it blocks.
+
+Any process can have a daemon's name, arguments and environment. What no pod can have is a place outside of
+its cgroup: that is what a daemon is known by.
+"""
 
 import os
 import signal
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent.model.cgroup import container_of
 from agent.model.mps import PIPE_DIRECTORY
+from agent.mps import launch
 from agent.mps.binary import CONTROL, SERVER
+from agent.mps.directories import SOCKETS, Directories
 
 PROC = Path("/proc")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +73,49 @@ def identify(pid: int) -> Process | None:
 def daemons(pipe: Path, below: bool = False) -> tuple[Process, ...]:
     """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment.
 
-    `below`: those in PID namespaces below ours, too, for somebody who looks on from outside.
+    `below`: those in PID namespaces below ours and in any cgroup, too, for whoever looks on from outside.
     """
-    return tuple(_found(CONTROL, pipe, lambda words: any(word in ("-d", "-f") for word in words), below))
+    return tuple(each for each in _found(CONTROL, pipe, _in_background) if below or _own(each.pid, root=True))
+
+
+def impostors(pipe: Path) -> tuple[Process, ...]:
+    """Processes that look like a control daemon on a pipe folder, and run in a pod or as another user."""
+    return tuple(each for each in _found(CONTROL, pipe, _in_background) if not _own(each.pid, root=True))
 
 
 def servers(pipe: Path) -> tuple[Process, ...]:
-    """MPS servers that were started by a daemon on a pipe folder, whether that daemon lives or not."""
-    return tuple(_found(SERVER, pipe, lambda _words: True))
+    """MPS servers that were started by a daemon on a pipe folder, whether that daemon lives or not.
+
+    Without multi-user a server runs as the user of its clients, in the cgroup of its daemon all the same.
+    """
+    return tuple(each for each in _found(SERVER, pipe, lambda _words: True) if _own(each.pid))
+
+
+def daemon_of(folders: Directories) -> Process | None:
+    """The control daemon that works in these folders: it that listens, else the oldest."""
+    found = daemons(folders.pipe)
+    speaker = listener(folders) if len(found) > 1 else None
+    return min(found, key=lambda each: (each.pid != speaker, each.started, each.pid), default=None)
+
+
+def listener(folders: Directories) -> int | None:
+    """The process that listens on the control socket; 0: one that cannot be named here; None: nobody does.
+
+    The kernel notes it when a socket begins to listen (SO_PEERCRED of unix(7)): nobody has to answer for it.
+    """
+    # A daemon of an agent of before works in the pods' folder until it is adopted.
+    folder = folders.own if folders.own.exists() else folders.pipe
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(str(folder / SOCKETS[0]))
+        except BlockingIOError:
+            return 0  # more wait for it than it has room for
+        except OSError:
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
 
 
 def arguments(pid: int) -> tuple[str, ...]:
@@ -81,11 +126,12 @@ def arguments(pid: int) -> tuple[str, ...]:
         return ()
 
 
-def _found(
-    program: str, pipe: Path, fits: Callable[[list[str]], bool], below: bool = False
-) -> Iterator[Process]:
+def _in_background(words: list[str]) -> bool:
+    return any(word in ("-d", "-f") for word in words)
+
+
+def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
-    own = _pid_namespace("self")
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
             continue
@@ -97,14 +143,45 @@ def _found(
                 continue
             if variable not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
-            # Any pod can give a process of its own this name and this environment.
-            if not below and _pid_namespace(entry.name) != own:
-                continue
         except OSError:
             continue  # gone, or a kernel thread
         if fits([os.fsdecode(word) for word in words]) and (found := identify(int(entry.name))):
             yield found
 
 
-def _pid_namespace(pid: str) -> Path:
-    return (PROC / pid / "ns" / "pid").readlink()
+def _own(pid: int, root: bool = False) -> bool:
+    """Whether a process is in our PID namespace and in no foreign container; with `root`, runs as we do."""
+    try:
+        if (PROC / str(pid) / "ns" / "pid").readlink() != (PROC / "self" / "ns" / "pid").readlink():
+            return False
+        if root and effective_user(pid) != os.geteuid():
+            return False
+        return outside_pods(*((PROC / each / "cgroup").read_text() for each in (str(pid), "self")))
+    except OSError:
+        return False
+
+
+def outside_pods(cgroups: str, own: str) -> bool:
+    """Whether `/proc/<pid>/cgroup` tells of a process that the agent started, or of one that is in no pod.
+
+    The daemons' own cgroup stands at the root of a hierarchy, where no pod can put a process. On v1 one
+    hierarchy is enough: an older agent may have been unable to join another, and left its daemon in its own
+    pod's there. `own` is the agent's: a daemon that could get no cgroup of its own stays in that.
+    """
+    if cgroups == own:
+        return True
+    for line in cgroups.splitlines():
+        if line.endswith(f"/{launch.CGROUP}") and container_of(line) is None:
+            return True
+    return container_of(cgroups) is None
+
+
+def effective_user(pid: int, proc: Path = PROC) -> int:
+    """The user ID that a process acts as. Raises OSError.
+
+    The owner of its folder in /proc is not: that is root for whoever has forbidden to be dumped (proc(5)).
+    """
+    for line in (proc / str(pid) / "status").read_text(errors="replace").splitlines():
+        if line.startswith("Uid:"):
+            return int(line.split()[2])
+    raise ProcessLookupError(f"process {pid} has no user")

@@ -2,6 +2,9 @@
 
 A fatal error of one client is reported to all clients of the server; the server takes no new ones until they
 have left, then makes its contexts anew. Drivers before 550 say so in the log only.
+
+Every client may write into the log, through the fifo of the pipe folder, in any process's name: a line is a
+reason to ask the daemon, and a verdict only where there is nothing to ask.
 """
 
 import os
@@ -10,13 +13,15 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_BYTES = 1 << 20  # of one look; a log that grew by more is read from its last MiB on
+MOST_BYTES = 128 << 10  # of one look, a thousand lines; a log that grew by more is read from there on
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
 # Anybody may write lines: each part is bounded, so that none takes long to read or is no number.
 _PREFIX = re.compile(r"^\[[^\]]{0,100}?\s([0-9]{1,10})\]\s*")
 _CLIENT = re.compile(r"\{\s{0,8}([0-9]{1,10})\s{0,8},\s{0,8}([0-9]{1,10})\s{0,8}\}")
 _EXITED = re.compile(r"(?i)server ([0-9]{1,10}) exited with status (-?[0-9]{1,10})")
+_FAULTS = ("fatal gpu error", "fatal exception", "sticky error")
+MOST_CULPRITS = 60  # a server has no more clients
 
 
 @dataclass
@@ -69,24 +74,31 @@ def writer(line: str) -> int | None:
 class ServerLog:
     """What the lines say about faults and servers; fed line by line."""
 
-    fault: str | None = None  # the newest line that tells of a fault that is not over
+    # What the newest line tells of that tells of a fault that is not over, in words of ours.
+    fault: str | None = None
     culprits: set[int] = field(default_factory=set)  # PIDs that the log names with the fault
     failed_servers: int = 0  # servers that ended with another status than 0
+    turns: int = 0  # how often a fault began or ended by these lines
 
     def feed(self, lines: list[str]) -> None:
         """Take in new lines of either log."""
         for line in lines:
             text = _PREFIX.sub("", line.strip())
             lowered = text.lower()
-            if "fatal gpu error" in lowered or "fatal exception" in lowered or "sticky error" in lowered:
-                self.fault = text
+            if told := next((words for words in _FAULTS if words in lowered), None):
+                self.turns += self.fault is None
+                self.fault = f"its log tells of a {told.replace('gpu', 'GPU')}"
             elif self.fault and "creating server context" in lowered:
-                self.clear()
+                self._over()
             elif found := _EXITED.search(text):
-                self.clear()
+                self._over()
                 self.failed_servers += found[2] != "0"
-            if self.fault:
+            if self.fault and len(self.culprits) < MOST_CULPRITS:
                 self.culprits |= {int(pid) for pid, _ in _CLIENT.findall(text) if int(pid)}
+
+    def _over(self) -> None:
+        self.turns += self.fault is not None
+        self.clear()
 
     def clear(self) -> None:
         """The fault is over: the server said so, or it is gone."""

@@ -31,6 +31,7 @@ class DaemonStatus:
     server_state: ServerState | None = None  # None: driver before 550, or no server yet
     adopted: bool = False  # it was started by an earlier agent
     restarts: int = 0
+    fault: str = ""  # what a fault is known by, in words
     faults: int = 0
     multi_user: bool | None = None  # None: not known, as of an adopted one
     private_shm: bool = True  # False: it shares /dev/shm with the node
@@ -47,6 +48,12 @@ class Kind(Enum):
     FAILED = "MPSDaemonFailed"
     FAULT = "MPSFault"
     RECOVERED = "MPSRecovered"
+    IMPOSTOR = "MPSFalseDaemon"
+    SETTING = "MPSSettingRestored"
+    LEFT = "MPSNotGivenBack"
+    OTHERS_MODE = "ComputeModeExclusive"
+    USERS = "MPSUsersApart"
+    ADVISORY = "MPSCapsAdvisory"
 
 
 class Reporter(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 import yaml
 
+from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet.api import Allocation, DeviceNode
 from agent.model.gpu import Gpu
@@ -116,6 +117,8 @@ class Injector:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.software: NodeSoftware | None = None
+        # Published by whoever had it `look`, on the loop.
+        self.looked: Cell[NodeSoftware | None] = Cell(None)
         self.choice = choose(settings, None, frozenset())
 
     def look(self, software: NodeSoftware | None) -> None:
@@ -132,6 +135,15 @@ class Injector:
         """Whether devices of the agent's own specification reach containers, whoever injects the GPUs."""
         auto = self._settings.injection.strategy == "auto"
         return self.choice.cdi or (auto and cdi_problem(self.software) is None)
+
+    @property
+    def caps_problem(self) -> str | None:
+        """Why caps reach containers as variables, which a pod's own win over; None: as CDI edits."""
+        if self.own_cdi:
+            return None
+        return (
+            self.choice.reason if self._settings.injection.strategy != "auto" else cdi_problem(self.software)
+        )
 
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
         """Environment, device nodes or CDI names for `gpus`, in the order given."""

@@ -75,16 +75,28 @@ class Conditions:
         pairing: Pairing,
         injector: Injector,
         most_clients: int | None = None,
+        caps_must_hold: bool = False,
     ) -> None:
+        """`caps_must_hold`: sell nothing where a pod could undo its caps."""
         self._daemons = daemons
         self._inventory = inventory
         self._pairing = pairing
         self._injector = injector
         self._most_clients = most_clients
+        self._caps_must_hold = caps_must_hold
 
     def sharing(self, trim: bool) -> Sharing:
         """The mode, for the lists and answers of both halves."""
-        return Sharing(MPS, Mode.MPS, trim, unready=self._daemons.unready, full=self.full, extras=self.extras)
+        return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
+
+    def unready(self, uuid: str) -> str:
+        """Why pods of a GPU cannot start now, in words; empty: they can."""
+        return self._advisory() or self._daemons.unready(uuid)
+
+    def _advisory(self) -> str:
+        """Why caps would not hold, where they must; empty: they do, or need not."""
+        problem = self._injector.caps_problem if self._caps_must_hold else None
+        return f"caps would be advisory, which mps.advisoryCaps refuses: {problem}" if problem else ""
 
     def ceiling(self, uuid: str) -> int:
         """How many containers may hold shares of a GPU at once."""
@@ -115,6 +127,8 @@ class Conditions:
     def extras(self, half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
         """The daemon's sockets and the cap on cores from one half, the cap on memory from the other."""
         (gpu,) = gpus
+        if why := self._advisory():
+            raise Refused(why)
         if self._injector.own_cdi:
             return Allocation(cdi_devices=shares_cdi.devices(half, gpu.uuid, len(ids)))
         if half is Half.MEMORY:
@@ -157,7 +171,7 @@ class MpsPlugin(SharePlugin):
         """Keep the list true, to the daemons' life too."""
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
-            group.start_soon(follow, self.refresh, self._daemons.statuses)
+            group.start_soon(follow, self.refresh, self._daemons.statuses, self._injector.looked)
             if self._half is Half.CORE:
                 group.start_soon(self._shares.run)
 
@@ -240,7 +254,14 @@ def build(
     """The two resources and what they share."""
     rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
     pairing = Pairing(rules, Identity(MPS, record, source or NoPods()), recorder)
-    conditions = Conditions(daemons, inventory, pairing, injector, settings.mps.most_clients)
+    conditions = Conditions(
+        daemons,
+        inventory,
+        pairing,
+        injector,
+        settings.mps.most_clients,
+        caps_must_hold=settings.mps.advisory_caps == "refuse",
+    )
     shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
     return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
 

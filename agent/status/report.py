@@ -92,6 +92,7 @@ def _gpu(
 ) -> Document:
     gpu = state.gpu
     active = switch.active if switch else None
+    mps = sources.mps(state.uuid)
     cordon = sources.cordons.cell.value.get(state.uuid) if sources.cordons else None
     return {
         "index": gpu.index,
@@ -108,21 +109,23 @@ def _gpu(
             "selling": bool(active and active.selling),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
-            "enforced": _enforced(active),
+            "enforced": _enforced(active, mps),
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
-        "mps": sources.mps(state.uuid),
+        "mps": mps,
         "holders": [_holder(holder, state.uuid) for holder in holders],
     }
 
 
-def _enforced(active: GpuMode | None) -> str | None:
+def _enforced(active: GpuMode | None, mps: Document | None = None) -> str | None:
     """Whether processes are kept to their shares; None where a GPU is not shared by amounts."""
     kinds = {Mode.VGPU: VGPU, Mode.MPS: MPS}
     kind = kinds.get(active.mode) if active else None
-    return None if kind is None else "yes" if kind.enforced else "no"
+    if kind is None:
+        return None
+    return "yes" if kind.enforced and not (mps and mps["capsAdvisory"]) else "no"
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:

@@ -109,6 +109,11 @@ def _mps_notes(mps: Document | None) -> Iterator[str]:
         yield f"pod {pod} has several MPS clients, and each of them may use the pod's whole share"
     for pod in mps["podsAboveCap"]:
         yield f"pod {pod} uses more memory than its share: its processes have a cap each, not one together"
+    if apart := mps["podsOfOtherUsers"]:
+        yield (
+            f"pods {', '.join(apart)} run as different users and wait for each other: this driver's MPS "
+            "serves one user at a time"
+        )
     for pod in mps["rootPods"]:
         yield f"pod {pod} runs as root and reaches the MPS control socket"
 

@@ -16,7 +16,7 @@ class PairStats(Protocol):
 
 
 def part(
-    mode: str, stats: PairStats, enforced: bool, reserved: Callable[[], int] = lambda: 0
+    mode: str, stats: PairStats, enforced: Callable[[], bool], reserved: Callable[[], int] = lambda: 0
 ) -> Callable[[], Callable[[Add], None]]:
     """What `mode` adds to a scrape; `reserved` answers how many pairs are promised and not complete."""
 
@@ -26,13 +26,13 @@ def part(
             (stats.refused, "refused"),
             (stats.expired, "expired"),
         )
-        waiting = reserved()
+        waiting, enforced_now = reserved(), enforced()
 
         def add(series: Add) -> None:
             for value, result in counts:
                 series(d.PAIRS, value, (mode, result))
             series(d.RESERVATIONS, waiting, (mode,))
-            series(d.ENFORCED, enforced, (mode,))
+            series(d.ENFORCED, enforced_now, (mode,))
 
         return add
 

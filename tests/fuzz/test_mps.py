@@ -39,7 +39,9 @@ WORDS = (
 def test_control_daemon_answers(campaign: Campaign) -> None:
     def act(data: bytes) -> str:
         text = data.decode(errors="replace").strip()
-        for each in (text, *parse.parts(text)):
+        parts, default = parse.parts(text)
+        assert default is None or 0 <= default < 1000
+        for each in (text, *parts):
             assert all(0 <= pid < 1 << 34 for pid in parse.pids(each))
             percentage = parse.percentage(each)
             assert percentage is None or 0 <= percentage <= 100

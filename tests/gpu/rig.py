@@ -25,8 +25,9 @@ from agent.model.mps import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
 from agent.mps.compute import NoComputeModes
-from agent.mps.daemon import Daemon, Options
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
+from agent.mps.options import Options
 from agent.mps.status import DaemonState, Kind, shared_memory_source
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 

@@ -17,9 +17,9 @@ from agent.model.modes import Assignment
 from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute import NoComputeModes
-from agent.mps.daemon import Options
 from agent.mps.daemon_manager import Fleet
 from agent.mps.directories import Directories
+from agent.mps.options import Options
 from agent.mps.status import Kind
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec

@@ -29,6 +29,12 @@ def newest() -> Program:
     return Program(control_program(max(SUITES)))
 
 
+@pytest.fixture(scope="session")
+def oldest() -> Program:
+    """The oldest real program, which says nothing of its server's state."""
+    return Program(control_program(min(SUITES)))
+
+
 @pytest.fixture(autouse=True)
 def seen_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests may run where mounts do not reach process 1, as in a container: a tmpfs is tried all the same."""

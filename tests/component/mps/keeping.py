@@ -4,16 +4,17 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
 
 from agent.mps import processes
-from agent.mps.binary import Program
-from agent.mps.daemon import Daemon, Options
+from agent.mps.binary import CONTROL, Program
+from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
+from agent.mps.options import Options
 from agent.mps.processes import Process
 from agent.mps.status import DaemonState, DaemonStatus, Kind
 from agent.nvml.port import ComputeMode
@@ -32,13 +33,17 @@ OPTIONS = Options(
 
 @dataclass
 class Modes:
-    """Compute modes in memory. `broken` makes changes fail."""
+    """Compute modes in memory. `broken` makes changes fail, `away` all; `lost` are GPUs without an answer."""
 
     modes: dict[str, ComputeMode] = field(default_factory=dict)
     broken: bool = False
+    away: bool = False
+    lost: set[str] = field(default_factory=set)
 
     async def get(self, uuid: str) -> ComputeMode | None:
-        return self.modes.get(uuid, ComputeMode.DEFAULT)
+        if self.away:
+            raise MpsError("the compute mode cannot be read: NVML did not answer within 2 s")
+        return None if uuid in self.lost else self.modes.get(uuid, ComputeMode.DEFAULT)
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         if self.broken:
@@ -80,6 +85,33 @@ class Bench:
                 group.start_soon(daemon.run)
             yield
             group.cancel_scope.cancel()
+
+
+@dataclass
+class Word:
+    """What a server says of its state, by way of its real daemon: no server runs without a GPU.
+
+    `program` is the daemon's own, with the one word replaced that it has for a stand-in server. That has no
+    clients: asked for them, the daemon would wait for its answer for ever.
+    """
+
+    program: Program
+    file: Path
+
+    @classmethod
+    def of(cls, real: Program, folder: Path) -> Self:
+        """Of a real program of a version that tells the state; what is needed is written into `folder`."""
+        word = cls(Program(folder / CONTROL), folder / "state")
+        word.say("ACTIVE")
+        word.program.path.write_text(
+            f'#!/bin/sh\ncase "$1" in -d) exec {real.path} "$@";; esac\n'
+            f'sed /^get_client_list/d | {real.path} | sed "s/^INITIALIZING$/$(cat {word.file})/"\n'
+        )
+        word.program.path.chmod(0o755)
+        return word
+
+    def say(self, state: str) -> None:
+        self.file.write_text(state)
 
 
 async def reached(daemon: Daemon, state: DaemonState, deadline: float = 20.0, **also: Any) -> DaemonStatus:

@@ -12,8 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.mps import daemon as daemon_module
-from agent.mps import processes
+from agent.mps import probing, processes
 from agent.mps.binary import CONTROL, SERVER, Program
 from agent.mps.control import Control
 from agent.mps.daemon import Daemon
@@ -126,7 +125,7 @@ def has_child(pid: int, word: str) -> bool:
 async def test_a_hung_daemon_is_replaced_though_its_idle_server_lives(
     newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "HANG_SECONDS", 0.5)
+    monkeypatch.setattr(probing, "HANG_SECONDS", 0.5)
     bench = Bench(run_folder, newest)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
     async with bench.kept(daemon):
@@ -143,7 +142,7 @@ async def test_a_hung_daemon_is_replaced_though_its_idle_server_lives(
 async def test_a_hung_daemon_is_left_while_a_client_lives(
     newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(probing, "HANG_SECONDS", 0.2)
     bench = Bench(run_folder, newest)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
     async with bench.kept(daemon):
@@ -152,7 +151,7 @@ async def test_a_hung_daemon_is_left_while_a_client_lives(
         with halted(before.pid):
             await reached(daemon, DaemonState.STARTING)
             # The stand-in serves nobody: this process plays a client that was seen before the hang.
-            daemon.clients = (os.getpid(),)
+            daemon._prober.clients = (os.getpid(),)
             await anyio.sleep(4)
             assert [each.pid for each in await daemons_of(daemon)] == [before.pid]
         assert (await reached(daemon, DaemonState.SERVING)).pid == before.pid
@@ -272,10 +271,10 @@ async def test_a_label_that_selinux_refuses_is_told(
 
 
 async def test_a_fault_that_began_before_the_agent_is_seen(
-    program: Program, run_folder: Path, stand_in_server: Path
+    oldest: Program, run_folder: Path, stand_in_server: Path
 ) -> None:
     """Drivers before 550 tell of it in the log only, and clients that came now would fail."""
-    bench = Bench(run_folder, program)
+    bench = Bench(run_folder, oldest)
     first = bench.daemon()
     async with bench.kept(first):
         await reached(first, DaemonState.SERVING)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -17,13 +18,14 @@ from agent.mps.daemon import Daemon
 from agent.mps.errors import CommandRefused, Unanswered
 from agent.mps.parse import ServerState
 from agent.mps.status import DaemonState
-from tests.component.mps.keeping import Bench, reached
+from tests.component.mps.keeping import OPTIONS, Bench, reached
 
 
 @contextlib.asynccontextmanager
 async def serving(program: Program, run: Path) -> AsyncIterator[Daemon]:
     bench = Bench(run, program)
-    daemon = bench.daemon()
+    # The supervisor sets a changed percentage back with its next probe.
+    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600))
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
         yield daemon

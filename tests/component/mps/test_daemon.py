@@ -18,7 +18,16 @@ from agent.mps.directories import Directories
 from agent.mps.errors import BadFolder, MpsError
 from agent.mps.status import DaemonState, Kind
 from agent.nvml.port import ComputeMode
-from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
+from tests.component.mps.keeping import (
+    OPTIONS,
+    UUID,
+    Bench,
+    Word,
+    daemons_of,
+    one_server,
+    reached,
+    servers_of,
+)
 
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
 EIGHT = [f"GPU-5fd4f087-86f3-7a43-b711-4771313afc5{number}" for number in range(8)]
@@ -79,14 +88,11 @@ async def test_cancelled_supervision_leaves_the_daemon_for_the_next(
     first = bench.daemon()
     async with bench.kept(first):
         before = await reached(first, DaemonState.SERVING)
-        await first.control.set_default_percentage(40)
     assert [each.pid for each in await daemons_of(first)] == [before.pid]
     second = bench.daemon()
     async with bench.kept(second):
         after = await reached(second, DaemonState.SERVING)
         assert (after.pid, after.adopted, after.private_shm) == (before.pid, True, True)
-        # It is the same daemon: settings are lost with a daemon's end.
-        assert await second.control.default_percentage() == 40
     await second.stop()
 
 
@@ -222,10 +228,12 @@ async def test_prestarted_server_is_held_to_be_up(
     await daemon.stop()
 
 
-async def test_fault_in_the_server_log_and_recovery(newest: Program, run_folder: Path) -> None:
+async def test_fault_in_the_server_log_and_recovery(
+    oldest: Program, run_folder: Path, stand_in_server: Path
+) -> None:
     """The lines are those of NVIDIA's documentation on MPS errors; no GPU writes them here."""
-    bench = Bench(run_folder, newest)
-    daemon = bench.daemon()
+    bench = Bench(run_folder, oldest)
+    daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
     server_log = daemon.folders.log / "server.log"
 
     def said(*lines: str) -> None:
@@ -246,19 +254,20 @@ async def test_fault_in_the_server_log_and_recovery(newest: Program, run_folder:
     await daemon.stop()
 
 
-async def test_a_fault_is_told_without_a_look_at_the_clock(newest: Program, run_folder: Path) -> None:
-    """Neither probe nor poll comes within the test: the kernel tells of the write."""
-    bench = Bench(run_folder, newest)
-    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600, log_seconds=600))
+async def test_a_fault_is_told_without_a_look_at_the_clock(
+    newest: Program, run_folder: Path, tmp_path: Path, stand_in_server: Path
+) -> None:
+    """Neither probe nor poll comes within the test: the kernel tells of the write, so the daemon is asked."""
+    word = Word.of(newest, tmp_path)
+    bench = Bench(run_folder, word.program)
+    daemon = bench.daemon(options=replace(OPTIONS, prestart=True, probe_seconds=600, log_seconds=600))
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
-        # The supervisor's own probe ends before it looks at the logs: write until it does.
-        with anyio.fail_after(20):
-            while daemon.status.value.serving:
-                await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
-                await anyio.sleep(0.1)
-        assert daemon.status.value.state is DaemonState.FAULT
-        assert bench.reports.told[0][0] is Kind.FAULT
+        word.say("FAULT")
+        await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
+        await reached(daemon, DaemonState.FAULT)
+        assert bench.reports.kinds() == [Kind.FAULT]
+        word.say("ACTIVE")
         await anyio.to_thread.run_sync(_tell, daemon.folders.log, RECREATED)
         await reached(daemon, DaemonState.SERVING)
         assert daemon.status.value.faults == 1
@@ -266,14 +275,18 @@ async def test_a_fault_is_told_without_a_look_at_the_clock(newest: Program, run_
 
 
 async def test_logs_are_looked_at_where_the_kernel_gives_no_watch(
-    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+    oldest: Program,
+    run_folder: Path,
+    stand_in_server: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logs: list[Any],
 ) -> None:
     def no_watch(*_: object, **__: object) -> object:
         raise OSError(24, "too many watches")
 
     monkeypatch.setattr(following, "watching", no_watch)
-    bench = Bench(run_folder, newest)
-    daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600))
+    bench = Bench(run_folder, oldest)
+    daemon = bench.daemon(options=replace(OPTIONS, prestart=True, probe_seconds=600))
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
         await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
@@ -305,14 +318,16 @@ async def test_the_logs_do_not_grow_for_ever(
     await daemon.stop()
 
 
-async def test_old_faults_in_the_log_are_not_taken_for_new(newest: Program, run_folder: Path) -> None:
-    bench = Bench(run_folder, newest)
+async def test_old_faults_in_the_log_are_not_taken_for_new(
+    oldest: Program, run_folder: Path, stand_in_server: Path
+) -> None:
+    bench = Bench(run_folder, oldest)
     folders = Directories.of(run_folder, UUID)
     await anyio.to_thread.run_sync(folders.make)
     await anyio.Path(folders.log / "server.log").write_text(
         "[x Server 1] Server is handling a fatal GPU error.\n"
     )
-    daemon = bench.daemon()
+    daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
         assert daemon.status.value.faults == 0

@@ -43,7 +43,7 @@ async def test_daemon_runs_inside_the_driver_root(driver_root: Path, run_folder:
         assert status.pid
         assert await anyio.Path(f"/proc/{status.pid}/root").readlink() == anyio.Path(driver_root)
         # It answers from outside, and its /dev/shm is the folder that pods get.
-        assert await daemon.control.default_percentage() == 100
+        assert await daemon.control.alive() == 100
         assert status.private_shm
         await anyio.Path(daemon.folders.shm / "seen").touch()
         assert await anyio.Path(f"/proc/{status.pid}/root/dev/shm/seen").exists()

@@ -22,6 +22,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.daemon_manager import Fleet
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing
+from agent.mps.probing import Prober
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports
 
@@ -242,12 +243,12 @@ async def test_supervision_that_crashed_is_taken_up_again(
     fleet = fleet_of(run_folder, newest, modes)
     crashed = anyio.Event()
 
-    async def crash(_: Daemon) -> None:
+    async def crash(_: Prober) -> None:
         crashed.set()
         raise RuntimeError("a fault of ours")
 
     with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True), monkeypatch.context() as patch:
-        patch.setattr(Daemon, "_probe", crash)
+        patch.setattr(Prober, "_probe", crash)
         async with running(fleet):
             await fleet.set_up(one)
     assert crashed.is_set()

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.status import DaemonState
 from agent.simulator import mps_control
-from tests.component.mps.keeping import Bench, reached
+from tests.component.mps.keeping import OPTIONS, Bench, reached
 
 COMMANDS = (
     "get_server_list",
@@ -57,10 +58,10 @@ async def test_it_answers_as_the_real_program_does(
     said: list[list[str]] = []
     for program in (newest, stand_in):
         bench = Bench(run_folder, program)
-        daemon = bench.daemon()
+        # The supervisor sets a changed percentage back with its next probe.
+        daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600))
         async with bench.kept(daemon):
             await reached(daemon, DaemonState.SERVING)
-            # The supervisor asks between our commands; neither program mixes up two clients' answers.
             said.append(await conversation(daemon, program))
         await daemon.stop()
     real, played = said

@@ -8,7 +8,10 @@ import pytest
 from agent.app.build_mps import _RootCheck
 from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
 from agent.cluster.reflector import Metadata
+from agent.kubelet.api import Refused
 from agent.model.demand import MPS
+from agent.model.ledger import Half
+from tests.unit.plugins.test_mps import Node
 
 NOBODY = SecurityContext(run_as_user=65534)
 
@@ -31,10 +34,29 @@ def check(*pods: Pod) -> _RootCheck:
     return _RootCheck(cast("Any", SimpleNamespace(cluster=SimpleNamespace(pods=cache))))
 
 
+async def test_a_root_init_container_does_not_start_on_cores_that_its_successor_inherits() -> None:
+    """The kubelet's records tell of the app container alone, which need not be root."""
+    node = Node()
+    node.lister.hold("p", node.uuids[0], range(10), range(2))
+    core = node.plugins[Half.CORE]
+    core._root_check = check(
+        pod("p", container("prepare", 10, SecurityContext(run_as_user=0)), main=container("main", 10))
+    )
+    with pytest.raises(
+        Refused, match=r"container prepare of the pod, whose cores it may have: runAsUser is 0"
+    ):
+        await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+    # One that asks for no cores reaches no daemon.
+    plain = Container("prepare", security_context=SecurityContext(run_as_user=0))
+    core._root_check = check(pod("p", plain, main=container("main", 10)))
+    await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+
+
 def test_a_named_container_is_looked_up() -> None:
     found = check(pod("p", container("load", 10, SecurityContext(run_as_user=0)), main=container("main", 10)))
-    assert found.named("default", "p", "main") is None
     assert found.named("default", "p", "load") == "runAsUser is 0"
+    assert "container load of the pod" in (found.named("default", "p", "main") or "")
+    assert check(pod("p", main=container("main", 10))).named("default", "p", "main") is None
     assert found.named("default", "other", "main") == "its specification is not known yet"
 
 

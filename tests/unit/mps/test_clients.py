@@ -1,7 +1,6 @@
 """Clients mapped to pods, what is wrong among them, and the orderly end of those of dying pods."""
 
 import datetime as dt
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,8 @@ from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.daemon_manager import Fleet
 from agent.mps.errors import CommandRefused
-from agent.mps.status import DaemonState, DaemonStatus
+from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.users import kept_apart
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 SERVER = 4000
@@ -53,11 +53,11 @@ class Control:
 class Scene:
     """One GPU with its daemon, pods that hold shares of it, and processes."""
 
-    def __init__(self, proc: Path, holders: Iterable[str] = ()) -> None:
+    def __init__(self, proc: Path, holders: Iterable[str] = (), multi_user: bool = True) -> None:
         self.control = Control()
         self.pods: list[PodFacts] = []
         statuses: Cell[Mapping[str, DaemonStatus]] = Cell(
-            {GPU: DaemonStatus(DaemonState.SERVING, pid=3999, server=SERVER)}
+            {GPU: DaemonStatus(DaemonState.SERVING, pid=3999, server=SERVER, multi_user=multi_user)}
         )
         fleet: Any = SimpleNamespace(
             statuses=statuses,
@@ -79,7 +79,8 @@ class Scene:
         folder.mkdir()
         where = f"/kubepods/pod{uid(pod)}/{ID}" if pod is not None else "/user.slice"
         (folder / "cgroup").write_text(f"0::{where}\n")
-        os.chown(folder, 0 if root else 1000, -1)
+        user = 0 if root else 1000
+        (folder / "status").write_text(f"Name:\tx\nUid:\t{user}\t{user}\t{user}\t{user}\n")
         self.control.pids = (*self.control.pids, pid)
 
     async def look(self) -> Overview:
@@ -240,3 +241,37 @@ async def test_the_grace_period_is_counted_as_the_kubelet_does(tmp_path: Path, s
         await anyio.sleep(1.3)
         assert scene.control.terminated == [101]
         group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("multi_user", [True, False])
+async def test_pods_of_different_users_are_told_where_one_user_is_served_at_a_time(
+    tmp_path: Path, multi_user: bool
+) -> None:
+    """One that waits is no client yet: its user is seen in its container."""
+    scene = Scene(tmp_path, ["p1", "p2", "p3"], multi_user)
+    told: list[tuple[Kind, str]] = []
+    scene.watch.report = lambda kind, _uuid, message, _pids=frozenset(): told.append((kind, message))
+    for number in (1, 2, 3):
+        scene.pods.append(
+            PodFacts(uid(number), "default", f"p{number}", containers={"main": f"{number:064x}"})
+        )
+        scene.process(100 + number, number, root=number == 3)
+        cgroup = f"0::/kubepods/pod{uid(number)}/{number:064x}\n"
+        (tmp_path / str(100 + number) / "cgroup").write_text(cgroup)
+    scene.process(201, 3)  # the pod's sandbox runs as somebody else, and holds nothing
+    scene.control.pids = (101,)
+    expected = {"default/p1 (user 1000)", "default/p2 (user 1000)", "default/p3 (user 0)"}
+    for _ in range(2):
+        assert (await scene.look()).apart == (frozenset() if multi_user else expected)
+    assert [kind for kind, _ in told] == ([] if multi_user else [Kind.USERS])
+    assert all("give pods that share a GPU one runAsUser" in message for _, message in told)
+
+
+def test_a_wrapper_that_is_root_keeps_nobody_apart() -> None:
+    """Of several users in a container any may be the one that calls CUDA."""
+    assert not kept_apart([("a/p", frozenset({0, 1000})), ("a/q", frozenset({1000})), ("a/r", frozenset())])
+    assert not kept_apart([("a/p", frozenset({0})), ("a/p", frozenset({1000}))])
+    assert kept_apart([("a/p", frozenset({0})), ("a/q", frozenset({1000, 7}))]) == {
+        "a/p (user 0)",
+        "a/q (user 7, 1000)",
+    }

@@ -44,14 +44,11 @@ def test_refusals_are_told_apart() -> None:
 
 
 def test_a_sessions_answers_are_told_apart_by_the_question_after_each() -> None:
-    assert answers.parts("17797\n100.0\n9741\n9743\n100.0\nACTIVE\n40.0\n") == [
-        "17797",
-        "9741\n9743",
-        "ACTIVE",
-    ]
-    assert answers.parts("100.0\n100.0") == ["", ""]
-    assert answers.parts("") == []
-    assert answers.parts("17797\n100.0\n97") == []  # cut short
+    said = answers.parts("17797\n100.0\n9741\n9743\n100.0\nACTIVE\n40.0\n")
+    assert said == (["17797", "9741\n9743", "ACTIVE"], 40.0)
+    assert answers.parts("100.0\n100.0") == (["", ""], 100.0)
+    assert answers.parts("") == ([], None)
+    assert answers.parts("17797\n100.0\n97")[0] == []  # cut short
 
 
 @pytest.mark.parametrize("garbage", ["\u00b2", "\u0663\u0664", "9" * 5000, "-5", "\ufffd\ufffd 12", "0x10"])

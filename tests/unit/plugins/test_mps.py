@@ -124,6 +124,32 @@ def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> N
     assert not node.conditions.extras(Half.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu]).cdi_devices
 
 
+async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_says_so() -> None:
+    """containerd 1.7 is handed caps as variables, and the pod's own win over them."""
+    lenient, strict = Node(), Node("mps.advisoryCaps=refuse")
+    for node in (lenient, strict):
+        node.injector.software = NodeSoftware("v1.36.3", "containerd://1.7.27")
+    assert lenient.figures(Half.CORE) == (200, 200)
+    assert strict.figures(Half.CORE) == (200, 0)
+    assert "containerd://1.7.27 is not known to inject CDI" in strict.conditions.unready(strict.uuids[0])
+    with pytest.raises(Refused, match=r"mps\.advisoryCaps refuses"):
+        strict.conditions.extras(Half.CORE, ["a"], [strict.snapshot.gpus[0].gpu])
+    plugin = strict.plugins[Half.CORE]
+    async with anyio.create_task_group() as group:
+        group.start_soon(plugin.run)
+        await anyio.wait_all_tasks_blocked()
+        # The node was updated.
+        strict.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+        strict.injector.looked.publish(strict.injector.software)
+        await anyio.wait_all_tasks_blocked()
+        modes = Assignment({uuid: GpuMode(Mode.MPS) for uuid in strict.uuids})
+        assert plugin.figures(modes) == (200, 200)
+        group.cancel_scope.cancel()
+    by_choice = Node("mps.advisoryCaps=refuse", "injection.strategy=envvar")
+    by_choice.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    assert "injection.strategy is envvar" in by_choice.conditions.unready(by_choice.uuids[0])
+
+
 def test_ids_are_unhealthy_while_the_daemon_does_not_serve() -> None:
     node = Node()
     node.daemons.set(node.uuids[0])

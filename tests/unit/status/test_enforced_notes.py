@@ -7,7 +7,8 @@ from agent.status.table import _mode_notes
 
 def test_only_modes_of_amounts_say_whether_they_are_enforced() -> None:
     assert _enforced(GpuMode(Mode.VGPU)) == "no"
-    assert _enforced(GpuMode(Mode.MPS)) == "yes"
+    assert _enforced(GpuMode(Mode.MPS), {"capsAdvisory": None}) == "yes"
+    assert _enforced(GpuMode(Mode.MPS), {"capsAdvisory": "containerd 1.7"}) == "no"
     assert _enforced(GpuMode(Mode.PGPU)) is None
     assert _enforced(None) is None
 

@@ -10,6 +10,7 @@ QUIET: dict[str, Any] = {
     "podsWithoutClient": [],
     "podsWithManyClients": [],
     "podsAboveCap": [],
+    "podsOfOtherUsers": [],
     "rootPods": [],
 }
 
@@ -29,11 +30,12 @@ def test_daemon_and_pods_that_need_somebody_are_named() -> None:
                 "podsWithoutClient": ["a/silent"],
                 "podsWithManyClients": ["a/crowd"],
                 "podsAboveCap": ["a/greedy"],
+                "podsOfOtherUsers": ["a/mine (user 1)", "a/theirs (user 2)"],
                 "rootPods": ["a/root"],
             }
         )
     )
     assert told[0] == "its MPS daemon is fault: a client's fatal error: Server is handling a fatal GPU error."
-    pods = ("a/silent", "a/crowd", "a/greedy", "a/root")
-    assert [pod in line for pod, line in zip(pods, told[1:], strict=True)] == [True] * 4
+    pods = ("a/silent", "a/crowd", "a/greedy", "a/mine (user 1), a/theirs (user 2)", "a/root")
+    assert [pod in line for pod, line in zip(pods, told[1:], strict=True)] == [True] * 5
     assert "each of them may use the pod's whole share" in told[2]

@@ -1,0 +1,18 @@
+"""How MPS daemons are run, by the configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of all daemons of a node; seconds throughout."""
+
+    cgroups: Path = Path("/sys/fs/cgroup")
+    shared_memory: int = 4 << 30  # bytes of each GPU
+    exclusive: bool = True  # keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve
+    prestart: bool = True  # start the server before the first client, and hold it to be up
+    probe_seconds: float = 5.0
+    log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not tell of writes
+    orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
+    quit_seconds: int = 5  # for clients to leave when the daemon is stopped

@@ -1,0 +1,272 @@
+"""Asks a running control daemon how it is, and judges the answers.
+
+The daemon's own word decides wherever it gives one (driver 550 and newer). Its logs are written by anybody
+who reaches the fifo in its pipe folder: there they are a reason to ask at once. Before 550 nothing else tells
+of a fault, and a fault by the logs is held to last the longer the more often one is told of.
+"""
+
+import os
+from dataclasses import replace
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.kit.backoff import Backoff
+from agent.mps import processes
+from agent.mps.compute import ExclusiveMode
+from agent.mps.control import Control, Survey
+from agent.mps.directories import Directories
+from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
+from agent.mps.following import Logs
+from agent.mps.options import Options
+from agent.mps.parse import ServerState
+from agent.mps.processes import Process
+from agent.mps.publishing import Publisher
+from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.terminate import end
+
+log = structlog.get_logger()
+
+HANG_SECONDS = 60.0  # without an answer, and without a server that clients could depend on
+SERVER_SECONDS = 15.0  # the first context on a cold GPU takes seconds
+POLL_SECONDS = 0.1
+SETTLE_SECONDS = 1.0  # in which a server that takes its own fault in may still call itself ACTIVE
+URGENT_SECONDS = 0.05  # before a probe that the logs call for; doubled while they call for nothing
+LEAST_FAULT_SECONDS = 0.5  # of a fault by the logs alone; doubled each time ...
+LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and anew where none was told of for so long
+FULL_PERCENTAGE = 100.0
+TOLD_SECONDS = 600.0  # a setting that somebody changes again and again is told of once in so long
+
+
+class Prober:
+    """Watches one running daemon; `clients` are the PIDs of its clients as of the last probe."""
+
+    def __init__(
+        self,
+        control: Control,
+        folders: Directories,
+        exclusive: ExclusiveMode,
+        logs: Logs,
+        publisher: Publisher,
+        options: Options,
+    ) -> None:
+        self.clients: tuple[int, ...] = ()
+        self._control = control
+        self._folders = folders
+        self._exclusive = exclusive
+        self._logs = logs
+        self._publisher = publisher
+        self._options = options
+        self._clients_known = False  # whether this daemon has told us of them
+        self._urgency = Backoff(URGENT_SECONDS, options.probe_seconds, jitter=0.0)
+        self._turned = -SETTLE_SECONDS  # when the logs last told of a fault's begin or end
+        self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
+        self._held_until = 0.0  # a fault by the logs alone lasts so long at least
+        self._told_of_setting = -TOLD_SECONDS
+
+    @property
+    def _uuid(self) -> str:
+        return self._publisher.uuid
+
+    async def watch(self, process: Process) -> None:
+        """Return when the daemon has ended."""
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        self.clients, self._clients_known = (), False
+        try:
+            if not await anyio.to_thread.run_sync(process.alive):
+                return  # its PID is another process's by now
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._probing, process)
+                await anyio.wait_readable(descriptor)
+                group.cancel_scope.cancel()
+        finally:
+            anyio.notify_closing(descriptor)
+            os.close(descriptor)
+
+    async def _probing(self, process: Process) -> None:
+        answered = anyio.current_time()
+        mute = False  # there is nothing to ask the daemon with
+        async with self._logs.watched():
+            while True:
+                try:
+                    await self._probe()
+                    answered, mute = anyio.current_time(), False
+                except ProgramMissing as error:
+                    # The daemon lives, and its clients with it: what it was last seen to be stays true.
+                    if not mute:
+                        log.warning("mps_daemon_not_asked", gpu=self._uuid, problem=str(error))
+                    answered, mute = anyio.current_time(), True
+                except MpsError as error:
+                    now = self._publisher.now
+                    self._publisher.publish(replace(now, state=DaemonState.STARTING, reason=str(error)))
+                    if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
+                        await self._end_hung(process)
+                await self._until_due()
+
+    # -- what the logs are worth -------------------------------------------------------------------
+
+    async def _until_due(self) -> None:
+        """Return when the daemon is to be asked again: sooner where the logs call for it.
+
+        Whoever writes into them without end gets no more than the usual probes.
+        """
+        now = anyio.current_time()
+        due = now + self._options.probe_seconds
+        called = self._unsettled()
+        if called:
+            due = now + self._urgency.next()
+        elif self._held_until > now:
+            due = min(due, self._held_until)
+        turns = self._logs.said.turns
+        while (left := due - anyio.current_time()) > 0:
+            with anyio.move_on_after(left):
+                await self._logs.grown()
+            if self._logs.said.turns != turns and not called:
+                called = True
+                self._turned = anyio.current_time()
+                due = min(due, self._turned + self._urgency.next())
+                self._judge_by_logs()
+        if not called:
+            self._urgency.reset()
+
+    def _unsettled(self) -> bool:
+        """Whether the logs told of a change a moment ago that the server has not owned to."""
+        said = self._logs.said.fault is not None
+        owned = self._publisher.now.state is DaemonState.FAULT
+        return said != owned and anyio.current_time() - self._turned < SETTLE_SECONDS
+
+    def _judge_by_logs(self) -> None:
+        """Publish at once what the logs tell of, where the daemon could not tell more."""
+        now = self._publisher.now
+        if self._control.tells_state or now.server is None:
+            return
+        if now.serving or now.state is DaemonState.FAULT:
+            self._publish_judged(now, self._fault_by_logs())
+
+    def _fault_by_logs(self) -> str | None:
+        """The fault that the logs of a server of an old driver tell of; it lasts a while at least."""
+        now = anyio.current_time()
+        before = self._publisher.now
+        if (fault := self._logs.said.fault) is None:
+            return before.fault if before.state is DaemonState.FAULT and now < self._held_until else None
+        if before.state is not DaemonState.FAULT:
+            if now - self._held_until > LONGEST_FAULT_SECONDS:
+                self._faults.reset()
+            self._held_until = now + self._faults.next()
+        return fault
+
+    # -- one probe ---------------------------------------------------------------------------------
+
+    async def _probe(self) -> None:
+        """Look once and publish what was seen. Raises MpsError."""
+        await self._exclusive.hold(lost=True)
+        survey = await self._survey()
+        server = survey.servers[0] if survey.servers else None
+        state = survey.state
+        if server is None or state is ServerState.INITIALIZING:
+            self.clients, self._clients_known = (), True
+        elif survey.clients is not None:
+            self.clients, self._clients_known = survey.clients, True
+        elif server != self._publisher.now.server:
+            self.clients, self._clients_known = (), False
+        await self._restore_percentage(survey.percentage)
+        seen = replace(self._publisher.now, server=server, server_state=state)
+        self._publish_judged(seen, self._fault(server, state))
+
+    def _fault(self, server: int | None, state: ServerState | None) -> str | None:
+        if server is not None and not self._control.tells_state:
+            return self._fault_by_logs()
+        if state is ServerState.FAULT:
+            return "its server says FAULT"
+        if anyio.current_time() - self._turned >= SETTLE_SECONDS:
+            self._logs.said.clear()
+        return None
+
+    def _publish_judged(self, seen: DaemonStatus, fault: str | None) -> None:
+        """Publish `seen`, in or out of fault."""
+        begins = fault is not None and seen.state is not DaemonState.FAULT
+        ends = fault is None and seen.state is DaemonState.FAULT
+        if self._control.tells_state and (begins or ends):
+            self._urgency.reset()  # what the logs called for was true
+        if fault and not begins:
+            fault = seen.fault  # one fault, one reason
+        after = replace(
+            seen,
+            state=DaemonState.FAULT if fault else DaemonState.SERVING,
+            reason=f"a client's fatal error: {fault}" if fault else "",
+            fault=fault or "",
+            faults=seen.faults + begins,
+        )
+        # Whoever writes into the log may name anybody; at least it must be a client.
+        self._publisher.publish(after, frozenset(self._logs.said.culprits & set(self.clients)))
+
+    async def _restore_percentage(self, found: float | None) -> None:
+        """Set the default percentage back, which MPS of driver 535 lets any user change."""
+        if found in (None, FULL_PERCENTAGE):
+            return
+        try:
+            await self._control.set_default_percentage(int(FULL_PERCENTAGE))
+        except CommandRefused as error:
+            # Clients are served all the same.
+            log.warning("mps_percentage_not_restored", gpu=self._uuid, found=found, problem=str(error))
+            return
+        if anyio.current_time() - self._told_of_setting >= TOLD_SECONDS:
+            self._told_of_setting = anyio.current_time()
+            self._publisher.report(
+                Kind.SETTING,
+                f"somebody set the default active thread percentage to {found:g}, it was set back to "
+                f"{FULL_PERCENTAGE:g}: MPS of driver 535 lets every user change it who reaches the control "
+                "socket, that of 550 only root",
+            )
+
+    async def _survey(self) -> Survey:
+        """Server, state and clients; a server is started where there is none and one is wanted."""
+        known, state = self._publisher.now.server, self._publisher.now.server_state
+        try:
+            survey = await self._control.survey(known, clients=state in (None, ServerState.ACTIVE))
+        except Unanswered:
+            survey = await self._control.survey(known)
+        if not survey.servers and self._options.prestart:
+            await self._start_server()
+            survey = await self._control.survey()
+        if survey.servers and survey.servers[0] != known:
+            survey = await self._control.survey(survey.servers[0])
+        return survey
+
+    async def _start_server(self) -> None:
+        failed = self._logs.said.failed_servers
+        await self._control.start_server()
+        with anyio.move_on_after(SERVER_SECONDS):
+            while not await self._control.servers():
+                await self._logs.read()
+                # Anybody may write that it failed: it has, where there is no such process.
+                if self._logs.said.failed_servers > failed and not await self._server_processes():
+                    break
+                await anyio.sleep(POLL_SECONDS)
+            else:
+                return
+        raise StartFailed(
+            f"the MPS server of GPU {self._uuid} does not start; see {self._folders.log}/control.log and "
+            "server.log (often: libcuda is missing, or a process without MPS holds the GPU)"
+        )
+
+    async def _server_processes(self) -> tuple[Process, ...]:
+        return await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
+
+    # -- a daemon that hangs -----------------------------------------------------------------------
+
+    async def _end_hung(self, process: Process) -> None:
+        """A daemon that answers nobody is of no use, unless clients live by its server."""
+        servers = await self._server_processes()
+        if servers and not (self._clients_known and await anyio.to_thread.run_sync(self._deserted)):
+            return
+        log.error("mps_daemon_hangs", gpu=self._uuid, pid=process.pid, seconds=HANG_SECONDS)
+        await end((process, *servers))
+
+    def _deserted(self) -> bool:
+        """Whether all clients that were told of last have ended: without its daemon a server gets no more."""
+        return not any(processes.identify(pid) for pid in self.clients)

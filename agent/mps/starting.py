@@ -1,0 +1,156 @@
+"""Gets one GPU a control daemon: that of an earlier agent, or a new one."""
+
+from dataclasses import replace
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.mps import launch, processes
+from agent.mps.binary import Program
+from agent.mps.compute import ExclusiveMode
+from agent.mps.control import Control, environment
+from agent.mps.directories import Directories
+from agent.mps.errors import StartFailed
+from agent.mps.following import Logs
+from agent.mps.options import Options
+from agent.mps.processes import Process
+from agent.mps.publishing import Publisher
+from agent.mps.status import DaemonState, Kind
+from agent.mps.terminate import end
+
+log = structlog.get_logger()
+
+ANSWER_SECONDS = 5.0  # a daemon that just started
+POLL_SECONDS = 0.1
+
+
+class Starter:
+    """Adopts or starts the daemon of one GPU."""
+
+    def __init__(
+        self,
+        program: Program,
+        control: Control,
+        folders: Directories,
+        exclusive: ExclusiveMode,
+        logs: Logs,
+        publisher: Publisher,
+        options: Options,
+        multi_user: dict[object, bool],
+    ) -> None:
+        """`multi_user` remembers which versions have the flag, for all daemons that share it."""
+        self._program = program
+        self._control = control
+        self._folders = folders
+        self._exclusive = exclusive
+        self._logs = logs
+        self._publisher = publisher
+        self._options = options
+        self._multi_user = multi_user
+        self._impostors: frozenset[Process] = frozenset()  # that people were told of
+
+    async def adopted(self) -> Process | None:
+        """The daemon of an earlier agent, if there is one on our pipe folder."""
+        await self._tell_of_impostors()
+        process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
+        if process is None:
+            return None
+        uuid = self._publisher.uuid
+        words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
+        shared = await anyio.to_thread.run_sync(launch.adopt, process.pid, process.started, self._folders)
+        servers = await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
+        await self._logs.skip(but={each.pid for each in servers})
+        await self._exclusive.hold(inherited=True)
+        self._publisher.publish(
+            replace(
+                self._publisher.now,
+                state=DaemonState.STARTING,
+                reason="it was adopted and is being looked at",
+                pid=process.pid,
+                adopted=True,
+                multi_user=launch.MULTI_USER in words,
+                private_shm=shared,
+            )
+        )
+        log.info("mps_daemon_adopted", gpu=uuid, pid=process.pid)
+        return process
+
+    async def started(self) -> Process:
+        """Start one. Raises MpsError."""
+        options, before, uuid = self._options, self._publisher.now, self._publisher.uuid
+        # The reason of a failure stays until the next try has an outcome.
+        reason = before.reason or "the MPS control daemon starts"
+        self._publisher.publish(replace(before, state=DaemonState.STARTING, reason=reason, pid=None))
+        inherited = await anyio.to_thread.run_sync(self._folders.existing)
+        await anyio.to_thread.run_sync(self._folders.make)
+        await self._no_orphans()
+        await anyio.to_thread.run_sync(self._folders.clear)
+        await self._logs.skip()
+        await self._exclusive.hold(inherited=inherited)
+        variables = environment(self._program, self._folders) | {"CUDA_VISIBLE_DEVICES": uuid}
+        version = await anyio.to_thread.run_sync(self._program.version)
+        launched = await launch.launch(
+            self._program,
+            self._folders,
+            variables,
+            options.cgroups,
+            options.shared_memory,
+            self._multi_user.get(version),
+        )
+        if launched.flag_known:
+            self._multi_user[version] = launched.multi_user
+        process = await self._appeared()
+        for what, problem in launched.problems.items():
+            log.warning("mps_daemon_degraded", gpu=uuid, lacks=what, problem=problem)
+        self._publisher.publish(
+            replace(
+                self._publisher.now,
+                pid=process.pid,
+                adopted=False,
+                multi_user=launched.multi_user,
+                private_shm="namespace" not in launched.problems,
+            )
+        )
+        return process
+
+    async def _tell_of_impostors(self) -> None:
+        """Report processes that were made to look like this daemon, once each."""
+        found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._folders.pipe))
+        for each in sorted(found - self._impostors, key=lambda each: each.pid):
+            message = (
+                f"process {each.pid} looks like its MPS control daemon and runs in a pod, or not as root: "
+                "it is not adopted"
+            )
+            self._publisher.report(Kind.IMPOSTOR, message, frozenset({each.pid}))
+        self._impostors = found
+
+    async def _no_orphans(self) -> None:
+        """Wait until no server of a dead daemon is left: it would hold the GPU against a new one."""
+        told = False
+        with anyio.move_on_after(self._options.orphan_seconds):
+            while orphans := await anyio.to_thread.run_sync(processes.servers, self._folders.pipe):
+                if not told:
+                    told = True
+                    names = ", ".join(str(each.pid) for each in orphans)
+                    reason = f"server {names} of the dead daemon still runs"
+                    self._publisher.publish(replace(self._publisher.now, reason=reason))
+                await anyio.sleep(5 * POLL_SECONDS)
+            return
+        log.warning(
+            "mps_orphans_ended", gpu=self._publisher.uuid, waited_seconds=self._options.orphan_seconds
+        )
+        await end(orphans)
+
+    async def _appeared(self) -> Process:
+        with anyio.move_on_after(ANSWER_SECONDS):
+            while True:
+                process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
+                if process:
+                    await self._control.alive()
+                    return process
+                await anyio.sleep(POLL_SECONDS / 10)
+        raise StartFailed(
+            f"the MPS control daemon of GPU {self._publisher.uuid} ended at once; "
+            f"see {self._folders.log}/control.log"
+        )

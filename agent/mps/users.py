@@ -1,0 +1,43 @@
+"""Users of the processes that share a GPU: without multi-user its server serves one of them at a time.
+
+MPS of drivers before 580 has no multi-user server: the processes of a second user wait, without a word and
+without a limit of time, until those of the first have all ended (NVIDIA's documentation on MPS, "Server").
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from agent.kubelet.owners import ProcessUnreadable, container_of_process
+from agent.mps.processes import effective_user
+
+
+def users_of(containers: AbstractSet[str], proc: Path) -> Mapping[str, frozenset[int]]:
+    """Users of the processes of these containers (IDs). Blocks: it looks at every process of the node."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for entry in os.scandir(proc) if containers else ():
+        if not entry.name.isdigit():
+            continue
+        try:
+            container = container_of_process(int(entry.name), proc)
+            if container and container.container_id in containers:
+                found[container.container_id].add(effective_user(int(entry.name), proc))
+        except (OSError, ProcessUnreadable):
+            continue  # it has ended
+    return {container: frozenset(users) for container, users in found.items()}
+
+
+def kept_apart(holders: Iterable[tuple[str, frozenset[int]]]) -> frozenset[str]:
+    """Pods, with their users, of which one must wait for another: they have no user in common.
+
+    `holders` are pods (namespace/name) with the users of a container's processes: of several, any may be the
+    one that calls CUDA.
+    """
+    known = [(pod, users) for pod, users in holders if users]
+    return frozenset(
+        f"{pod} (user {', '.join(map(str, sorted(users)))})"
+        for pod, users in known
+        if any(pod != other and users.isdisjoint(theirs) for other, theirs in known)
+    )

@@ -1,0 +1,108 @@
+"""When a daemon is asked, and what its logs are worth: with a daemon and logs that are played."""
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.mps import probing
+from agent.mps.control import Survey
+from agent.mps.directories import Directories
+from agent.mps.options import Options
+from agent.mps.parse import ServerState
+from agent.mps.probing import Prober
+from agent.mps.publishing import Publisher
+from agent.mps.serverlog import ServerLog
+from agent.mps.status import DaemonState, Kind
+
+PROBE_SECONDS = 0.4
+FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
+
+
+class Scene:
+    """A daemon with a server, and logs into which lines are written as fast as they are read, or never."""
+
+    def __init__(self, state: ServerState | None, flood: bool = False) -> None:
+        self.said = ServerLog()
+        self.state = state
+        self.tells_state = state is not None
+        self.moments: list[float] = []
+        self.told: list[Kind] = []
+        self._flood = flood
+        publisher = Publisher("GPU-1", lambda kind, *_: self.told.append(kind))
+        self.publisher = publisher
+        any_part: Any = self
+        options = Options(probe_seconds=PROBE_SECONDS, prestart=False)
+        self.prober = Prober(any_part, Directories(Path("/nowhere")), any_part, any_part, publisher, options)
+
+    async def hold(self, lost: bool = False) -> None:
+        """Nothing to hold."""
+
+    async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
+        self.moments.append(anyio.current_time())
+        return Survey((17,), self.state, (), 100.0)
+
+    async def grown(self) -> None:
+        if not self._flood:
+            await anyio.sleep_forever()
+        await anyio.sleep(0.01)
+        self.said.feed([RECREATED if self.said.fault else FATAL])
+
+    async def ask(self, times: int) -> None:
+        for _ in range(times):
+            await self.prober._probe()
+            await self.prober._until_due()
+
+
+async def test_a_flood_of_lines_ends_in_the_usual_pauses() -> None:
+    scene = Scene(ServerState.ACTIVE, flood=True)
+    await scene.ask(6)  # the pauses double from 50 ms on
+    scene.moments.clear()
+    await scene.ask(3)
+    pauses = [after - before for before, after in zip(scene.moments, scene.moments[1:], strict=False)]
+    assert min(pauses) >= 0.9 * PROBE_SECONDS
+    assert not scene.told
+
+
+async def test_a_line_is_answered_by_a_question_and_the_word_of_the_server_counts() -> None:
+    scene = Scene(ServerState.ACTIVE)
+    await scene.prober._probe()
+    scene.said.feed([FATAL])
+    scene.prober._turned = anyio.current_time()
+    await scene.prober._probe()
+    assert scene.publisher.now.serving
+    assert scene.prober._unsettled()  # it may take its own fault in late: it is asked again soon
+    scene.state = ServerState.FAULT
+    await scene.prober._probe()
+    assert scene.publisher.now.state is DaemonState.FAULT
+    scene.said.feed([RECREATED])
+    await scene.prober._probe()
+    assert scene.publisher.now.state is DaemonState.FAULT
+    scene.state = ServerState.ACTIVE
+    await scene.prober._probe()
+    assert scene.told == [Kind.FAULT, Kind.RECOVERED]
+
+
+async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, now = Scene(None), 1000.0
+    monkeypatch.setattr("agent.mps.probing.anyio.current_time", lambda: now)
+    await scene.prober._probe()
+    held = []
+    for _ in range(10):
+        scene.said.feed([FATAL])
+        await scene.prober._probe()
+        began = now
+        scene.said.feed([RECREATED])
+        while not scene.publisher.now.serving:
+            now += 0.25
+            await scene.prober._probe()
+        held.append(now - began)
+    assert held == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    now += probing.LONGEST_FAULT_SECONDS + 1
+    scene.said.feed([FATAL, RECREATED, FATAL])
+    await scene.prober._probe()
+    assert scene.prober._held_until - now == 0.5
+    assert scene.told == 10 * [Kind.FAULT, Kind.RECOVERED] + [Kind.FAULT]

@@ -1,0 +1,54 @@
+"""Which processes may be a daemon of the agent's, by the text of /proc/<pid>/cgroup."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent.mps.processes import effective_user, outside_pods
+
+ID, UID = "0123456789abcdef" * 4, "3fa85f64-5717-4562-b3fc-2c963f66afa6"
+SLICE = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice"
+AGENT_V1 = f"5:cpuset:/kubepods/burstable/pod{UID}/{ID}\n4:pids:/kubepods/burstable/pod{UID}/{ID}\n"
+AGENT_V2 = f"0::/{SLICE}/cri-containerd-{ID}.scope\n"
+OTHER, OTHER_V2 = (text.replace("3fa85f64", "aaaaaaaa") for text in (AGENT_V1, AGENT_V2))
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "own", "trusted"),
+    [
+        # Started by this agent or an earlier one, on v1 and v2.
+        ("5:cpuset:/gpu-node-agent-mps\n4:pids:/gpu-node-agent-mps\n", AGENT_V1, True),
+        ("0::/gpu-node-agent-mps\n", AGENT_V2, True),
+        # With a cgroup namespace of the agent's own.
+        ("0::/../../../gpu-node-agent-mps\n", "0::/\n", True),
+        # Below a node's own cgroup, as in kind on v1.
+        (f"4:pids:/docker/{ID}/gpu-node-agent-mps\n", AGENT_V1, True),
+        # An older agent could not join one of the hierarchies, and left its pod's there.
+        (OTHER.splitlines()[0] + "\n4:pids:/gpu-node-agent-mps\n", AGENT_V1, True),
+        # No cgroup could be had: it stays in the agent's.
+        (AGENT_V1, AGENT_V1, True),
+        (AGENT_V2, AGENT_V2, True),
+        # Started by hand on the node.
+        ("0::/user.slice/user-0.slice/session-1.scope\n", AGENT_V2, True),
+        # A pod's, also where it made itself a cgroup of that name.
+        (OTHER, AGENT_V1, False),
+        (OTHER_V2, AGENT_V2, False),
+        (
+            OTHER_V2.replace(".scope", ".scope/gpu-node-agent-mps"),
+            AGENT_V2,
+            False,
+        ),
+        (f"0::/../../podaaaaaaaa{UID[8:]}/{ID}/gpu-node-agent-mps\n", "0::/\n", False),
+        (f"4:pids:/\n3:cpu:/kubepods/podaaaaaaaa{UID[8:]}/{ID}\n", AGENT_V1, False),
+    ],
+)
+def test_a_daemon_is_known_by_its_cgroup(cgroups: str, own: str, trusted: bool) -> None:
+    assert outside_pods(cgroups, own) is trusted
+
+
+def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:
+    assert effective_user(os.getpid()) == os.geteuid()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text("Name:\tx\nUid:\t0\t1000\t0\t0\n")
+    assert effective_user(7, tmp_path) == 1000
