@@ -8,7 +8,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
 
-.PHONY: help demo test fuzz test-cluster test-gpu bench lint format proto docs lock image chart clean venv venv-runtime
+.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs lock image chart clean venv \
+	venv-runtime
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,9 +23,10 @@ venv-runtime:
 demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
 	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
 
-test: venv lint ## lint, types, import contracts, unit, component, chart and fuzz tests
+test: venv lint ## lint, types, import contracts, unit, component, chart, fuzz and storm tests
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/fuzz --junitxml=build/test.xml
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/fuzz tests/storm \
+		--junitxml=build/test.xml
 
 fuzz: venv ## 100,000 inputs to everything that others can write to (COUNT=, SEED=)
 	FUZZ_COUNT=$(or $(COUNT),100000) FUZZ_SEED=$(or $(SEED),1) \
@@ -39,6 +41,11 @@ test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=f
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
+
+storm: venv ## seeded faults over the real agent in virtual time (SEED=first SEEDS=count STEPS=events of each)
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),1) --steps $(or $(STEPS),150) \
+		--report build/storm.json
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
 	@mkdir -p build

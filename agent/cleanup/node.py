@@ -5,7 +5,9 @@ Safe to run again: each step looks for what is left.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -31,12 +33,16 @@ from agent.nvml.worker_thread import Lane
 from agent.plugins import shares_cdi
 from agent.settings import Settings
 
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
+
 log = structlog.get_logger()
 
 LOCK = "agent.lock"
 SOCKETS = "gna-*.sock"
 LIST_SECONDS = 10.0
 POLL_SECONDS = 0.5
+SYNC_SECONDS = 10.0  # for a first list of the node's pods
 
 
 @asynccontextmanager
@@ -58,11 +64,29 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
         lock.__exit__(None, None, None)
 
 
-async def refuse_holders(settings: Settings) -> None:
-    """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons."""
+async def refuse_holders(settings: Settings, known: "PodCache | None") -> None:
+    """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons.
+
+    `known`: the node's pods by the API server, followed by somebody. Without them PodResources count
+    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where nobody
+    can tell.
+    """
+    client = PodResources(Path(settings.kubelet.root))
+    record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
+    if known:
+        from agent.pairing.cluster_pods import view_of  # noqa: PLC0415  loads the API client
+
+        record.view = partial(view_of, known)
+        with anyio.move_on_after(SYNC_SECONDS):
+            while not record.view().complete:
+                await anyio.sleep(POLL_SECONDS / 10)
+        if not record.view().complete:
+            raise CleanupFailed(
+                "who holds MPS shares is not known: the API server does not tell of the node's pods "
+                f"({known.reflector.problem})"
+            )
     try:
-        client = PodResources(Path(settings.kubelet.root))
-        pods = await HoldingsWatch(client, settings.device_plugins_folder).look(LIST_SECONDS)
+        pods = await record.look(LIST_SECONDS)
     except PodResourcesUnavailable as error:
         raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
     held = {

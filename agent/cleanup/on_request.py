@@ -12,6 +12,7 @@ from agent.cleanup.node import refuse_holders
 from agent.cleanup.request import Exchange, Report, Request, State
 from agent.cluster.api import ApiError
 from agent.cluster.node import NodeObject
+from agent.cluster.pods import PodCache
 from agent.settings import Settings
 
 log = structlog.get_logger()
@@ -35,10 +36,13 @@ async def answer(node: NodeObject, request: Request, state: State, message: str 
 class Requests:
     """Follows the request on the own node."""
 
-    def __init__(self, settings: Settings, node: NodeObject, clock: Callable[[], datetime] = utc_now) -> None:
-        """`node` must be followed by somebody."""
+    def __init__(
+        self, settings: Settings, node: NodeObject, pods: PodCache, clock: Callable[[], datetime] = utc_now
+    ) -> None:
+        """`node` and `pods` must be followed by somebody."""
         self._settings = settings
         self._node = node
+        self._pods = pods
         self._clock = clock
 
     async def accepted(self) -> Request:
@@ -70,7 +74,7 @@ class Requests:
     async def _look(self, request: Request) -> State | None:
         """None: nothing stands in the way, and nothing was answered. Raises ApiError."""
         try:
-            await refuse_holders(self._settings)
+            await refuse_holders(self._settings, self._pods)
         except CleanupFailed as error:
             state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED
             log.warning("cleanup_refused", request=request.id, state=state.value, problem=str(error))

@@ -20,6 +20,7 @@ from agent.cleanup.request import Exchange, Request, State
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import NodeObject
+from agent.cluster.pods import PodCache
 from agent.kit.supervise import Supervisor
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -51,6 +52,7 @@ async def stand_by(
     http = HttpServer(settings.http.address, settings.http.port)
     Probes(supervisor, lambda: [_told(request)]).add_to(http)
     own = NodeObject(api, name)
+    pods = PodCache(api, name, lambda: own.uid)
     try:
         async with anyio.create_task_group() as group:
 
@@ -61,7 +63,8 @@ async def stand_by(
             group.start_soon(stopped)
             await group.start(http.serve)
             group.start_soon(supervisor.restarting, "node watch", own.run)
-            await Standby(settings, nvml, api, own).until_over(request)
+            group.start_soon(supervisor.restarting, "pod watch", pods.run)
+            await Standby(settings, nvml, api, own, pods).until_over(request)
             group.cancel_scope.cancel()
     finally:
         await api.close()
@@ -85,10 +88,12 @@ class Standby:
         nvml: NvmlPort,
         api: KubeApi,
         node: NodeObject,
+        pods: PodCache,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
-        """`node` must be followed by somebody."""
+        """`node` and `pods` must be followed by somebody."""
         self._settings = settings
+        self._pods = pods
         self._nvml = nvml
         self._api = api
         self._node = node
@@ -119,7 +124,7 @@ class Standby:
                 await answer(self._node, request, State.CLEAN)
             except CleanupRefused:
                 raise
-            except (CleanupFailed, ApiError) as error:
+            except (CleanupFailed, ApiError, OSError) as error:
                 log.warning("cleanup_failed", request=request.id, problem=str(error))
                 await self._answer(request, error)
                 with anyio.move_on_after(RETRY_SECONDS):
@@ -129,7 +134,7 @@ class Standby:
                 return await self._next(request, scope)
 
     async def _clean(self) -> None:
-        await node_files.refuse_holders(self._settings)
+        await node_files.refuse_holders(self._settings, self._pods)
         await node_files.stop_daemons(self._settings, self._nvml)
         await anyio.to_thread.run_sync(node_files.remove_files, self._settings)
         await forget(self._api, self._node.name, keep=exchange.NOTHING.keys())

@@ -7,8 +7,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -16,6 +19,10 @@ from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit import logs
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
+
+if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
+    from agent.cluster.pods import PodCache
 
 Arguments = Callable[[argparse.ArgumentParser], None]
 Load = Callable[[argparse.Namespace], Settings]
@@ -58,39 +65,70 @@ def _failed(error: CleanupFailed) -> int:
 def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
     logs.configure(settings.logging.level, settings.logging.format)
 
-    async def clean() -> None:
+    async def clean() -> CleanupFailed | None:
         from agent.cleanup import node  # noqa: PLC0415  loads the MPS room
 
-        async with node.without_agent(settings, wait):
-            await node.refuse_holders(settings)
-            await node.stop_daemons(settings, nvml(settings))
-            await anyio.to_thread.run_sync(node.remove_files, settings)
-        await _forget(settings)
+        async with _cluster_access(settings) as access:
+            try:
+                async with node.without_agent(settings, wait):
+                    await node.refuse_holders(settings, access.pods if access else None)
+                    await node.stop_daemons(settings, nvml(settings))
+                    await anyio.to_thread.run_sync(node.remove_files, settings)
+                if access:
+                    from agent.cleanup.node_object import forget  # noqa: PLC0415  loads the API client
+
+                    await forget(access.api, access.name)
+            except CleanupFailed as error:
+                return error
+        return None
 
     try:
-        anyio.run(clean)
+        failure = anyio.run(clean)
     except CleanupFailed as error:
-        return _failed(error)
+        failure = error
+    if failure:
+        return _failed(failure)
     print("the node is clean")
     return 0
 
 
-async def _forget(settings: Settings) -> None:
-    if settings.cluster.access == "off":
-        return
-    from agent.cleanup.node_object import forget  # noqa: PLC0415  loads the API client
-    from agent.cluster.api import connect  # noqa: PLC0415
-    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """The API server, the own node's name, and its pods."""
 
+    api: "KubeApi"
+    name: str
+    pods: "PodCache"
+
+
+@asynccontextmanager
+async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
+    """None: the configuration knows no way to the API server. Raises CleanupFailed."""
     wish = settings.cluster
+    if wish.access == "off":
+        yield None
+        return
+    from agent.cluster.api import connect  # noqa: PLC0415  loads the API client
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+    from agent.cluster.node import NodeObject  # noqa: PLC0415
+    from agent.cluster.pods import PodCache  # noqa: PLC0415
+
     try:
         api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
     except NoClusterAccess as error:
         if wish.access == "required":
             raise CleanupFailed(f"cluster.access is required, but {error}") from error
+        yield None
         return
+    # The kubelet names its node so: the host's name in lower case.
+    own = NodeObject(api, wish.node_name or os.uname().nodename.strip().lower())
+    pods = PodCache(api, own.name, lambda: own.uid)
     try:
-        await forget(api, wish.node_name or os.uname().nodename)
+        async with anyio.create_task_group() as group:
+            group.start_soon(own.run)
+            group.start_soon(pods.run)
+            yield _Access(api, own.name, pods)
+            group.cancel_scope.cancel()
     finally:
         await api.close()
 

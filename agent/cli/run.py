@@ -107,11 +107,11 @@ async def _in_service(
             if agent.cluster:
                 from agent.cleanup.on_request import Requests  # noqa: PLC0415  loads the API client
 
-                own = agent.cluster.node
+                own, pods = agent.cluster.node, agent.cluster.pods
 
                 async def leave() -> None:
                     nonlocal left
-                    left = own.name, await Requests(loaded, own).accepted()
+                    left = own.name, await Requests(loaded, own, pods).accepted()
                     group.cancel_scope.cancel()
                     await anyio.sleep_forever()
 

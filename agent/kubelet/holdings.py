@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
 from typing import Any
@@ -139,17 +139,23 @@ class HoldingsWatch:
 
         Whoever waits for its units is bound by the same word, and may be here before the next look.
         """
+        seen: frozenset[str] = frozenset()
         async for _ in self.pod_changes.values():
             record, view = self._record, self.view()
-            if any(
-                uid not in view.pods or view.pods[uid].finished
-                for uid, pod in record.pods.items()
-                if pod.watched
-            ):
-                entries = entries_of(record.pods)
-                self._record = join(record, record.listed, entries, view, believed=self._heard, fresh=False)
-                if self.problem is None:
-                    self._publish()
+            present = frozenset(view.pods)
+            ended = seen - present | {uid for uid, pod in view.pods.items() if pod.finished}
+            seen = present
+            gone = any(
+                pod.watched and (uid in ended or uid not in present) for uid, pod in record.pods.items()
+            )
+            if not gone and ended <= record.joined.ended:
+                continue
+            entries = entries_of(record.pods)
+            record = join(record, record.listed, entries, view, believed=self._heard, fresh=False)
+            # What was granted a moment ago is in no record yet: pairing drops it by the UID.
+            self._record = replace(record, joined=replace(record.joined, ended=ended))
+            if self.problem is None:
+                self._publish()
 
     async def refresh(self) -> PodList | None:
         """Read anew now; None: it is not known who holds what, `problem` says why."""

@@ -55,6 +55,8 @@ class PodList:
     holdings: tuple[Holding, ...]
     # Every container that the kubelet lists, holding or not: (namespace, pod, container).
     containers: tuple[tuple[str, str, str], ...]
+    # UIDs of pods that the API server tells to be over; the kubelet knows nothing of it.
+    ended: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, data: bytes) -> "PodList":

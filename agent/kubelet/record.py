@@ -118,7 +118,8 @@ def join(
     order = sorted(
         [*kept, *hidden], key=lambda each: (each.namespace, each.pod, each.container, each.resource)
     )
-    return Record(pods, listed, PodList(tuple(order), tuple(sorted(listed.containers))))
+    finished = frozenset(uid for uid, pod in view.pods.items() if pod.finished)
+    return Record(pods, listed, PodList(tuple(order), tuple(sorted(listed.containers)), finished))
 
 
 class _Judge:

@@ -291,19 +291,16 @@ def _is_memory_error(fault: Fault) -> bool:
 
 def _watched(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
     """Sold again, and watched: what was reported last weighs less than it looked."""
-    cause = rules.words(fault)
-    obstacle, misses = health.obstacle, health.misses
-    return Health(HealthState.SUSPECT, fault, cause, now, now, obstacle=obstacle, misses=misses)
+    after = Health(HealthState.SUSPECT, fault, rules.words(fault), now, now)
+    return replace(after, obstacle=health.obstacle, misses=health.misses)
 
 
 def _condemned_by_probe(health: Health, fault: Fault, obstacle: str, rules: Rules, now: float) -> Health:
     """What a probe finds standing against a GPU that answers, for as long as it stands."""
-    if health.state is HealthState.UNHEALTHY:
-        after = replace(health, obstacle=obstacle, misses=0, away=False)
-    else:
-        condemned = _condemned(health, fault, rules, now)
-        after = replace(condemned, obstacle=obstacle, misses=0, away=False)
-    after = replace(after, driver_asks=fault.kind is FaultKind.DRIVER)
+    stays = health.state is HealthState.UNHEALTHY
+    known = health if stays else _condemned(health, fault, rules, now)
+    asks = fault.kind is FaultKind.DRIVER
+    after = replace(known, obstacle=obstacle, misses=0, away=False, driver_asks=asks)
     return health if after == health else after
 
 

@@ -76,9 +76,9 @@ class Pairing:
 
     def observe(self, record: PodList) -> None:
         """Take in who holds what, by a reading that may be older than the last grant."""
-        self._become(
-            self._state.observed(self._identity.read(record), self._covers(self._clock() - READ_SECONDS))
-        )
+        read = self._identity.read(record)
+        state = self._state.observed(read, self._covers(self._clock() - READ_SECONDS))
+        self._become(state.ended(record.ended))
         self._forget_late()
 
     async def reconcile(self) -> None:

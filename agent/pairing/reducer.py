@@ -88,6 +88,11 @@ class State:
         ledger = self.ledger.without(lambda each: each.pod.uid == pod.uid)
         return replace(self, ledger=ledger, refused=self.refused | {pod.uid})
 
+    def ended(self, uids: frozenset[str]) -> "State":
+        """Without promises to pods that are over: one may end before any record shows what it was granted."""
+        ledger = self.ledger.without(lambda each: each.pod.uid in uids)
+        return self if ledger is self.ledger else replace(self, ledger=ledger)
+
     def expired(self, now: float) -> "State":
         """Without promises that are late."""
         ledger = self.ledger.expired(now)

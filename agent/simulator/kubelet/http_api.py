@@ -42,8 +42,8 @@ class HttpApi:
         self.silent: set[str] = set()
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator["HttpApi"]:
-        """Serve on a free port of loopback while the context is open."""
+    async def serving(self, path: Path | None = None) -> AsyncIterator["HttpApi"]:
+        """Serve on a free port of loopback, or on a unix socket, while the context is open."""
         app = web.Application(middlewares=[self._interfered])
         pods = "/api/v1/namespaces/{namespace}/pods/{name}"
         events = "/api/v1/namespaces/{namespace}/events"
@@ -63,9 +63,12 @@ class HttpApi:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
-        await web.SockSite(runner, listener).start()
+        if path is not None:
+            await web.UnixSite(runner, str(path)).start()
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+            await web.SockSite(runner, listener).start()
         try:
             yield self
         finally:

@@ -97,7 +97,7 @@ def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
 
 async def test_unknown_holders_stand_in_the_way(settings: Settings) -> None:
     with pytest.raises(CleanupFailed, match="who holds MPS shares is not known"):
-        await node.refuse_holders(settings)
+        await node.refuse_holders(settings, None)
 
 
 def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:

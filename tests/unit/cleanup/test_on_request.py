@@ -31,6 +31,7 @@ from agent.cluster.node import Node, NodeObject
 from agent.cluster.reflector import Metadata
 from agent.settings import Settings
 
+NOBODY: Any = None  # which pods there are is told by Obstacles
 NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 
 
@@ -70,10 +71,10 @@ class Obstacles:
     """What stands in the way, look by look; nothing once the list is empty. Counts the clean-ups."""
 
     def __init__(self) -> None:
-        self.next: list[CleanupFailed] = []
+        self.next: list[Exception] = []
         self.cleaned = 0
 
-    async def look(self, _: Settings) -> None:
+    async def look(self, *_: object) -> None:
         await anyio.lowlevel.checkpoint()
         if self.next:
             raise self.next.pop(0)
@@ -108,7 +109,7 @@ def settings(tmp_path: Any) -> Settings:
 
 async def accepted(node: OwnNode, settings: Settings) -> Request:
     with anyio.fail_after(20):
-        return await Requests(settings, node, lambda: NOW).accepted()
+        return await Requests(settings, node, NOBODY, lambda: NOW).accepted()
 
 
 @asynccontextmanager
@@ -116,7 +117,9 @@ async def serving(node: OwnNode, settings: Settings) -> AsyncIterator[None]:
     """An agent that goes on serving whatever is asked of it."""
 
     async def serve() -> None:
-        raise AssertionError(f"left service for {await Requests(settings, node, lambda: NOW).accepted()}")
+        raise AssertionError(
+            f"left service for {await Requests(settings, node, NOBODY, lambda: NOW).accepted()}"
+        )
 
     async with anyio.create_task_group() as group:
         group.start_soon(serve)
@@ -185,7 +188,7 @@ async def stand(node: OwnNode, settings: Settings, seconds: float = 30.0) -> Non
     node.set(asking("a", NOW, seconds))
     api: Any = KubeApi(None, None)
     nvml: Any = None
-    await Standby(settings, nvml, api, node, lambda: NOW).until_over(request)
+    await Standby(settings, nvml, api, node, NOBODY, lambda: NOW).until_over(request)
 
 
 async def until(node: OwnNode, report: Report) -> None:
@@ -204,9 +207,12 @@ async def test_a_pod_that_came_meanwhile_is_answered_and_the_agent_serves_again(
     assert obstacles.cleaned == 0
 
 
-async def test_it_tries_again_until_it_is_clean(obstacles: Obstacles, settings: Settings) -> None:
+@pytest.mark.parametrize("kind", [CleanupFailed, OSError])
+async def test_it_tries_again_until_it_is_clean(
+    kind: type[Exception], obstacles: Obstacles, settings: Settings
+) -> None:
     node = OwnNode()
-    obstacles.next = [CleanupFailed("the kubelet does not answer")]
+    obstacles.next = [kind("the kubelet does not answer")]
     async with anyio.create_task_group() as group:
         group.start_soon(stand, node, settings)
         await until(node, Report("a", State.FAILED, "the kubelet does not answer"))

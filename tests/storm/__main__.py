@@ -1,0 +1,92 @@
+"""`python -m tests.storm`: storms by seed, in a process of their own; see `make storm`.
+
+Prints a line for each storm and, where one found something, its history with as few events as still show
+it. The exit code is 1 then. `--report FILE` writes the figures as JSON.
+"""
+
+from time import perf_counter
+
+from tests.storm import clock
+
+clock.install()  # before any module of the agent takes its clock from `time`
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import structlog  # noqa: E402
+
+from tests.storm.shrinking import shrunk  # noqa: E402
+from tests.storm.storm import Outcome, storm  # noqa: E402
+
+
+def _rage(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Outcome:
+    outcome: Outcome = clock.run(partial(storm, seed, steps, skip))
+    return outcome
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.storm")
+    parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="events of each (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no storm after so many")
+    parser.add_argument("--skip", default="", help="numbers of events to leave out")
+    parser.add_argument("--no-shrink", action="store_true", help="show the history as it was")
+    parser.add_argument("--history", action="store_true", help="print every history")
+    parser.add_argument("--log", action="store_true", help="print the agent's log")
+    parser.add_argument("--report", type=Path, help="write the figures there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run storms; the exit code."""
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a storm
+        again = [sys.executable, "-m", "tests.storm", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
+    options = _arguments()
+    level = logging.DEBUG if options.log else logging.CRITICAL
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    skip = frozenset(int(each) for each in options.skip.split(",") if each)
+    outcomes: list[Outcome] = []
+    began = perf_counter()
+    for seed in range(options.seed, options.seed + options.seeds):
+        if perf_counter() - began > options.seconds:
+            break
+        outcome = _rage(seed, options.steps, skip)
+        outcomes.append(outcome)
+        faults = ", ".join(outcome.families) or "none"
+        print(
+            f"seed {seed}: {outcome.steps} steps, {outcome.faults} faults ({faults}), "
+            f"{outcome.virtual_seconds:.0f} s, history {outcome.digest}: {outcome.violation or 'good'}",
+            flush=True,
+        )
+        if outcome.violation and not options.no_shrink:
+            outcome = shrunk(outcome, options.steps, _rage)
+            left_out = ",".join(map(str, sorted(outcome.skipped)))
+            print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
+        if outcome.violation or options.history:
+            print("\n".join(outcome.history))
+    if options.report:
+        options.report.write_text(json.dumps(_figures(outcomes), indent=2) + "\n", encoding="utf-8")
+    return 1 if any(outcome.violation for outcome in outcomes) else 0
+
+
+def _figures(outcomes: list[Outcome]) -> dict[str, object]:
+    return {
+        "seeds": len(outcomes),
+        "steps": sum(outcome.steps for outcome in outcomes),
+        "virtual_hours": round(sum(outcome.virtual_seconds for outcome in outcomes) / 3600, 2),
+        "faults": sum(outcome.faults for outcome in outcomes),
+        "invariants": sum(outcome.checks for outcome in outcomes),
+        "failures": sum(outcome.violation is not None for outcome in outcomes),
+        "digests": {str(outcome.seed): outcome.digest for outcome in outcomes},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

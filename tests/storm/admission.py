@@ -1,0 +1,90 @@
+"""Pods that the kubelet refused, and whether anything excuses it.
+
+kube-scheduler without an extender counts totals (`NodeResourcesFit`), so a pod that fits no single GPU is
+bound and dies: that is Kubernetes' own limit, and the reason why there is an extender. A pod that did fit
+must not die while nothing is wrong with the node.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import anyio
+
+from agent.model.demand import CORES, VGPU
+from agent.model.ids import Unit, parse
+from agent.model.modes import Mode
+from agent.modes.state import Phase as SwitchPhase
+from agent.simulator.kubelet.api import Pod
+from agent.simulator.kubelet.life import Life
+from tests.storm.pods import GPU
+from tests.storm.world import World
+
+ALL = 1 << 20  # units: more than any GPU has
+SETTLED_SECONDS = 60.0  # how long nothing must have been wrong
+
+
+def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
+    """Call `found` with each refusal that nothing excuses; the answer ends it."""
+    before = Life._reject
+
+    def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
+        if not _excused(world) and _fits(world, self, pod):
+            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
+        before(self, pod, reason, message)
+
+    Life._reject = reject  # type: ignore[method-assign]
+
+    def end() -> None:
+        Life._reject = before  # type: ignore[method-assign]
+
+    return end
+
+
+def _excused(world: World) -> bool:
+    now, agent = anyio.current_time(), world.running
+    if agent is None or agent.switcher is None or now - world.disturbed < SETTLED_SECONDS:
+        return True
+    troubled = world.api_faults or world.api_delay or world.nvml_faults or world.lost
+    unwell = any(not state.healthy for state in agent.inventory.snapshot.value.gpus)
+    away = not world.http.reachable or bool(world.http.silent)
+    return bool(troubled or unwell or away or agent.switcher.state.value.phase is not SwitchPhase.APPLIED)
+
+
+def _fits(world: World, life: Life, pod: Pod) -> bool:
+    """Whether one GPU has room for the pod's only container; other shapes are not judged."""
+    if pod.spec.init_containers or len(pod.spec.containers) != 1:
+        return False
+    limits = pod.spec.containers[0].limits
+    switcher = world.running.switcher if world.running else None
+    modes = {one.uuid: one.active.mode for one in switcher.state.value.gpus} if switcher else {}
+    used = _used(life, pod.uid)
+    if GPU in limits:
+        free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]
+        return len(free) >= limits[GPU]
+    cores, blocks = limits.get(VGPU.core, 0), limits.get(VGPU.memory, 0)
+    rooms = []
+    for uuid, mode in modes.items():
+        if mode is Mode.VGPU:
+            taken = used.get(uuid, Counter())
+            total = VGPU.blocks(world.machine.gpu(uuid).memory_total)
+            rooms.append((CORES - taken[Unit.VGPU_CORE], total - taken[Unit.VGPU_MEMORY], total))
+    if cores >= CORES:
+        return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
+    return any(core >= cores and memory >= blocks for core, memory, _ in rooms)
+
+
+def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:
+    """GPU -> how many units of each kind pods other than `but` hold."""
+    found: dict[str, Counter[Unit]] = {}
+    for uid, _, _, allocation in life.devices.tables.pods.entries():
+        counts: dict[str, Counter[Unit]] = {}
+        for each in allocation.ids if uid != but else ():
+            device = parse(each)
+            counts.setdefault(device.gpu, Counter())[device.unit] += 1
+        for gpu, count in counts.items():
+            if (
+                count[Unit.VGPU_CORE] == CORES
+            ):  # the whole GPU, memory included, that nobody asked for by units
+                count[Unit.VGPU_MEMORY] = ALL
+            found.setdefault(gpu, Counter()).update(count)
+    return found

@@ -1,0 +1,108 @@
+"""Virtual time: an asyncio loop whose clock jumps to the next timer as soon as nothing is ready.
+
+Everything runs in one thread: what the agent gives to worker threads runs at once, on the loop (`seams`).
+Local sockets hand bytes over inside the system call, so a selector that finds nothing ready is right: only a
+timer can bring news. `time.monotonic` and `time.time` follow the same clock, so this module is imported
+before the agent is.
+"""
+
+import asyncio
+import contextvars
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+EPOCH: Final = 1_767_225_600.0  # 2026-01-01T00:00:00Z, when every storm begins
+# An idle loop may jump this far at once; the agent's longest pause is an hour.
+LONGEST_JUMP: Final = 24 * 3600.0
+
+ROUND_SECONDS: Final = 1e-6
+# A second in which the loop turns more often is one in which somebody spins.
+MOST_ROUNDS_A_SECOND: Final = 50_000
+
+
+class Stuck(RuntimeError):
+    """Nothing is ready and no timer is set: the program under test would wait for ever."""
+
+
+class Clock:
+    """Seconds since the storm began."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """In place of `time.monotonic`."""
+        return self.now
+
+    def time(self) -> float:
+        """In place of `time.time`."""
+        return EPOCH + self.now
+
+
+CLOCK: Final = Clock()
+
+
+def install() -> None:
+    """Have all modules that are imported from now on read the virtual clock. For a process of its own."""
+    time.monotonic = CLOCK.monotonic
+    time.time = CLOCK.time
+    time.time_ns = lambda: int(CLOCK.time() * 1e9)
+
+
+class _JumpingSelector(selectors.EpollSelector):
+    """Never waits: either something is ready, or the clock moves."""
+
+    _rounds = 0
+    _since = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._rounds += 1
+        if CLOCK.now - self._since >= 1.0:
+            self._rounds, self._since = 0, CLOCK.now
+        elif self._rounds > MOST_ROUNDS_A_SECOND:
+            raise Stuck(f"{self._rounds} rounds of the loop within a second of virtual time")
+        # Work takes time: without this, a pause that is too short for the clock's precision would never end.
+        CLOCK.now += ROUND_SECONDS
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            return ready
+        if timeout is None:
+            raise Stuck("no task is ready and no timer is set")
+        CLOCK.now += min(timeout, LONGEST_JUMP)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The loop. Executors run their work at once."""
+
+    def __init__(self) -> None:
+        super().__init__(_JumpingSelector())
+        self._clock_resolution = 1e-6
+
+    def time(self) -> float:
+        """The virtual clock."""
+        return CLOCK.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        """Run it now; a future that is done."""
+        del executor
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001  carried to the caller, as an executor does
+            future.set_exception(error)
+        return future
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        """Without a thread; only loopback is asked for."""
+        return socket.getaddrinfo(host, port, **options)
+
+
+def run(main: Callable[[], Any]) -> Any:
+    """Run a coroutine function to its end in virtual time."""
+    CLOCK.now = 0.0
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main(), context=contextvars.copy_context())

@@ -1,0 +1,201 @@
+"""What stands in place of threads and of the network in a storm, and who is dead.
+
+A process that was killed does nothing any more. Inside one process that is played so: the life of an agent is
+marked dead, and from then on its files, its API calls and its calls to NVML end in an error before they have
+an effect, while its tasks are cancelled.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+import agent.cluster.api
+from agent.kubelet.holdings import HoldingsWatch
+from agent.nvml import worker_thread
+from agent.simulator.events import EventReader, RawEvent
+from agent.simulator.faults import FaultTable
+from tests.storm.clock import EPOCH
+
+
+class Life:
+    """One life of the agent's process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.dead = False
+
+
+class Dead(Exception):
+    """A process that was killed tried to do something."""
+
+
+LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+
+
+def check_alive() -> None:
+    """Raises Dead where the caller belongs to a process that was killed."""
+    life = LIFE.get()
+    if life is not None and life.dead:
+        raise Dead
+
+
+async def _inline(func: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    await anyio.lowlevel.checkpoint()
+    check_alive()
+    return func(*args)
+
+
+class Blocked(BaseException):
+    """A simulated call to NVML would block: for so many seconds at most; None: until its fault is lifted."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+
+class _Nvml:
+    """Calls to NVML that wait for an event, and whether the one under way has waited long enough."""
+
+    def __init__(self) -> None:
+        self.expired = False
+        self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
+
+    def wake(self) -> None:
+        """Look again: something happened to a GPU, or a fault was lifted."""
+        waiting, self.waiting = self.waiting, {}
+        for handle, again in waiting.values():
+            handle.cancel()
+            asyncio.get_running_loop().call_soon(again)
+
+
+NVML = _Nvml()
+HANG_LOOK_SECONDS = 3600.0
+
+
+class _InlineWorker:
+    """A lane's thread without a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs = self
+        self._alive = True
+        self._hangs = False
+
+    def put(self, job: Any) -> None:
+        """Take a job, as the thread's queue does."""
+        if job is None:
+            self._alive = False
+            return
+        job.loop.call_soon(self._work, job, None)
+
+    def is_alive(self) -> bool:
+        """Whether a thread would still be there: one that hangs is."""
+        return self._alive or self._hangs
+
+    def _work(self, job: Any, until: float | None) -> None:
+        loop: asyncio.AbstractEventLoop = job.loop
+        NVML.expired = until is not None and loop.time() >= until
+        try:
+            check_alive()
+            job.work()
+        except Blocked as blocked:
+            self._hangs = blocked.seconds is None
+            pause = HANG_LOOK_SECONDS if blocked.seconds is None else blocked.seconds
+            until = loop.time() + pause if until is None or self._hangs else until
+
+            def again() -> None:
+                self._work(job, until)
+
+            NVML.waiting[id(job)] = (loop.call_at(until, self._expire, job, until), again)
+            return
+        except BaseException as error:  # noqa: BLE001  carried to the caller whatever it is
+            job.error = error
+        self._hangs = False
+        job.done.set()
+
+    def _expire(self, job: Any, until: float) -> None:
+        NVML.waiting.pop(id(job), None)
+        self._work(job, until)
+
+
+def _wait_for_event(self: EventReader, timeout_s: float | None) -> RawEvent | None:
+    event = self._next()
+    if event is None and not NVML.expired and timeout_s != 0:
+        raise Blocked(timeout_s)
+    return event
+
+
+def _hang(self: FaultTable, ticket: int) -> None:
+    if self.holds(ticket):
+        raise Blocked(None)
+
+
+class _Configured:
+    host = "http://storm"
+    refresh_api_key_hook = None
+
+    async def auth_settings(self) -> dict[str, Any]:
+        return {}
+
+
+class _Rest:
+    """The client's HTTP layer over a unix socket."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket_path))
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        query_params: Any,
+        headers: Any,
+        body: Any,
+        _preload_content: bool,
+        _request_timeout: Any,
+    ) -> Any:
+        check_alive()
+        data = None if body is None else aiohttp.JsonPayload(body)
+        return await self._session.request(
+            method, url, params=query_params, headers=headers, data=data, timeout=_request_timeout
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class _Kubelet:
+    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's."""
+
+    started = 0.0
+
+
+KUBELET = _Kubelet()
+_socket_of = HoldingsWatch._kubelet
+
+
+async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
+    found = await _socket_of(self)
+    return None if found is None else (found[0], int((EPOCH + KUBELET.started) * 1e9))
+
+
+def install(api_socket: str) -> None:
+    """Put the stand-ins in place, for this process."""
+
+    async def connect(kubeconfig: Path | None) -> agent.cluster.api.KubeApi:
+        del kubeconfig
+        return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket))
+
+    anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
+    worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
+    agent.cluster.api.connect = connect
+    HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
+    EventReader.wait = _wait_for_event  # type: ignore[method-assign]
+    FaultTable._hang = _hang  # type: ignore[method-assign]

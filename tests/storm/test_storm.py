@@ -1,0 +1,46 @@
+"""A fixed set of storms in every run; what they prove is counted in build/storm.json."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "build" / "storm.json"
+SECONDS = 80.0  # of `make test`; the storms that fit, always the same from the first on
+
+
+def _storms(report: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.storm", "--report", str(report), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert report.exists(), done.stderr[-2000:]
+    return done.returncode, done.stdout, json.loads(report.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_fixed_storms_find_nothing() -> None:
+    REPORT.parent.mkdir(exist_ok=True)
+    code, said, figures = _storms(REPORT, "--seeds", "60", "--steps", "120", "--seconds", str(SECONDS))
+    print(json.dumps({key: value for key, value in figures.items() if key != "digests"}))
+    assert code == 0, said[-12_000:]
+    assert figures["failures"] == 0
+    assert figures["steps"] > 500
+
+
+@pytest.mark.timeout(300)
+def test_a_seed_is_the_same_storm_twice(tmp_path: Path) -> None:
+    arguments = ("--seed", "3", "--seeds", "2", "--steps", "40")
+    first = _storms(tmp_path / "first", *arguments)[2]["digests"]
+    assert len(first) == 2
+    assert _storms(tmp_path / "second", *arguments)[2]["digests"] == first

@@ -1,0 +1,52 @@
+"""Pods that end before any reading of the record has shown what they were granted."""
+
+from pathlib import Path
+
+import anyio
+
+from agent.kit.cell import Cell
+from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.podresources import PodList, PodResources
+from agent.kubelet.record import KnownPod, View
+from agent.model.demand import VGPU, Container
+from tests.component.kubelet_room.parts import eventually
+from tests.unit.pairing.kubelet_model import KubeletModel, pod
+
+WHOLE = Container("main", {VGPU.core: 100})
+
+
+async def test_a_pod_that_ended_at_once_keeps_no_gpu_off_the_lists() -> None:
+    kubelet = KubeletModel(gpus=1)
+    short = pod("short", WHOLE)
+    await kubelet.admit(short)
+    assert kubelet.pairing.ledger.reservations
+    # The API server tells of its end before the record was read again.
+    kubelet.cell.publish(PodList((), (), frozenset({short.uid})))
+    kubelet.shares.refresh()
+    assert kubelet.pairing.ledger.reservations == ()
+
+
+async def test_promises_to_pods_that_live_stay() -> None:
+    kubelet = KubeletModel(gpus=2)
+    await kubelet.admit(pod("lives", WHOLE))
+    kubelet.cell.publish(PodList((), (), frozenset({"another"})))
+    kubelet.shares.refresh()
+    assert [each.pod.name for each in kubelet.pairing.ledger.reservations] == ["lives"]
+
+
+async def test_the_record_tells_of_every_pod_that_is_over() -> None:
+    watch = HoldingsWatch(PodResources(Path("/nowhere")))
+    watch.problem = None
+    pods = {uid: KnownPod(("default", uid)) for uid in ("finishes", "is-deleted", "lives")}
+    watch.view = lambda: View(dict(pods), complete=True)
+    watch.pod_changes = changes = Cell(0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        pods["finishes"] = KnownPod(("default", "finishes"), finished=True)
+        del pods["is-deleted"]
+        changes.publish(1)
+        await eventually(lambda: watch.cell.value is not None)
+        assert watch.cell.value is not None
+        assert watch.cell.value.ended == {"finishes", "is-deleted"}
+        group.cancel_scope.cancel()
