@@ -1,8 +1,9 @@
-"""/healthz, /readyz and /readyz/agent: the process, what the node can serve, and the agent's own part of that.
+"""/healthz is about the process, /readyz about what the node can serve, /readyz/agent about the agent's part.
 
 A liveness probe that also asked for the GPUs would make the kubelet restart a good agent on a bad node,
-so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end. A readiness probe
-that asked for them would let one node without a driver hold up a rolling update of all: it asks /readyz/agent.
+so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end. A readiness
+probe that asked for them would let one node without a driver hold up a rolling update of all the others, so
+it asks /readyz/agent.
 """
 
 from collections.abc import Callable, Sequence
