@@ -152,7 +152,7 @@ class Agent:
     def shortcomings(self) -> list[str]:
         """Those of the blockers that another agent might not have: it starts, stops, or misses the kubelet.
 
-        A driver that is missing and pods that are waited for are the node's: no update of the agent helps there.
+        A missing driver and pods that are waited for are the node's: no update of the agent helps there.
         """
         found = ["the agent is stopping"] if self.stopping else []
         if self.holdings.problem:
