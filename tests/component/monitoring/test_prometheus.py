@@ -65,7 +65,7 @@ def test_every_alert_tells_what_and_where() -> None:
 
 
 def test_a_taint_that_stays_is_told_of(tmp_path: Path) -> None:
-    """The alert GPUSchedulingHeld: node a is stuck, b switches for a while, c has a taint of somebody else's."""
+    """GPUSchedulingHeld: node a is stuck, b switches for a while, c has somebody else's taint."""
     taint = "kube_node_spec_taint"
     ours = 'key="gpu-node-agent.io/switching", effect="NoSchedule"'
     alert = "GPUSchedulingHeld"
