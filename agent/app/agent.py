@@ -14,7 +14,7 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.sources import DesiredSource
-from agent.modes.state import STARTING, Phase
+from agent.modes.state import STARTING, Phase, SwitchState
 from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import Fleet
@@ -134,20 +134,34 @@ class Agent:
 
     @property
     def http_port(self) -> int:
-        """The port of /metrics, /healthz and /readyz."""
+        """The port of /metrics and the probes."""
         return self.http.port
 
     def blockers(self) -> list[str]:
         """Why the node cannot serve, each in a sentence; empty: it can."""
-        found = ["the agent is stopping"] if self.stopping else []
+        found = self.shortcomings()
         problem = self.inventory.snapshot.value.problem
         if problem:
             found.append(problem)
-        if self.holdings.problem:
-            found.append(self.holdings.problem)
-        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
-        switch = self.switcher.state.value if self.switcher else STARTING
-        if not self.endpoints and switch.phase in (Phase.SWITCHING, Phase.FAILED):
+        switch = self._switch
+        if not self.endpoints and switch != STARTING and switch.phase in (Phase.SWITCHING, Phase.FAILED):
             # Before the first plan is in force there is no endpoint that could stand in the way.
             found.append(f"no resource is registered yet: {switch.message}")
         return found
+
+    def shortcomings(self) -> list[str]:
+        """Those of the blockers that another agent might not have: it starts, stops, or misses the kubelet.
+
+        A missing driver and pods that are waited for are the node's: no update of the agent helps there.
+        """
+        found = ["the agent is stopping"] if self.stopping else []
+        if self.holdings.problem:
+            found.append(self.holdings.problem)
+        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
+        if self._switch == STARTING:
+            found.append(f"no resource is registered yet: {STARTING.message}")
+        return found
+
+    @property
+    def _switch(self) -> SwitchState:
+        return self.switcher.state.value if self.switcher else STARTING

@@ -71,7 +71,9 @@ async def running(
             log.info("agent_starting", version=__version__)
             outer.start_soon(agent.supervisor.fatal, "inventory", agent.inventory.run)
             # The probes are asked from the first moment on and until the last.
-            Probes(agent.supervisor, agent.blockers, lambda: remarks(agent)).add_to(agent.http)
+            Probes(agent.supervisor, agent.blockers, lambda: remarks(agent), agent.shortcomings).add_to(
+                agent.http
+            )
             await outer.start(_serve_http, agent)
             async with anyio.create_task_group() as inner:
                 if await _in_time(stop, start, agent, nvml, inner):

@@ -319,10 +319,9 @@ def _suspected(health: Health, fault: Fault, rules: Rules, now: float) -> Health
 def _condemned(
     health: Health, fault: Fault, rules: Rules, now: float, keep_event_time: bool = False
 ) -> Health:
-    graver = (
-        health.state is HealthState.UNHEALTHY or health.state is HealthState.PROBATION
-    ) and health.fault is not None
-    keep = graver and health.fault is not None and _gravity(rules, health.fault) >= _gravity(rules, fault)
+    # What a reset has answered weighs no more: after it, what happens is a new fault.
+    stands = not health.reset_seen and health.state in (HealthState.UNHEALTHY, HealthState.PROBATION)
+    keep = stands and health.fault is not None and _gravity(rules, health.fault) >= _gravity(rules, fault)
     stays = health.state is HealthState.UNHEALTHY
     return Health(
         HealthState.UNHEALTHY,
@@ -331,7 +330,6 @@ def _condemned(
         since=health.since if stays else now,
         last_event=health.last_event if keep_event_time else now,
         obstacle=health.obstacle if stays else "",
-        # What happens after a reset is a new fault: the reset does not excuse it.
         reset_seen=False,
         away=health.away,
         misses=health.misses,

@@ -73,7 +73,7 @@ class Reporter:
                 wake[0] = anyio.Event()
                 pause = await self._report()
                 await anyio.sleep(pause)
-                if self.problem is None:
+                if not pause or self.problem is None:  # without a pause there was nothing to write
                     await wake[0].wait()
 
     async def _report(self) -> float:
@@ -95,6 +95,7 @@ class Reporter:
             state.message[:LONGEST_MESSAGE],
         )
         if not wrong and not stale and condition == self._condition:
+            self.problem = None  # a write whose answer was lost was carried out, or is not wanted any more
             return 0.0
         try:
             if wrong or stale:

@@ -1,7 +1,9 @@
-"""/healthz and /readyz. The first is about the process, the second about what the node can serve.
+"""/healthz is about the process, /readyz about what the node can serve, /readyz/agent about the agent's part.
 
 A liveness probe that also asked for the GPUs would make the kubelet restart a good agent on a bad node,
-so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end.
+so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end. A readiness
+probe that asked for them would let one node without a driver hold up a rolling update of all the others, so
+it asks /readyz/agent.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +20,22 @@ class Probes:
         supervisor: Supervisor,
         blockers: Callable[[], Sequence[str]],
         remarks: Callable[[], Sequence[str]] = list,
+        shortcomings: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        """`remarks`: what works less well than it should, though pods are served."""
+        """`remarks`: what works less well than it should, though pods are served.
+
+        `shortcomings`: those blockers that are the agent's own and not the node's; None: all are.
+        """
         self._supervisor = supervisor
         self._blockers = blockers
         self._remarks = remarks
+        self._shortcomings = shortcomings or blockers
 
     def add_to(self, server: HttpServer) -> None:
-        """Take both routes."""
+        """Take all routes."""
         server.add_probe("/healthz", self.health)
         server.add_probe("/readyz", self.ready)
+        server.add_probe("/readyz/agent", self.agent_ready)
 
     async def health(self, _: Request) -> Reply:
         """200 while every fatal task runs, else 503. Tasks that are restarted are told, and do no harm."""
@@ -41,10 +49,16 @@ class Probes:
 
         The first line of a 200 is `ready`; remarks follow, one a line.
         """
-        blockers = self._blockers()
-        if not blockers:
-            return Reply.text("\n".join(["ready", *(" ".join(each.split()) for each in self._remarks())]))
-        return Reply.text("\n".join(" ".join(blocker.split()) for blocker in blockers), 503)
+        return _answer(self._blockers(), self._remarks)
+
+    async def agent_ready(self, _: Request) -> Reply:
+        """The same of the agent alone: what else keeps the node from serving pods follows `ready`."""
+        return _answer(self._shortcomings(), self._blockers)
+
+
+def _answer(blockers: Sequence[str], remarks: Callable[[], Sequence[str]]) -> Reply:
+    lines = blockers or ["ready", *remarks()]
+    return Reply.text("\n".join(" ".join(line.split()) for line in lines), 503 if blockers else 200)
 
 
 def _told(state: TaskState) -> str:

@@ -69,7 +69,7 @@ def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path:
 def test_probes_ask_what_the_agent_serves(objects: tuple[Manifest, ...], tmp_path: Path) -> None:
     container = helm.one(objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz/agent", "port": "http"}
     (port,) = container["ports"]
     assert port["name"] == "http"
     assert port["containerPort"] == loaded(objects, tmp_path).http.port

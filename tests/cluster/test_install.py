@@ -131,7 +131,7 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
 
 
 def assert_nothing_is_left(installation: Installation) -> None:
-    cluster, node = installation.cluster, installation.node
+    cluster = installation.cluster
 
     def gone() -> None:
         left = [
@@ -149,6 +149,16 @@ def assert_nothing_is_left(installation: Installation) -> None:
             raise NotYet(", ".join(left))
 
     eventually(gone, timeout=40, what="objects of the release are gone", interval=0.5)
+    assert_node_has_nothing_of_the_agent(installation)
+    assert not (cluster.cdi_dir / "gpu-node-agent.json").exists()
+    # The two folders stay, as mounts do that were theirs; a lock file in them has nobody who holds it.
+    for folder in (cluster.layout.run / "gpu-node-agent", Path("/var/lib/gpu-node-agent")):
+        assert [path.name for path in folder.iterdir() if path.name != "agent.lock"] == []
+
+
+def assert_node_has_nothing_of_the_agent(installation: Installation) -> None:
+    """But for files that a next agent takes up."""
+    cluster, node = installation.cluster, installation.node
     found = cluster.get("Node", cluster.node)
     keys = [*found["metadata"]["labels"], *found["metadata"].get("annotations", {})]
     ours = ("gpu-node-agent.io/", "cuda-", "nvidia.com/")
@@ -160,10 +170,29 @@ def assert_nothing_is_left(installation: Installation) -> None:
     modes = {node.machine.gpu(uuid).compute_mode for uuid in node.machine.uuids}
     assert modes == {int(ComputeMode.DEFAULT)}
     assert not list((cluster.kubelet_root / "plugins_registry").glob("gna-*"))
-    assert not (cluster.cdi_dir / "gpu-node-agent.json").exists()
-    # The two folders stay, as mounts do that were theirs; a lock file in them has nobody who holds it.
-    for folder in (cluster.layout.run / "gpu-node-agent", Path("/var/lib/gpu-node-agent")):
-        assert [path.name for path in folder.iterdir() if path.name != "agent.lock"] == []
+
+
+def test_label_removed_leaves_nothing(installation: Installation) -> None:
+    """No other label selects the node: the agent stays until a pod's share is given back, then leaves."""
+    cluster = installation.cluster
+    installation.install()
+    installation.label("mixed")
+    agent = installation.ready_agent()["metadata"]["uid"]
+    wait_sold(cluster, *SHARES["share"])
+    start_pods(cluster, "share")
+    switch(installation, None, "switching")
+    assert installation.ready_agent()["metadata"]["uid"] == agent
+    assert cluster.phase("share") == "Running"
+    assert len(installation.node.daemons()) == 1
+
+    cluster.delete("Pod", "share", grace_seconds=1)
+
+    def gone() -> None:
+        if left := installation.pods("agent"):
+            raise NotYet(json.dumps(left[0]["status"])[:1500] + installation.agent_log())
+
+    eventually(gone, timeout=40, what="the agent is gone", interval=0.2)
+    assert_node_has_nothing_of_the_agent(installation)
 
 
 def test_refused_uninstall_heals(installation: Installation) -> None:
@@ -230,16 +259,17 @@ def test_interrupted_cleanup_heals(installation: Installation) -> None:
     assert_nothing_is_left(installation)
 
 
-def switch(installation: Installation, mode: str) -> None:
-    """Label the node with a mode, and wait until it is in force."""
+def switch(installation: Installation, mode: str | None, shown: str = "") -> None:
+    """Label the node with a mode, and wait until it is in force, or `shown` is."""
     installation.label(mode)
+    awaited = shown or mode
 
     def in_force() -> None:
         found = installation.cluster.get("Node", installation.cluster.node)["metadata"]["labels"]
-        if found.get("gpu-node-agent.io/mode") != mode:
+        if found.get("gpu-node-agent.io/mode") != awaited:
             raise NotYet(json.dumps(found))
 
-    eventually(in_force, timeout=40, what=f"mode {mode}", interval=0.2)
+    eventually(in_force, timeout=40, what=f"mode {awaited}", interval=0.2)
 
 
 def test_the_account_uses_exactly_its_rights(installation: Installation, audit: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from agent.app import run as app
 from agent.app.agent import Agent
 from agent.kit.supervise import FatalError
+from agent.nvml.errors import NvmlCode
 from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
@@ -76,6 +77,37 @@ async def test_from_start_to_stop_nothing_blocks_the_loop_and_nothing_stays(fold
         await eventually(lambda: kubelet.allocatable.get(GPU) == 0)
         await eventually(lambda: running_tasks() <= tasks)
         assert not (folder / "k/plugins_registry/gna-nvidia-gpu.sock").exists()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_node_without_a_driver_does_not_hold_up_a_rollout(folder: Path, hangs: bool) -> None:
+    """The kubelet's readiness probe is about the agent; /readyz says what the node lacks."""
+    machine = SimulatedMachine.create("dgx-h200")
+    if hangs:
+        machine.hang("nvmlInit")
+    else:
+        machine.fail("nvmlInit", NvmlCode.DRIVER_NOT_LOADED)
+    async with _kubelet(folder).running(), app.running(_settings(folder), SimulatedNvml(machine)) as agent:
+        with anyio.fail_after(10):
+            while "200 OK" not in (answer := await _get(agent, "/readyz/agent")):
+                await anyio.sleep(0.05)
+        for each in (answer, node := await _get(agent, "/readyz")):
+            assert ("NVML is not initialised yet" if hangs else "driver") in each
+        assert "503" in node
+        machine.clear_faults()
+
+
+async def test_an_agent_that_the_kubelet_does_not_hear_holds_up_a_rollout(folder: Path) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), app.running(_settings(folder), _nvml()) as agent:
+        await eventually(lambda: kubelet.allocatable.get(GPU) == 8)
+        assert "200 OK" in await _get(agent, "/readyz/agent")
+        await kubelet.stop()
+        await eventually(lambda: agent.endpoints[0].blocker is not None)
+        answer = await _get(agent, "/readyz/agent")
+        assert "503" in answer
+        assert "is not registered with the kubelet" in answer
+        await kubelet.start()
 
 
 async def test_new_holders_are_seen_without_the_timer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

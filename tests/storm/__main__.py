@@ -25,7 +25,11 @@ from tests.storm.storm import Outcome, storm  # noqa: E402
 
 
 def _rage(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Outcome:
-    outcome: Outcome = clock.run(partial(storm, seed, steps, skip))
+    outcome = Outcome(seed)
+    try:
+        clock.run(partial(storm, outcome, steps, skip))
+    except clock.Stuck as stuck:
+        outcome.violation = str(stuck)
     return outcome
 
 

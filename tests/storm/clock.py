@@ -11,8 +11,10 @@ import contextvars
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 EPOCH: Final = 1_767_225_600.0  # 2026-01-01T00:00:00Z, when every storm begins
 # An idle loop may jump this far at once; the agent's longest pause is an hour.
@@ -101,8 +103,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return socket.getaddrinfo(host, port, **options)
 
 
-def run(main: Callable[[], Any]) -> Any:
-    """Run a coroutine function to its end in virtual time."""
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine function to its end in virtual time. Raises Stuck."""
     CLOCK.now = 0.0
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main(), context=contextvars.copy_context())
+    runner = asyncio.Runner(loop_factory=VirtualLoop)
+    try:
+        result = runner.run(main(), context=contextvars.copy_context())
+    except Stuck:
+        raise  # the loop is left as it is: nothing in it can be ended in an orderly way
+    except BaseException:
+        runner.close()
+        raise
+    runner.close()
+    return result

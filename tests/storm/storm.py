@@ -22,7 +22,7 @@ class Outcome:
     """What became of a storm."""
 
     seed: int
-    families: list[str]
+    families: list[str] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     violation: str | None = None
     virtual_seconds: float = 0.0
@@ -37,8 +37,9 @@ class Outcome:
         return hashlib.sha256("\n".join(self.history).encode()).hexdigest()[:16]
 
 
-async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Outcome:
+async def storm(outcome: Outcome, steps: int, skip: frozenset[int] = frozenset()) -> None:
     """Let a seed's storm rage for so many steps, then be calm. `skip`: numbers of events to leave out."""
+    seed = outcome.seed
     rng = random.Random(seed)
     random.seed(seed)
     # One in four has no fault at all: then no pod that fits may be refused.
@@ -46,7 +47,7 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
     weights: dict[Act, int] = {}
     for family in (USERS, *chosen):
         weights |= family.weights
-    outcome = Outcome(seed, [family.name for family in chosen])
+    outcome.families = [family.name for family in chosen]
     faults = {act for family in chosen for act in family.weights}
     with tempfile.TemporaryDirectory(prefix="gs-") as folder:
         async with world(Path(folder), seed) as made:
@@ -85,7 +86,6 @@ async def storm(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Ou
                 end()
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
-    return outcome
 
 
 async def _step(

@@ -1,5 +1,7 @@
 """The report on the Node object when the API server says no for a while."""
 
+from collections.abc import Mapping
+
 import anyio
 
 from agent.kit.cell import Cell
@@ -29,4 +31,39 @@ async def test_report_is_tried_again() -> None:
         patches = reporter.patches
         await anyio.sleep(3600)
         assert reporter.patches == patches
+        group.cancel_scope.cancel()
+
+
+class CountingNode(OwnNode):
+    """Counts how often it is compared, and ends whoever does so without a pause."""
+
+    looks = 0
+
+    def labels(self) -> Mapping[str, str] | None:
+        self.looks += 1
+        assert self.looks < 1000, "compared again and again without a pause"
+        return super().labels()
+
+
+@in_virtual_time
+async def test_a_refused_report_that_is_not_needed_any_more_spins_nowhere() -> None:
+    node = CountingNode()
+    before = SwitchState(Phase.SWITCHING, "pgpu", "setting up", (), "none")
+    state = Cell(before)
+    reporter = Reporter(node, state, Cell({}))
+    async with anyio.create_task_group() as group:
+        group.start_soon(reporter.run)
+        await anyio.sleep(5)
+        node.refuse = "503 Service Unavailable"
+        state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
+        await anyio.sleep(1.5)
+        assert reporter.problem == node.refuse
+        state.publish(before)  # what stands there is right again
+        await anyio.sleep(60)
+        assert not reporter.problem
+        assert node.looks < 20
+        node.known, node.refuse = None, None  # and a node that is not known is waited for
+        state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
+        await anyio.sleep(60)
+        assert node.looks < 20
         group.cancel_scope.cancel()

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import yaml
 
 from agent.model.demand import VGPU
 from agent.mps import processes
@@ -63,6 +64,47 @@ def test_every_alert_tells_what_and_where() -> None:
         assert "$labels.node" in each or "$labels.namespace" in each
 
 
+def test_a_taint_that_stays_is_told_of(tmp_path: Path) -> None:
+    """GPUSchedulingHeld: node a is stuck, b switches for a while, c has somebody else's taint."""
+    taint = "kube_node_spec_taint"
+    ours = 'key="gpu-node-agent.io/switching", effect="NoSchedule"'
+    alert = "GPUSchedulingHeld"
+    (rule,) = (
+        each
+        for path in queries.RULES
+        for group in yaml.safe_load(path.read_text())["groups"]
+        for each in group["rules"]
+        if each.get("alert") == alert
+    )
+    told = {key: text.replace("{{ $labels.node }}", "a") for key, text in rule["annotations"].items()}
+    firing = {"exp_labels": {**rule["labels"], "node": "a"}, "exp_annotations": told}
+    unit = {
+        "rule_files": [str(path) for path in queries.RULES],
+        "evaluation_interval": "30s",
+        "tests": [
+            {
+                "interval": "30s",
+                "input_series": [
+                    # kube-state-metrics has restarted: its second instance tells of the same node.
+                    {"series": f'{taint}{{node="a", instance="1", {ours}}}', "values": "1x14 stale"},
+                    {"series": f'{taint}{{node="a", instance="2", {ours}}}', "values": "_x13 1x40"},
+                    {"series": f'{taint}{{node="b", instance="1", {ours}}}', "values": "1x16 stale"},
+                    {"series": f'{taint}{{node="c", instance="1", key="other"}}', "values": "1x60"},
+                ],
+                "alert_rule_test": [
+                    {"eval_time": "9m", "alertname": alert, "exp_alerts": []},
+                    {"eval_time": "12m", "alertname": alert, "exp_alerts": [firing]},
+                    {"eval_time": "34m", "alertname": alert, "exp_alerts": []},
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "unit.yaml"
+    path.write_text(yaml.safe_dump(unit))
+    code, answer = promtool("test", "rules", str(path))
+    assert code == 0, answer
+
+
 async def at_work(node: ModeNode) -> Work:
     """A pod in each mode with a process at work; a small one in vGPU that uses little of its memory."""
     work = Work(node)
@@ -74,7 +116,8 @@ async def at_work(node: ModeNode) -> Work:
     return work
 
 
-# Over figures of kube-state-metrics, which is not here: an agent that is gone tells of nothing.
+# Over figures of kube-state-metrics, which is not here (an agent that is gone tells of nothing): proved by
+# `test_a_taint_that_stays_is_told_of`.
 FROM_ELSEWHERE = {"GPUSchedulingHeld"}
 
 

@@ -176,3 +176,12 @@ def test_a_verdict_of_an_earlier_boot_must_pass_checks_and_quiet_time() -> None:
 def test_an_event_after_a_reset_is_a_new_fault() -> None:
     reset = replace(after_xid(119), reset_seen=True)
     assert not event(reset, xid(119), RULES, 300).reset_seen
+
+
+def test_a_reset_answers_what_was_before_it() -> None:
+    lost = probe_failed(after_xid(79), LOST, "lost", RULES, 103.0)
+    back = probe_passed(lost, RULES, 105.0)
+    assert (back.state, back.reset_seen) == (HealthState.PROBATION, True)
+    # Xid 48 recovers by itself; 79, which asked for the reset, no longer counts.
+    after = event(back, xid(48), RULES, 106.0)
+    assert (after.state, after.fault) == (HealthState.UNHEALTHY, xid(48))

@@ -73,9 +73,25 @@ async def test_ready_only_without_blockers_and_every_blocker_on_its_own_line() -
     assert (reply.status, reply.body) == (200, b"ready\n")
 
 
-def test_both_routes_are_taken() -> None:
+async def test_the_agent_is_ready_on_a_node_that_is_not() -> None:
+    node, agent = ["libnvidia-ml.so.1 is not found"], ["nvidia.com/gpu is not registered with the kubelet"]
+    probes = Probes(Supervisor(), lambda: agent + node, shortcomings=lambda: agent)
+    assert (await probes.agent_ready(REQUEST)).status == 503
+    agent.clear()
+    assert (await probes.ready(REQUEST)).status == 503
+    reply = await probes.agent_ready(REQUEST)
+    assert (reply.status, reply.body) == (200, b"ready\nlibnvidia-ml.so.1 is not found\n")
+
+
+async def test_without_a_difference_every_blocker_is_the_agents() -> None:
+    """As of the extender, and of an agent that is out of service."""
+    reply = await Probes(Supervisor(), lambda: ["it is cleaned up"]).agent_ready(REQUEST)
+    assert (reply.status, reply.body) == (503, b"it is cleaned up\n")
+
+
+def test_all_routes_are_taken() -> None:
     server = HttpServer("127.0.0.1", 0)
     Probes(Supervisor(), list).add_to(server)
-    for path in ("/healthz", "/readyz"):
+    for path in ("/healthz", "/readyz", "/readyz/agent"):
         with pytest.raises(ValueError, match=path):
             server.add_route(path, Probes(Supervisor(), list).ready)
