@@ -175,7 +175,7 @@ class _Told:
         pods = sorted(self._pods(uuid))
         if kind is Kind.FAULT and pods:
             text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be started anew"
-        if pids:
+        if pids and kind is Kind.FAULT:
             text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
         warning = kind is not Kind.RECOVERED
         (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)

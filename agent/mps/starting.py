@@ -23,6 +23,7 @@ log = structlog.get_logger()
 
 ANSWER_SECONDS = 5.0  # a daemon that just started
 POLL_SECONDS = 0.1
+MOST_NAMED = 10  # of processes that are made to look like a daemon: any pod may start thousands
 
 
 class Starter:
@@ -115,14 +116,16 @@ class Starter:
         return process
 
     async def _tell_of_impostors(self) -> None:
-        """Report processes that were made to look like this daemon, once each."""
+        """Report processes that were made to look like this daemon, once each, and however many in one go."""
         found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._folders.pipe))
-        for each in sorted(found - self._impostors, key=lambda each: each.pid):
+        if pids := sorted(each.pid for each in found - self._impostors):
+            named = pids[:MOST_NAMED]
+            more = f" and {len(pids) - len(named)} more" if len(pids) > len(named) else ""
             message = (
-                f"process {each.pid} looks like its MPS control daemon and runs in a pod, or not as root: "
-                "it is not adopted"
+                f"process {', '.join(map(str, named))}{more}: looks like its MPS control daemon and runs in "
+                "a pod, or not as root; it is not adopted"
             )
-            self._publisher.report(Kind.IMPOSTOR, message, frozenset({each.pid}))
+            self._publisher.report(Kind.IMPOSTOR, message, frozenset(named))
         self._impostors = found
 
     async def _no_orphans(self) -> None:

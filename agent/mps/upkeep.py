@@ -57,9 +57,8 @@ class Upkeep:
         problem = None
         try:
             assert status.pid is not None
-            if await anyio.to_thread.run_sync(launch.exposed, status.pid, folders):
-                await self._replace(uuid, status, folders)
-            else:
+            exposed = await anyio.to_thread.run_sync(launch.exposed, status.pid, folders)
+            if not (exposed and await self._replaced(uuid, status, folders)):
                 await anyio.to_thread.run_sync(folders.show)
             if status.private_shm:
                 problem = await anyio.to_thread.run_sync(self._keep_memory, uuid, folders, sweeping)
@@ -69,17 +68,18 @@ class Upkeep:
             log.warning("mps_folders_not_kept", gpu=uuid, problem=problem)
         self._problems[uuid] = problem or ""
 
-    async def _replace(self, uuid: str, status: DaemonStatus, folders: Directories) -> None:
-        """End a daemon that works where pods can write, once it has no client; another is started."""
+    async def _replaced(self, uuid: str, status: DaemonStatus, folders: Directories) -> bool:
+        """End a daemon that works where pods can write, unless it has clients; another is started."""
         daemon = self._fleet.daemon(uuid)
         if daemon is None or os.geteuid() != 0:  # without privileges there is no other form
-            return
+            return False
         survey = await daemon.control.survey(status.server, clients=True)
         if survey.servers and (survey.clients is None or survey.clients):
-            return
+            return False
         log.info("mps_daemon_of_before_replaced", gpu=uuid, pid=status.pid)
         await end(await anyio.to_thread.run_sync(processes.daemons, folders.pipe))
         await end(await anyio.to_thread.run_sync(processes.servers, folders.pipe))
+        return True
 
     def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:
         """What is wrong with the size of a GPU's shared memory, or None."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.mps.processes import effective_user
 
+MOST_NAMED = 5  # users of a pod: root in it may take any number
+
 
 def users_of(containers: AbstractSet[str], proc: Path) -> Mapping[str, frozenset[int]]:
     """Users of the processes of these containers (IDs). Blocks: it looks at every process of the node."""
@@ -37,7 +39,12 @@ def kept_apart(holders: Iterable[tuple[str, frozenset[int]]]) -> frozenset[str]:
     """
     known = [(pod, users) for pod, users in holders if users]
     return frozenset(
-        f"{pod} (user {', '.join(map(str, sorted(users)))})"
+        f"{pod} (user {_named(users)})"
         for pod, users in known
         if any(pod != other and users.isdisjoint(theirs) for other, theirs in known)
     )
+
+
+def _named(users: frozenset[int]) -> str:
+    more = ", ..." if len(users) > MOST_NAMED else ""
+    return ", ".join(map(str, sorted(users)[:MOST_NAMED])) + more

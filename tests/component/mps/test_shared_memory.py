@@ -13,6 +13,7 @@ import pytest
 from agent.mps import launch, shared_memory
 from agent.mps import sweep as sweep_module
 from agent.mps.binary import Program
+from agent.mps.control import Survey
 from agent.mps.directories import Directories
 from agent.mps.sweep import sweep
 from agent.mps.upkeep import Upkeep
@@ -177,4 +178,33 @@ async def test_running_daemons_are_kept_up(
         assert not (folders.shm / "left").exists()
         found = os.statvfs(folders.shm)
         assert found.f_blocks * found.f_frsize == 2 * OPTIONS.shared_memory
+        await fleet.tear_down(one)
+
+
+async def test_a_daemon_that_works_where_pods_write_keeps_its_sockets(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it has clients: root in a pod of before would answer the others in its place."""
+    one = gpu(0)
+    folders = Directories.of(run_folder, one.uuid)
+    await anyio.to_thread.run_sync(folders.make)
+    await anyio.to_thread.run_sync(started_by_hand, newest, folders)
+    fleet = fleet_of(run_folder, newest, Modes())
+    upkeep = Upkeep(fleet, run_folder, OPTIONS.shared_memory, lambda _: True)
+    async with running(fleet):
+        await fleet.set_up(one)
+        status = fleet.status(one.uuid)
+        daemon = fleet.daemon(one.uuid)
+        assert daemon
+
+        async def used(*_: object, **__: object) -> Survey:
+            return Survey((4711,), clients=(4712,))
+
+        monkeypatch.setattr(daemon.control, "survey", used)
+        (folders.pipe / "control").unlink()
+        (folders.pipe / "control").symlink_to("/etc/passwd")
+        await upkeep.look(one.uuid, status, sweeping=False)
+        assert fleet.status(one.uuid).pid == status.pid
+        assert (folders.pipe / "control").samefile(folders.own / "control")
+        assert await daemon.control.alive() == 100
         await fleet.tear_down(one)

@@ -275,3 +275,8 @@ def test_a_wrapper_that_is_root_keeps_nobody_apart() -> None:
         "a/p (user 0)",
         "a/q (user 7, 1000)",
     }
+    # Root in a pod may start processes of any number of users.
+    assert kept_apart([("a/p", frozenset({0})), ("a/q", frozenset(range(1, 9)))]) == {
+        "a/p (user 0)",
+        "a/q (user 1, 2, 3, 4, 5, ...)",
+    }

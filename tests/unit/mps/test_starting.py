@@ -1,0 +1,43 @@
+"""What people are told when a daemon is looked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.mps import processes, starting
+from agent.mps.binary import NO_PROGRAM
+from agent.mps.directories import Directories
+from agent.mps.options import Options
+from agent.mps.processes import Process
+from agent.mps.publishing import Publisher
+from agent.mps.starting import Starter
+from agent.mps.status import Kind
+
+
+async def test_a_crowd_of_false_daemons_is_one_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any pod may start thousands: an event for each would push all others out."""
+    crowd = [Process(number, 1) for number in range(100, 1100)]
+    monkeypatch.setattr(processes, "impostors", lambda _: tuple(crowd))
+    monkeypatch.setattr(processes, "daemon_of", lambda _: None)
+    told: list[tuple[Kind, str, frozenset[int]]] = []
+    publisher = Publisher(
+        "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
+    )
+    unused: Any = None
+    starter = Starter(
+        NO_PROGRAM, unused, Directories(tmp_path), unused, unused, publisher, Options(), multi_user={}
+    )
+    for _ in range(2):
+        assert await starter.adopted() is None
+    ((kind, message, pids),) = told
+    assert kind is Kind.IMPOSTOR
+    assert message.startswith("process 100, 101, ")
+    assert "and 990 more: looks like its MPS control daemon" in message
+    assert pids == frozenset(range(100, 100 + starting.MOST_NAMED))
+    crowd.append(Process(2000, 1))
+    assert await starter.adopted() is None
+    assert [kind for kind, *_ in told] == [Kind.IMPOSTOR] * 2
+    assert told[1][1].startswith("process 2000: looks like")
