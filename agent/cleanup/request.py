@@ -14,7 +14,8 @@ import msgspec
 
 REQUEST = "gpu-node-agent.io/cleanup"
 REPORT = "gpu-node-agent.io/cleanup-report"
-# No request keeps an agent from its work for longer, whatever time it names.
+# No request keeps an agent from its work for longer: one that names a later end is none, or it would be in
+# force again as soon as the agent is back.
 LONGEST_SECONDS = 2 * 3600.0
 # Bounds what is written into an annotation.
 LONGEST_MESSAGE = 2000
@@ -40,7 +41,8 @@ class Request(msgspec.Struct, frozen=True):
 
     def seconds_left(self, now: datetime) -> float:
         """How long it is in force yet; 0 or less: no longer."""
-        return min((self.until - now).total_seconds(), LONGEST_SECONDS)
+        left = (self.until - now).total_seconds()
+        return left if left <= LONGEST_SECONDS else 0.0
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -20,6 +20,8 @@ from agent.mps.directories import SOCKETS, Directories
 
 PROC = Path("/proc")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+# Any process may have the kernel give out gigabytes as these (PR_SET_MM_MAP of prctl(2)).
+COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,18 @@ def listener(folders: Directories) -> int | None:
 def arguments(pid: int) -> tuple[str, ...]:
     """The command line of a process; empty if it is gone."""
     try:
-        return tuple(os.fsdecode(word) for word in (PROC / str(pid) / "cmdline").read_bytes().split(b"\0"))
+        words = _read(PROC / str(pid) / "cmdline", COMMAND_BYTES).split(b"\0")
     except OSError:
         return ()
+    return tuple(os.fsdecode(word) for word in words)
+
+
+def _read(file: Path, most: int) -> bytes:
+    with file.open("rb", buffering=0) as opened:
+        found = b""
+        while len(found) < most and (data := opened.read(most - len(found))):
+            found += data
+        return found
 
 
 def _in_background(words: list[str]) -> bool:
@@ -138,10 +149,10 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
         folder = PROC / entry.name
         try:
             # Cheap first: most processes are told by their command line.
-            words = (folder / "cmdline").read_bytes().split(b"\0")
+            words = _read(folder / "cmdline", COMMAND_BYTES).split(b"\0")
             if not any(os.path.basename(os.fsdecode(word)) == program for word in words[:2]):  # noqa: PTH119
                 continue
-            if variable not in (folder / "environ").read_bytes().split(b"\0"):
+            if variable not in _read(folder / "environ", ENVIRONMENT_BYTES).split(b"\0"):
                 continue
         except OSError:
             continue  # gone, or a kernel thread

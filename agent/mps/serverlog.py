@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MOST_BYTES = 128 << 10  # of one look, a thousand lines; a log that grew by more is read from there on
+LONGEST_LINE_BYTES = 16 << 10  # what is beyond it of a line that has no end yet is not kept
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
 # Anybody may write lines: each part is bounded, so that none takes long to read or is no number.
@@ -51,7 +52,8 @@ class Tail:
         self._offset += len(data)
         if status.st_size > LARGE_BYTES:
             self._begin_anew()
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[:LONGEST_LINE_BYTES]
         return [line.decode(errors="replace") for line in whole]
 
     def _begin_anew(self) -> None:

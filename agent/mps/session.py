@@ -14,6 +14,8 @@ import anyio
 
 KILLED_SECONDS = 2.0
 _PIPE_BYTES = 1 << 16
+# The control program hands on what it is told: by the daemon, or by whoever sits in its place.
+MOST_BYTES = 1 << 20
 # Python ignores both; programs expect otherwise.
 _DEFAULT_AGAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -22,7 +24,8 @@ async def session(program: Path, text: str, environment: Mapping[str, str]) -> t
     """Hand `text` to the program; what it wrote to its output and to its error output.
 
     Bound it with a cancel scope: a program that is not over by then is killed. Both `text` and the error
-    output must fit into a pipe, 64 KiB. Raises OSError where the program cannot be run.
+    output must fit into a pipe, 64 KiB. Of the output the first MiB counts, the rest is read and dropped.
+    Raises OSError where the program cannot be run.
     """
     opened: list[int] = []
 
@@ -84,4 +87,4 @@ async def _all(descriptor: int) -> str:
             continue
         if not data:
             return found.decode(errors="replace").strip()
-        found += data
+        found += data[: MOST_BYTES - len(found)]

@@ -52,9 +52,14 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple
     """
     with trees.opened(folder) as descriptor:
         newest = time.time() - YOUNG_SECONDS
-        found: list[os.stat_result] = []
-        _walk(descriptor, lambda _folder, _name, status: found.append(status), MOST_FILES)
-        if all(status.st_ctime > newest for status in found):
+        old = False
+
+        def judge(_parent: int, _name: str, status: os.stat_result) -> None:
+            nonlocal old
+            old = old or status.st_ctime <= newest
+
+        _walk(descriptor, judge, MOST_FILES)
+        if not old:
             return 0, 0
         seen = look(os.fstat(descriptor).st_dev, own, proc)
         if not seen.users and not unheld:
@@ -83,26 +88,32 @@ def look(device: int, own: Collection[int], proc: Path) -> Seen:
     number = f"{os.major(device)}:{os.minor(device)}"
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")
-    having: dict[str, bool] = {}  # mount namespaces
+    mounts: dict[str, set[str]] = {}  # IDs of its mounts, by mount namespace that has it as /dev/shm
+    having: list[Path] = []
     for entry in os.scandir(proc):
         if not entry.name.isdigit():
             continue
         folder = proc / entry.name
         with suppress(OSError):  # it has ended
             namespace = str((folder / "ns" / "mnt").readlink())
-            if namespace not in having:
-                having[namespace] = _has(folder / "mountinfo", number)
-            if not having[namespace]:
-                continue
-            found.inodes |= _mapped(folder / "maps", device) | _opened(folder / "fd", device)
-            if int(entry.name) not in own:
+            if namespace not in mounts:
+                mounts[namespace] = _mounts(folder / "mountinfo", number)
+            if mounts[namespace]:
+                having.append(folder)
+    every = set().union(*mounts.values())  # a file may have been handed over from another container
+    for folder in having:
+        with suppress(OSError):  # it has ended
+            found.inodes |= _mapped(folder / "maps", device) | _opened(folder, device, every)
+            if int(folder.name) not in own:
                 found.users.append(User(boot + _started(folder / "stat") / ticks, _users(folder / "status")))
     return found
 
 
-def _has(mountinfo: Path, number: str) -> bool:
+def _mounts(mountinfo: Path, number: str) -> set[str]:
+    """IDs of the mounts of a file system, if one of them is /dev/shm."""
     with mountinfo.open(errors="replace") as lines:
-        return any((words := line.split())[2] == number and words[4] == MOUNTED_AT for line in lines)
+        found = {words[0]: words[4] for line in lines if (words := line.split())[2] == number}
+    return set(found) if MOUNTED_AT in found.values() else set()
 
 
 def _mapped(maps: Path, device: int) -> set[int]:
@@ -113,14 +124,22 @@ def _mapped(maps: Path, device: int) -> set[int]:
         }
 
 
-def _opened(folder: Path, device: int) -> set[int]:
+def _opened(process: Path, device: int, mounts: Collection[str]) -> set[int]:
     found = set()
-    for link in folder.iterdir():
+    for link in (process / "fd").iterdir():
         with suppress(OSError):
-            # Only what claims to be there is looked at: a status of other files may take for ever.
-            if f"{MOUNTED_AT}/" in str(link.readlink()) and (status := link.stat()).st_dev == device:
+            if f"{MOUNTED_AT}/" not in str(link.readlink()):
+                continue
+            # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
+            if _mount(process / "fdinfo" / link.name) in mounts and (status := link.stat()).st_dev == device:
                 found.add(status.st_ino)
     return found
+
+
+def _mount(fdinfo: Path) -> str:
+    """The ID of the mount that an open file is on; empty: the kernel does not say."""
+    with fdinfo.open(errors="replace") as lines:
+        return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
 
 
 def _started(stat_file: Path) -> int:
@@ -139,8 +158,8 @@ def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: 
     """
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, most)]
+    most -= len(names)  # before the folders in it: no more names are held at one time
     for name in names:
-        most -= 1
         with suppress(OSError):  # it is gone, or another thing by now
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode) and depth < DEEPEST:
@@ -150,4 +169,4 @@ def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: 
                 finally:
                     os.close(inner)
             visit(folder, name, status)
-    return max(0, most)
+    return most

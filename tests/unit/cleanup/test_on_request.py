@@ -163,7 +163,9 @@ async def test_a_node_that_cannot_tell_is_asked_again(obstacles: Obstacles, sett
     assert node.report() == Report("a", State.FAILED, "who holds MPS shares is not known")
 
 
-@pytest.mark.parametrize("old", [asking("a", NOW, 0), taking_back("a"), {REPORT: "{"}])
+@pytest.mark.parametrize(
+    "old", [asking("a", NOW, 0), taking_back("a"), {REPORT: "{"}, asking("a", NOW, LONGEST_SECONDS + 1)]
+)
 async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings: Settings) -> None:
     node = OwnNode()
     node.failing = 1
@@ -176,7 +178,9 @@ async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings
 
 
 def test_no_request_lasts_for_ever() -> None:
-    assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == LONGEST_SECONDS
+    """One that could be would be in force anew each time that the agent is back."""
+    assert Request("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
+    assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
 
 
 # Out of service

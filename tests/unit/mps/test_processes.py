@@ -1,10 +1,13 @@
 """Which processes may be a daemon of the agent's, by the text of /proc/<pid>/cgroup."""
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from agent.mps import processes
+from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods
 
 ID, UID = "0123456789abcdef" * 4, "3fa85f64-5717-4562-b3fc-2c963f66afa6"
@@ -52,3 +55,23 @@ def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "status").write_text("Name:\tx\nUid:\t0\t1000\t0\t0\n")
     assert effective_user(7, tmp_path) == 1000
+
+
+def test_a_command_line_without_end_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process tells of itself is as long as it likes, by prctl(PR_SET_MM_MAP) without a privilege."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    process = tmp_path / "7"
+    process.mkdir()
+    for name in ("cmdline", "environ"):
+        with (process / name).open("wb") as file:
+            file.write(os.fsencode(f"/usr/bin/{CONTROL}") + b"\0-d\0")
+            file.truncate(256 << 20)
+    tracemalloc.start()
+    try:
+        assert processes.impostors(tmp_path / "pipe") == ()
+        assert processes.arguments(7)[:2] == (f"/usr/bin/{CONTROL}", "-d")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

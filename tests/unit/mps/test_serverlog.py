@@ -84,3 +84,18 @@ def test_a_large_file_is_begun_anew_and_its_words_are_kept(
     with path.open("a") as file:
         file.write("ther\nlast\n")
     assert tail.lines() == ["the beginning of another", "last"]
+
+
+def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
+    """Whoever reaches the fifo of the log may leave out every line feed."""
+    path = tmp_path / "server.log"
+    tail = Tail(path)
+    for _ in range(8):
+        with path.open("a") as file:
+            file.write("x" * serverlog.MOST_BYTES)
+        assert tail.lines() == []
+    with path.open("a") as file:
+        file.write("\nthe next line\n")
+    endless, following = tail.lines()
+    assert len(endless) == serverlog.LONGEST_LINE_BYTES
+    assert following == "the next line"

@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.mps.session import session
+from agent.mps.session import MOST_BYTES, session
 
 
 def script(folder: Path, text: str) -> Path:
@@ -40,6 +40,12 @@ async def test_more_than_a_pipe_holds_comes_back(tmp_path: Path) -> None:
     program = script(tmp_path, "head -c 300000 /dev/zero | tr '\\0' x")
     out, errors = await session(program, "", {"PATH": os.defpath})
     assert (len(out), errors) == (300_000, "")
+
+
+async def test_of_words_without_end_the_beginning_is_kept(tmp_path: Path) -> None:
+    program = script(tmp_path, "head -c 3000000 /dev/zero | tr '\\0' x")
+    out, _ = await session(program, "", {"PATH": os.defpath})
+    assert len(out) == MOST_BYTES
 
 
 async def test_a_program_that_hangs_is_killed_and_reaped(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Looking for users of a shared memory in a made-up /proc: what a tenant can put there."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from agent.kit import trees
+from agent.mps import sweep
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Path:
+    """A process whose mount 40 of this file system is its /dev/shm."""
+    folder = tmp_path / "proc" / "7"
+    for name in ("ns", "fd", "fdinfo"):
+        (folder / name).mkdir(parents=True)
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    (folder / "ns" / "mnt").symlink_to("mnt:[4026532000]")
+    (folder / "mountinfo").write_text(f"40 30 {number} / /dev/shm rw - tmpfs gpu-node-agent rw\n")
+    (folder / "maps").write_text("")
+    (folder / "stat").write_text("7 (python3) " + " ".join("0" * 50))
+    (folder / "status").write_text("Name:\tpython3\nUid:\t1000\t1000\t1000\t1000\n")
+    return folder
+
+
+@pytest.mark.parametrize(("mount", "looked_at"), [(40, True), (99, False)])
+def test_files_of_other_mounts_are_not_looked_at(
+    process: Path, tmp_path: Path, mount: int, looked_at: bool
+) -> None:
+    """A tenant's NFS server that does not answer would hold the agent for ever."""
+    file = tmp_path / "dev" / "shm" / "open"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (process / "fd" / "3").symlink_to(file)
+    (process / "fdinfo" / "3").write_text(f"pos:\t0\nflags:\t0100000\nmnt_id:\t{mount}\nino:\t5\n")
+    seen = sweep.look(tmp_path.stat().st_dev, (), process.parent)
+    assert len(seen.users) == 1
+    assert seen.inodes == ({file.stat().st_ino} if looked_at else set())
+
+
+def test_folders_in_folders_take_no_more_looks_than_one(tmp_path: Path) -> None:
+    """Each folder could have as many names as a look may take: they are held in memory meanwhile."""
+    folder = tmp_path
+    for _ in range(8):
+        for number in range(20):
+            (folder / f"file{number}").touch()
+        folder = folder / "folder"
+        folder.mkdir()
+    seen: list[str] = []
+
+    def visit(_folder: int, name: str, status: os.stat_result) -> None:
+        assert stat.S_ISDIR(status.st_mode) == (name == "folder")
+        seen.append(name)
+
+    with trees.opened(tmp_path) as descriptor:
+        left = sweep._walk(descriptor, visit, 50)
+    assert left == 0
+    assert len(seen) == 50
