@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from agent.inventory.snapshot import Snapshot
 from agent.kubelet.holdings import Holder
-from agent.model.ids import parse
+from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.state import GpuSwitch
 
@@ -35,6 +35,30 @@ def named(waiting: Mapping[str, tuple[str, ...]], most: int = 5) -> tuple[int, s
     pods = sorted({pod for names in waiting.values() for pod in names})
     more = f" and {len(pods) - most} more" if len(pods) > most else ""
     return len(pods), ", ".join(pods[:most]) + more
+
+
+def uncounted(holders: Mapping[str, Sequence[Holder]], assignment: Assignment) -> str:
+    """How much room of GPUs that sell the scheduler does not see because others drain, in words; empty: none.
+
+    It subtracts what all bound pods ask for from the node's allocatable units, and units that are held on
+    GPUs that drain are allocatable no more.
+    """
+    selling = {each.mode for each in assignment.gpus.values() if each.selling}
+    counts: dict[str, int] = {}
+    for uuid, held in holders.items():
+        mode = assignment.of(uuid)
+        if mode.selling or mode.mode not in selling:
+            continue
+        for holding in (each.holding for each in held):
+            here = sum(text.partition(SEPARATOR)[0] == uuid for text in holding.ids)
+            counts[holding.resource] = counts.get(holding.resource, 0) + here
+    if not counts:
+        return ""
+    units = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
+    return (
+        f"; {units} held on GPUs that drain are not on offer but still count as used: pods may stay Pending "
+        "though other GPUs have room"
+    )
 
 
 def summary(targets: Mapping[str, GpuMode]) -> str:

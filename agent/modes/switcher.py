@@ -27,7 +27,7 @@ from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition
 from agent.modes.backend_tasks import BackendTasks, Outcome
-from agent.modes.comparing import must_drain, named, pods_of, summary, switches_of, taken_over
+from agent.modes.comparing import must_drain, named, pods_of, summary, switches_of, taken_over, uncounted
 from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, Plan, decide, no_gate
@@ -140,15 +140,16 @@ class ModeSwitcher:
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
         plan = Plan(cordoned(plan.targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
-        waiting = busy
+        waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in (Stage.CLOSING, Stage.DRAINING) for uuid in plan.targets):
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
             waiting = self._look(plan.targets, holders) or busy
+            missing = uncounted(holders, self.assignment.value)
         await self._sell_what_is_ready()
-        return self._told(desired, plan, waiting)
+        return self._told(desired, plan, waiting, missing)
 
     async def _holders(self) -> Holders | None:
         """Who holds what, by a reading of this moment; None: the kubelet does not say."""
@@ -287,7 +288,7 @@ class ModeSwitcher:
         with anyio.move_on_after(DELIVER_SECONDS):
             await self._resources.delivered()
 
-    def _told(self, desired: Desired, plan: Plan, waiting: Waiting) -> float:
+    def _told(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
         targets, apart = plan.targets, self._cordons.value
         states = {uuid: self._states[uuid] for uuid in targets}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
@@ -297,7 +298,8 @@ class ModeSwitcher:
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
         if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED
-            self._tell(phase, desired, plan.problem or summary(targets), targets, waiting, applied=True)
+            text = (plan.problem or summary(targets)) + missing
+            self._tell(phase, desired, text, targets, waiting, applied=True)
         elif plan.problem:
             self._tell(Phase.BLOCKED, desired, plan.problem, targets, waiting, problems)
             pause = DRAIN_LOOK_SECONDS
@@ -308,7 +310,7 @@ class ModeSwitcher:
             pause = min(pause, RETRY_LOOK_SECONDS, self._retry.seconds or DRAIN_LOOK_SECONDS)
         elif mode_waits:
             count, pods = named(mode_waits)
-            text = f"waiting for {count} pod(s) to end: {pods}"
+            text = f"waiting for {count} pod(s) to end: {pods}{missing}"
             self._tell(Phase.SWITCHING, desired, text, targets, waiting, problems)
         else:
             self._tell(Phase.SWITCHING, desired, "setting up", targets, waiting)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agent.modes.state import Phase
+
 GIB = 1 << 30
 _RED, _YELLOW, _GREEN, _DIM, _OFF = "\033[31m", "\033[33m", "\033[32m", "\033[2m", "\033[0m"
 _COLOURS = {"healthy": _GREEN, "suspect": _YELLOW, "unhealthy": _RED, "probation": _YELLOW}
@@ -19,6 +21,9 @@ def _lines(document: Document, colours: bool) -> Iterator[str]:
     yield _headline(document)
     for sentence in (*document["blockers"], *document["problems"]):
         yield f"! {sentence}"
+    mode = document["mode"]
+    if mode["phase"] == Phase.SWITCHING.value:
+        yield f"mode {mode['desired']} is not in force everywhere yet: {mode['message']}"
     yield ""
     rows = [_row(gpu) for gpu in document["gpus"]]
     head = ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", "HELD BY")

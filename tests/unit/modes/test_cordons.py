@@ -60,11 +60,17 @@ async def test_a_cordoned_gpu_drains_and_is_not_sold_while_the_mode_is_in_force(
             await node.switcher.state.wait_for(lambda state: "cordoned" in state.message)
         state = node.switcher.state.value
         assert (state.phase, state.applied) == (Phase.APPLIED, "mps")
-        assert state.message == "1 GPU(s) mps, 1 GPU(s) off (cordoned since 08:00: fan)"
+        assert state.message == (
+            "1 GPU(s) mps, 1 GPU(s) off (cordoned since 08:00: fan); 1 nvidia.com/mps-core held on GPUs that "
+            "drain are not on offer but still count as used: pods may stay Pending "
+            "though other GPUs have room"
+        )
         assert state.gpus[1].waiting_for == ("default/train",)
         assert node.assignment.value.of(ONE).reason == "cordoned since 08:00: fan"
         node.kubelet.end("train")
         await node.reach("mps", "off")
+        with anyio.fail_after(5):
+            await node.switcher.state.wait_for(lambda state: "Pending" not in state.message)
         assert daemon.up == {ZERO}
         node.want(Mode.PGPU)  # another mode leaves it alone
         await node.reach("pgpu", "off")

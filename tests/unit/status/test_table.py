@@ -90,6 +90,15 @@ def test_a_sick_gpu_is_told_with_cause_and_remedy() -> None:
     assert "\033[31m" in render(report(sick), colours=True)
 
 
+def test_a_switch_says_what_it_waits_for() -> None:
+    mode = {"desired": "mps", "phase": "switching", "message": "waiting for 1 pod(s) to end: ml/train"}
+    lines = render(report(gpu(0), mode=mode)).splitlines()
+    assert lines[1:3] == [
+        "mode mps is not in force everywhere yet: waiting for 1 pod(s) to end: ml/train",
+        "",
+    ]
+
+
 def test_probation_release_and_blockers_are_seen_at_once() -> None:
     waiting = gpu(0, state="probation", served=False, probationLeftSeconds=95.0, forSeconds=5.0, cause="x")
     text = render(report(waiting, ready=False, blockers=["the kubelet is away"], releasedForSeconds=300.0))
