@@ -26,13 +26,16 @@ for _scenario in vgpu.ALL:
     globals()[_scenario.__name__] = on_the_embedded_kubelet(_scenario)
 
 
-async def test_pairs_without_an_api_server_follow_the_order_of_calls() -> None:
+async def test_pairs_without_an_api_server_are_refused_in_a_sentence() -> None:
+    """Nobody can say what else the pod asks for."""
     async with embedded_rig() as rig:
         await rig.start_agent({"defaultMode": "vgpu"})
         await rig.wait_allocatable(vgpu.GPUS * vgpu.CORES, vgpu.CORE)
-        pods = [vgpu.share_pod(f"p{n}", 30, 100) for n in range(6)]
-        await vgpu.running(rig, *pods)
-        await vgpu.check_pairs(rig, pods)
+        pod = vgpu.share_pod("share", 30, 100)
+        await rig.create_pod(pod)
+        await rig.wait_phase(pod, Phase.FAILED)
+        said = await rig.message(pod)
+        assert "default/share: nothing is guessed; restore the connection to the API server" in said
 
 
 async def test_an_api_server_that_is_away_costs_no_running_pod_and_guesses_nothing() -> None:
