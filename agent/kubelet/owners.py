@@ -15,7 +15,7 @@ class ProcessUnreadable(Exception):
 def container_of_process(pid: int, proc: Path = PROC) -> ContainerRef | None:
     """The container of a process; None: it is in no pod. Blocks. Raises ProcessUnreadable."""
     try:
-        return container_of((proc / str(pid) / "cgroup").read_text())
+        return container_of((proc / str(pid) / "cgroup").read_bytes().decode(errors="replace"))
     except OSError as error:
         raise ProcessUnreadable(
             f"process {pid} cannot be looked up below {proc}: {error.strerror}"

@@ -167,9 +167,12 @@ def _own(pid: int, root: bool = False) -> bool:
             return False
         if root and effective_user(pid) != os.geteuid():
             return False
-        return outside_pods(*((PROC / each / "cgroup").read_text() for each in (str(pid), "self")))
+        texts = [
+            (PROC / each / "cgroup").read_bytes().decode(errors="replace") for each in (str(pid), "self")
+        ]
     except OSError:
         return False
+    return outside_pods(*texts)
 
 
 def outside_pods(cgroups: str, own: str) -> bool:
@@ -181,7 +184,7 @@ def outside_pods(cgroups: str, own: str) -> bool:
     """
     if cgroups == own:
         return True
-    for line in cgroups.splitlines():
+    for line in cgroups.split("\n"):  # a cgroup's name may hold other ends of lines
         if line.endswith(f"/{launch.CGROUP}") and container_of(line) is None:
             return True
     return container_of(cgroups) is None
@@ -192,7 +195,8 @@ def effective_user(pid: int, proc: Path = PROC) -> int:
 
     The owner of its folder in /proc is not: that is root for whoever has forbidden to be dumped (proc(5)).
     """
-    for line in (proc / str(pid) / "status").read_text(errors="replace").splitlines():
-        if line.startswith("Uid:"):
+    # The kernel keeps line feeds out of a process's name, but no other end of a line.
+    for line in (proc / str(pid) / "status").read_bytes().split(b"\n"):
+        if line.startswith(b"Uid:"):
             return int(line.split()[2])
     raise ProcessLookupError(f"process {pid} has no user")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TextIO
 
 from agent.kit import trees
 
@@ -109,16 +110,21 @@ def look(device: int, own: Collection[int], proc: Path) -> Seen:
     return found
 
 
+def _lines(file: Path) -> TextIO:
+    """A file of /proc: the kernel keeps line feeds out of names, but no other end of a line."""
+    return file.open(errors="replace", newline="\n")
+
+
 def _mounts(mountinfo: Path, number: str) -> set[str]:
     """IDs of the mounts of a file system, if one of them is /dev/shm."""
-    with mountinfo.open(errors="replace") as lines:
+    with _lines(mountinfo) as lines:
         found = {words[0]: words[4] for line in lines if (words := line.split())[2] == number}
     return set(found) if MOUNTED_AT in found.values() else set()
 
 
 def _mapped(maps: Path, device: int) -> set[int]:
     number = f"{os.major(device):02x}:{os.minor(device):02x}"
-    with maps.open(errors="replace") as lines:
+    with _lines(maps) as lines:
         return {
             int(words[4]) for line in lines if len(words := line.split(maxsplit=5)) > 4 and words[3] == number
         }
@@ -138,7 +144,7 @@ def _opened(process: Path, device: int, mounts: Collection[str]) -> set[int]:
 
 def _mount(fdinfo: Path) -> str:
     """The ID of the mount that an open file is on; empty: the kernel does not say."""
-    with fdinfo.open(errors="replace") as lines:
+    with _lines(fdinfo) as lines:
         return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
 
 
@@ -148,7 +154,8 @@ def _started(stat_file: Path) -> int:
 
 
 def _users(status: Path) -> frozenset[int]:
-    line = next(line for line in status.read_text(errors="replace").splitlines() if line.startswith("Uid:"))
+    with _lines(status) as lines:
+        line = next(line for line in lines if line.startswith("Uid:"))
     return frozenset(int(word) for word in line.split()[1:])
 
 

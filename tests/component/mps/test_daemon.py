@@ -15,7 +15,7 @@ import pytest
 from agent.mps import following, serverlog
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
-from agent.mps.errors import BadFolder, MpsError
+from agent.mps.errors import MpsError
 from agent.mps.status import DaemonState, Kind
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import (
@@ -347,8 +347,3 @@ async def test_program_that_cannot_run_is_told_and_tried_again(run_folder: Path,
         assert bench.reports.kinds()[0] is Kind.FAILED
     await daemon.stop()
     assert bench.modes.modes[UUID] is ComputeMode.DEFAULT
-
-
-def test_path_that_sockets_cannot_have_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(BadFolder, match=r"host\.run"):
-        Directories.of(tmp_path / ("x" * 60), UUID)

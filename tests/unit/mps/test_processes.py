@@ -1,12 +1,15 @@
 """Which processes may be a daemon of the agent's, by the text of /proc/<pid>/cgroup."""
 
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from agent.mps import processes
+from agent.kubelet.owners import container_of_process
+from agent.mps import processes, sweep
 from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods
 
@@ -44,6 +47,9 @@ OTHER, OTHER_V2 = (text.replace("3fa85f64", "aaaaaaaa") for text in (AGENT_V1, A
         ),
         (f"0::/../../podaaaaaaaa{UID[8:]}/{ID}/gpu-node-agent-mps\n", "0::/\n", False),
         (f"4:pids:/\n3:cpu:/kubepods/podaaaaaaaa{UID[8:]}/{ID}\n", AGENT_V1, False),
+        # Nor where a name holds what only looks like the end of a line.
+        (OTHER_V2.replace(".scope", ".scope/a\v0::/gpu-node-agent-mps"), AGENT_V2, False),
+        (OTHER_V2.replace(".scope", ".scope/a\r0::/gpu-node-agent-mps"), AGENT_V2, False),
     ],
 )
 def test_a_daemon_is_known_by_its_cgroup(cgroups: str, own: str, trusted: bool) -> None:
@@ -55,6 +61,32 @@ def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "status").write_text("Name:\tx\nUid:\t0\t1000\t0\t0\n")
     assert effective_user(7, tmp_path) == 1000
+
+
+@pytest.mark.parametrize("name", [b"\x1cUid: 0 0 0", b"\rUid: none", b"\vUid:"])
+def test_no_process_chooses_its_user_by_its_name(name: bytes) -> None:
+    """The kernel leaves in a name what Python takes for an end of line; prctl(2) lets anybody choose one."""
+    code = (
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nos.setuid(65534)\n"
+        f"libc.prctl(15, {name!r})\nprint(flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline()
+        assert effective_user(process.pid) == 65534
+        assert sweep._users(Path(f"/proc/{process.pid}/status")) == {65534}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_cgroup_s_name_need_not_be_text(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_bytes(OTHER_V2.strip().encode() + b"/\xff\n")
+    found = container_of_process(7, tmp_path)
+    assert found
+    assert found.container_id == ID
 
 
 def test_a_command_line_without_end_is_not_read_to_its_end(

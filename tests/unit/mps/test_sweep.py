@@ -59,3 +59,19 @@ def test_folders_in_folders_take_no_more_looks_than_one(tmp_path: Path) -> None:
         left = sweep._walk(descriptor, visit, 50)
     assert left == 0
     assert len(seen) == 50
+
+
+def test_names_with_ends_of_lines_end_no_look(process: Path, tmp_path: Path) -> None:
+    """A tenant names its mounts and mapped files as it likes, but for line feeds."""
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device):02x}:{os.minor(device):02x}"
+    with (process / "mountinfo").open("ab") as file:
+        file.write(b"41 40 0:99 / /a\rb rw - nfs server rw\n")
+    (process / "maps").write_bytes(
+        f"1000-2000 rw-s 00000000 {number} 77 /dev/shm/x\r1000-2000 rw-s 0 {number} none y\n".encode()
+    )
+    with (process / "status").open("rb+") as file:
+        file.write(b"Name:\tx\rUid:\tx\nUid:\t1000\t1000\t1000\t1000\n")
+    seen = sweep.look(device, (), process.parent)
+    assert seen.inodes == {77}
+    assert [user.users for user in seen.users] == [{1000}]
