@@ -1,8 +1,10 @@
 """The HTTP face: filter, prioritize and bind, each answered from the ledger of the leader."""
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 
+import anyio
 import anyio.to_thread
 import structlog
 
@@ -19,6 +21,11 @@ log = structlog.get_logger()
 JSON = {"Content-Type": "application/json"}
 FOLDER = "/scheduler"
 LARGE = 1 << 20  # bytes above which a request is decoded off the loop
+# kube-scheduler tries a refused pod again when a pod ends, by a watch of its own, and may ask before the
+# ledger has heard of that end. Refused once more, the pod would wait for the next event, or five minutes
+# (podMaxInUnschedulablePodsDuration). So a refusal is looked at again after a moment, at most so often:
+LAG_SECONDS = 0.05
+LAG_EVERY_SECONDS = 0.5  # the scheduler works on one pod at a time, and loses a tenth of its time at most
 
 
 class Serving:
@@ -38,6 +45,7 @@ class Verbs:
     def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
         self._serving = serving
         self._metrics = metrics
+        self._looked_again = -math.inf
 
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
         """Take the paths that gpu-admission's users know, and two more."""
@@ -55,6 +63,10 @@ class Verbs:
         if wish.demand.nothing:
             return _json(wire.filtered(asked, list(asked.names), {})), "ok"
         fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+        if not fitting and anyio.current_time() - self._looked_again >= LAG_EVERY_SECONDS:
+            await anyio.sleep(LAG_SECONDS)
+            self._looked_again = anyio.current_time()
+            fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
         return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:

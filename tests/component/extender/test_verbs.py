@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from agent.extender.explain import explain
+from agent.extender.handlers import LAG_EVERY_SECONDS, LAG_SECONDS
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
@@ -83,6 +84,27 @@ async def test_bound_and_chosen_in_one_write() -> None:
         with anyio.fail_after(5):
             while (await scheduler.filter(api.pod("again", 60, 10), ["a"]))["NodeNames"] != ["a"]:
                 await anyio.sleep(0.02)
+
+
+async def test_a_pod_that_is_tried_before_its_room_is_heard_of_fits_all_the_same() -> None:
+    """kube-scheduler hears of the end of a pod by a watch of its own, and asks at once."""
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    api.pod("holds", 60, 10, "a", annotations={HINT: "0"})
+    async with api.serving(), leader(api) as scheduler:
+        waits = api.pod("waits", 60, 10)
+        assert (await scheduler.filter(waits, ["a"]))["NodeNames"] == []
+        await anyio.sleep(LAG_EVERY_SECONDS)
+        answers: list[list[str]] = []
+
+        async def ask() -> None:
+            answers.append((await scheduler.filter(waits, ["a"]))["NodeNames"])
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await anyio.sleep(LAG_SECONDS / 5)
+            api.end("holds")
+        assert answers == [["a"]]
 
 
 async def test_many_at_once_never_share_a_unit() -> None:
