@@ -69,13 +69,7 @@ def test_a_taint_that_stays_is_told_of(tmp_path: Path) -> None:
     taint = "kube_node_spec_taint"
     ours = 'key="gpu-node-agent.io/switching", effect="NoSchedule"'
     alert = "GPUSchedulingHeld"
-    (rule,) = (
-        each
-        for path in queries.RULES
-        for group in yaml.safe_load(path.read_text())["groups"]
-        for each in group["rules"]
-        if each.get("alert") == alert
-    )
+    rule = rule_of(alert)
     told = {key: text.replace("{{ $labels.node }}", "a") for key, text in rule["annotations"].items()}
     firing = {"exp_labels": {**rule["labels"], "node": "a"}, "exp_annotations": told}
     unit = {
@@ -99,7 +93,59 @@ def test_a_taint_that_stays_is_told_of(tmp_path: Path) -> None:
             }
         ],
     }
-    path = tmp_path / "unit.yaml"
+    check(unit, tmp_path)
+
+
+def test_a_fault_of_mps_is_told_of(tmp_path: Path) -> None:
+    """While it lasts, and for a quarter of an hour after one that was over between two scrapes."""
+    alert, labels = "MPSFault", 'node="a", gpu="GPU-1"'
+    rule = rule_of(alert)
+    told = {
+        key: text.replace("{{ $labels.node }}", "a").replace("{{ $labels.gpu }}", "GPU-1")
+        for key, text in rule["annotations"].items()
+    }
+    firing = {"exp_labels": {**rule["labels"], "node": "a", "gpu": "GPU-1"}, "exp_annotations": told}
+    lasting = {**firing, "exp_labels": {**firing["exp_labels"], "state": "fault"}}
+    state = f'gpu_agent_mps_daemon_state{{{labels}, state="fault"}}'
+    unit = {
+        "rule_files": [str(path) for path in queries.RULES],
+        "evaluation_interval": "30s",
+        "tests": [
+            {
+                "interval": "30s",
+                "input_series": [
+                    {"series": state, "values": "0x9 1x3 0x100"},
+                    {"series": f"gpu_agent_mps_faults_total{{{labels}}}", "values": "0x9 1x60 2x60"},
+                ],
+                "alert_rule_test": [
+                    {"eval_time": "4m", "alertname": alert, "exp_alerts": []},
+                    {"eval_time": "6m", "alertname": alert, "exp_alerts": [lasting, firing]},
+                    {"eval_time": "12m", "alertname": alert, "exp_alerts": [firing]},
+                    {"eval_time": "30m", "alertname": alert, "exp_alerts": []},
+                    {"eval_time": "37m", "alertname": alert, "exp_alerts": [firing]},
+                ],
+            }
+        ],
+    }
+    check(unit, tmp_path)
+
+
+def rule_of(alert: str) -> dict[str, Any]:
+    """An alert as the chart ships it."""
+    (rule,) = (
+        each
+        for path in queries.RULES
+        for group in yaml.safe_load(path.read_text())["groups"]
+        for each in group["rules"]
+        if each.get("alert") == alert
+    )
+    found: dict[str, Any] = rule
+    return found
+
+
+def check(unit: object, folder: Path) -> None:
+    """Have promtool run a unit test of rules."""
+    path = folder / "unit.yaml"
     path.write_text(yaml.safe_dump(unit))
     code, answer = promtool("test", "rules", str(path))
     assert code == 0, answer
@@ -116,19 +162,13 @@ async def at_work(node: ModeNode) -> Work:
     return work
 
 
-# Over figures of kube-state-metrics, which is not here (an agent that is gone tells of nothing): proved by
-# `test_a_taint_that_stays_is_told_of`.
-FROM_ELSEWHERE = {"GPUSchedulingHeld"}
+# Proved by promtool: kube-state-metrics is not here, and no line in a log is a fault without an MPS server.
+FROM_ELSEWHERE = {"GPUSchedulingHeld", "MPSFault"}
 
 
 def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
     """How each alert's trouble is made."""
     machine, uuids = rig.machine, rig.gpu_uuids()
-
-    def mps_fault() -> None:
-        log = node.folder / "mps" / uuids[6] / "log" / "server.log"
-        with log.open("a") as file:
-            file.write("[2026-11-21 10:00:00.000 Server  4711] Server is handling a fatal GPU error.\n")
 
     def daemon_down() -> None:
         folders = Directories.of(node.folder, uuids[7])
@@ -146,7 +186,6 @@ def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
         "GPUUncorrectableMemoryErrors": partial(machine.ecc_double, 5),
         "GPUThermalSlowdown": hot_and_braked,
         "GPUPowerBrake": hot_and_braked,
-        "MPSFault": mps_fault,
         "MPSDaemonDown": daemon_down,
         "GPUFiguresMissing": partial(machine.fail, "nvmlDeviceGetUtilizationRates", NvmlCode.UNKNOWN, 4),
     }
