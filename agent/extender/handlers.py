@@ -23,9 +23,10 @@ FOLDER = "/scheduler"
 LARGE = 1 << 20  # bytes above which a request is decoded off the loop
 # kube-scheduler tries a refused pod again when a pod ends, by a watch of its own, and may ask before the
 # ledger has heard of that end. Refused once more, the pod would wait for the next event, or five minutes
-# (podMaxInUnschedulablePodsDuration). So a refusal is looked at again after a moment, at most so often:
-LAG_SECONDS = 0.05
-LAG_EVERY_SECONDS = 0.5  # the scheduler works on one pod at a time, and loses a tenth of its time at most
+# (podMaxInUnschedulablePodsDuration). So a refusal is looked at again after a moment, a few times in a row
+# and once a second in the long run: the scheduler works on one pod at a time, and loses a tenth of its time.
+LAG_SECONDS = 0.1
+MOST_LOOKS = 5.0
 
 
 class Serving:
@@ -45,7 +46,8 @@ class Verbs:
     def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
         self._serving = serving
         self._metrics = metrics
-        self._looked_again = -math.inf
+        self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second
+        self._counted = -math.inf
 
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
         """Take the paths that gpu-admission's users know, and two more."""
@@ -63,11 +65,19 @@ class Verbs:
         if wish.demand.nothing:
             return _json(wire.filtered(asked, list(asked.names), {})), "ok"
         fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
-        if not fitting and anyio.current_time() - self._looked_again >= LAG_EVERY_SECONDS:
+        if not fitting and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
-            self._looked_again = anyio.current_time()
             fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
         return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
+
+    def _may_look_again(self) -> bool:
+        now = anyio.current_time()
+        self._looks = min(MOST_LOOKS, self._looks + now - self._counted)
+        self._counted = now
+        if self._looks < 1:
+            return False
+        self._looks -= 1
+        return True
 
     async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """A score for each node."""

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.extender.explain import explain
-from agent.extender.handlers import LAG_EVERY_SECONDS, LAG_SECONDS
+from agent.extender.handlers import LAG_SECONDS, MOST_LOOKS
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
@@ -94,7 +94,6 @@ async def test_a_pod_that_is_tried_before_its_room_is_heard_of_fits_all_the_same
     async with api.serving(), leader(api) as scheduler:
         waits = api.pod("waits", 60, 10)
         assert (await scheduler.filter(waits, ["a"]))["NodeNames"] == []
-        await anyio.sleep(LAG_EVERY_SECONDS)
         answers: list[list[str]] = []
 
         async def ask() -> None:
@@ -105,6 +104,19 @@ async def test_a_pod_that_is_tried_before_its_room_is_heard_of_fits_all_the_same
             await anyio.sleep(LAG_SECONDS / 5)
             api.end("holds")
         assert answers == [["a"]]
+
+
+async def test_pods_that_fit_nowhere_cost_the_scheduler_little_time() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    api.pod("holds", 60, 10, "a", annotations={HINT: "0"})
+    async with api.serving(), leader(api) as scheduler:
+        began = anyio.current_time()
+        for number in range(4 * int(MOST_LOOKS)):
+            answer = await scheduler.filter(api.pod(f"p{number}", 60, 10), ["a"])
+            assert answer["NodeNames"] == []
+        took = anyio.current_time() - began
+        assert took < (MOST_LOOKS + took) * LAG_SECONDS + 1.0
 
 
 async def test_many_at_once_never_share_a_unit() -> None:
