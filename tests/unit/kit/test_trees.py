@@ -1,14 +1,13 @@
 """Emptying folders: links, depth, and somebody who fills them meanwhile."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from agent.kit import trees
+from tests.component.mps.pods import again_and_again
 
 
 def deep(path: Path, levels: int) -> None:
@@ -25,24 +24,6 @@ def deep(path: Path, levels: int) -> None:
 
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-@contextmanager
-def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    """Somebody does it again and again while the context is open."""
-    over = threading.Event()
-
-    def go_on() -> None:
-        while not over.is_set():
-            work()
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def emptied(folder: Path, seconds: float = 60.0) -> None:
@@ -127,7 +108,7 @@ def test_who_changes_a_folder_into_a_link_meanwhile_gains_nothing(tmp_path: Path
             place.symlink_to(outside)
             place.rename(folder / "other")
 
-    with meanwhile(change):
+    with again_and_again(change):
         for _ in range(50):
             try:
                 emptied(folder, 0.05)
@@ -146,7 +127,7 @@ def test_who_fills_it_meanwhile_is_told_of_in_time(tmp_path: Path) -> None:
 
     for _ in range(1000):
         fill()
-    with meanwhile(fill), trees.opened(tmp_path) as folder:
+    with again_and_again(fill), trees.opened(tmp_path) as folder:
         with pytest.raises(TimeoutError, match="somebody fills it"):
             trees.empty(folder, 0.0)
         (tmp_path / "inner").mkdir()
