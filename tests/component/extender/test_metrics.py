@@ -50,7 +50,8 @@ async def test_figures_of_the_ledger_end_with_leadership() -> None:
 async def test_nodes_without_inventory_are_those_that_offer_gpus() -> None:
     api = ClusterApi()
     api.node("a", *gpus(2))
-    api.node("old", **{"tencent.com/vcuda-core": 100})
+    totals: dict[str, Any] = {"tencent.com/vcuda-core": 100}
+    api.node("old", **totals)
     for number in range(3):
         api.node(f"cpu-{number}")
     async with api.serving(), leader(api) as scheduler:
