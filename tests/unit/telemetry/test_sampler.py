@@ -1,5 +1,6 @@
 """The sampler over a simulated machine with injected faults."""
 
+import time
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -189,3 +190,26 @@ async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
             samples = await rounds(sampler, 1)
         assert (samples.taken[uuids[0]].sample.pcie_bytes_per_second is not None) is pcie
     parts.lane.close()
+
+
+async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+    uuids = parts.scan()
+    machine = parts.machine
+    machine.processes.start(0, 77, memory_mib=100)
+    machine.processes.start(0, 78, memory_mib=100)
+    async with running(parts.sampler):
+        machine.processes.work(77, 60)
+        machine.processes.work(78, 30)
+        assert (await rounds(parts.sampler)).taken[uuids[0]].work == {77: 0.6, 78: 0.3}
+    before = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: before() - 3600 * 10**9)
+    async with running(parts.sampler):
+        # The driver still has the hour-ahead sample of 78: it is an old one, not a new one each second.
+        for percent in (20, 80):
+            machine.processes.work(77, percent)
+            work = (await rounds(parts.sampler)).taken[uuids[0]].work
+            assert work
+            assert work[77] == percent / 100
+    asked = parts.nvml.sample(uuids[0], SampleWish(0, until_us=time.time_ns() // 1000))
+    assert asked.busy == ((77, 0.8),)
