@@ -4,7 +4,7 @@ Figures of the ledger are there only while this replica leads: a former leader's
 with those of its successor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio.to_thread
@@ -54,48 +54,72 @@ class Metrics:
         )  # fmt: skip
         self.leader = Gauge(PREFIX + "leader", "1 if this replica leads.", registry=registry)
         self.ready = Gauge(PREFIX + "ready", "1 if it leads and its ledger is complete.", registry=registry)
-        self._ledger = _LedgerCollector()
-        registry.register(self._ledger)
+        self.ledger = LedgerCollector()
+        registry.register(self.ledger)
 
     async def reply(self, _: Request, ledger: LedgerFigures | None) -> Reply:
         """The page; `ledger`: None while this replica does not lead."""
-        self._ledger.figures = ledger
+        self.ledger.figures = ledger
         text = await anyio.to_thread.run_sync(generate_latest, self.registry)
         return Reply(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-class _LedgerCollector(Collector):
+class LedgerCollector(Collector):
+    """Gauges of the ledger that is there now."""
+
     def __init__(self) -> None:
         self.figures: LedgerFigures | None = None
 
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """All families, without samples."""
+        for name, text, _ in _GAUGES:
+            yield GaugeMetricFamily(PREFIX + name, text)
+        yield _watch_ages()
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Families with samples; none while there is no ledger."""
         figures = self.figures
         if figures is None:
             return
-        for name, text, value in (
-            ("nodes", "Nodes of the cluster.", figures.nodes),
-            (
-                "nodes_without_inventory",
-                "Nodes that offer GPU resources and have no usable inventory: judged by totals alone.",
-                figures.without_inventory,
-            ),
-            (
-                "nodes_bad_inventory",
-                "Nodes whose inventory cannot be understood.",
-                figures.bad_inventories,
-            ),
-            ("pods", "Bound pods with GPUs, those about to be bound included.", figures.pods),
-            ("assumed_pods", "Choices that the watch has not shown yet.", figures.assumed),
-        ):
-            yield GaugeMetricFamily(PREFIX + name, text, value)
-        if figures.sold_ratio is not None:
-            text = "Share of all GPUs that is held, on nodes with an inventory."
-            yield GaugeMetricFamily(PREFIX + "sold_ratio", text, figures.sold_ratio)
-        ages = GaugeMetricFamily(
-            PREFIX + "watch_age_seconds",
-            "Seconds since the API server last showed that the watch lives; about 60 on a quiet cluster.",
-            labels=["resource"],
-        )
+        for name, text, value_of in _GAUGES:
+            value = value_of(figures)
+            if value is not None:
+                yield GaugeMetricFamily(PREFIX + name, text, value)
+        ages = _watch_ages()
         for resource, age in figures.watch_ages.items():
             ages.add_metric([resource], age)
         yield ages
+
+
+_GAUGES: Sequence[tuple[str, str, Callable[[LedgerFigures], float | None]]] = (
+    ("nodes", "Nodes of the cluster.", lambda figures: figures.nodes),
+    (
+        "nodes_without_inventory",
+        "Nodes that offer GPU resources and have no usable inventory: judged by totals alone.",
+        lambda figures: figures.without_inventory,
+    ),
+    (
+        "nodes_bad_inventory",
+        "Nodes whose inventory cannot be understood.",
+        lambda figures: figures.bad_inventories,
+    ),
+    (
+        "pods",
+        "Bound pods with GPUs, those about to be bound included.",
+        lambda figures: figures.pods,
+    ),
+    ("assumed_pods", "Choices that the watch has not shown yet.", lambda figures: figures.assumed),
+    (
+        "sold_ratio",
+        "Share of all GPUs that is held, on nodes with an inventory.",
+        lambda figures: figures.sold_ratio,
+    ),
+)
+
+
+def _watch_ages() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        PREFIX + "watch_age_seconds",
+        "Seconds since the API server last showed that the watch lives; about 60 on a quiet cluster.",
+        labels=["resource"],
+    )
