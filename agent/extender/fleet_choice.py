@@ -8,7 +8,7 @@ from agent.extender.fleet_rooms import GpuRoom, Rooms
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.fragmentation import Free, Mix
-from agent.model.node_inventory import KINDS
+from agent.model.node_inventory import PAIRS
 from agent.model.placement import Policy
 from agent.model.preference import choose as best_linked
 from agent.model.topology import Topology
@@ -198,7 +198,7 @@ def _slot_refusal(rooms: Rooms, slot: Slot) -> str:
     elif blocked:
         return _told_blocked(blocked)
     if not mine:
-        return f"no GPU sold as {KINDS[slot.mode].name}"
+        return f"no GPU sold as {PAIRS[slot.mode].name}"
     if rooms.unknown:
         return f"GPUs of {rooms.unknown} bound pod{'s' if rooms.unknown > 1 else ''} not known yet"
     return f"{free} of {whole} GPUs wholly free" if whole else _share_refusal(mine, slot)

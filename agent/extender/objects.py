@@ -17,7 +17,7 @@ from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_deman
 from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.ids import BadDeviceId, Unit, parse
 from agent.model.modes import Mode
-from agent.model.node_inventory import INVENTORY, KINDS, BadInventory, NodeInventory, decode
+from agent.model.node_inventory import INVENTORY, PAIRS, BadInventory, NodeInventory, decode
 from agent.model.placement import ASSIGNED
 
 log = structlog.get_logger()
@@ -152,7 +152,7 @@ _MODES = {
     Unit.MPS_CORE: (Mode.MPS, 0),
     Unit.MPS_MEMORY: (Mode.MPS, 1),
 }
-_FRACTIONS = frozenset(name for kind in KINDS.values() for name in (kind.core, kind.memory))
+_FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
 
 def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:

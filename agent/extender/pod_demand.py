@@ -7,13 +7,13 @@ inherit units from init containers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.model.demand import MPS, VGPU, Demand, Kind, Pod, Stage, anchor_of, demand_of
+from agent.model.demand import MPS, VGPU, Demand, Pod, ResourcePair, Stage, demand_of, init_group_of
 from agent.model.modes import Mode
+from agent.model.node_inventory import PAIRS
 from agent.model.placement import ASSIGNED, HINT, places
 
 WHOLE_GPU = "nvidia.com/gpu"
 RESOURCES = (WHOLE_GPU, VGPU.core, VGPU.memory, MPS.core, MPS.memory)
-_KINDS: Mapping[Mode, Kind] = {Mode.VGPU: VGPU, Mode.MPS: MPS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,23 @@ class PodDemand:
 
 def pod_demand(pod: Pod) -> PodDemand:
     """Raises Impossible for a request that no node can grant."""
-    slots = [slot for mode, kind in _KINDS.items() for slot in _slots(mode, kind, pod)]
+    slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, pod)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
     totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))
     return PodDemand(tuple(slots), _allocated(WHOLE_GPU, pod), totals)
 
 
-def _slots(mode: Mode, kind: Kind, pod: Pod) -> list[Slot]:
+def _slots(mode: Mode, pair: ResourcePair, pod: Pod) -> list[Slot]:
     numbers = {name: number for number, name in enumerate(places(pod))}
-    anchor = anchor_of(kind, pod)
-    tied = anchor.members if anchor else frozenset()
+    group = init_group_of(pair, pod)
+    tied = group.containers if group else frozenset()
     found: list[Slot] = []
-    if anchor:
+    if group:
         members = tuple(number for name, number in numbers.items() if name in tied)
-        found.append(Slot(mode, anchor.peak, len(tied), members))
+        found.append(Slot(mode, group.peak, len(tied), members))
     others = (each for each in pod.containers if each.name not in tied)
     return found + [
-        Slot(mode, demand, 1, (numbers[each.name],)) for each in others if (demand := demand_of(kind, each))
+        Slot(mode, demand, 1, (numbers[each.name],)) for each in others if (demand := demand_of(pair, each))
     ]
 
 

@@ -14,7 +14,7 @@ CORES = 100  # per GPU, in both pairs
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ResourcePair:
     """A pair of resources whose units lie on one GPU."""
 
     name: str  # as people say it
@@ -34,7 +34,7 @@ class Kind:
 
 
 GIB = 1 << 30
-VGPU = Kind(
+VGPU = ResourcePair(
     "vGPU",
     "tencent.com/vcuda-core",
     "tencent.com/vcuda-memory",
@@ -45,7 +45,7 @@ VGPU = Kind(
     memory_alone=True,
 )
 # One GiB of each GPU stays for the MPS server itself.
-MPS = Kind(
+MPS = ResourcePair(
     "MPS",
     "nvidia.com/mps-core",
     "nvidia.com/mps-memory",
@@ -121,42 +121,42 @@ class Pod:
         return next((each for each in self.containers if each.name == name), None)
 
 
-def demand_of(kind: Kind, container: Container) -> Demand | None:
+def demand_of(pair: ResourcePair, container: Container) -> Demand | None:
     """What a container asks of a pair; None if nothing. Raises Impossible."""
-    cores, blocks = container.limits.get(kind.core, 0), container.limits.get(kind.memory, 0)
+    cores, blocks = container.limits.get(pair.core, 0), container.limits.get(pair.memory, 0)
     if not cores and not blocks:
         return None
     who = f"container {container.name}"
-    if cores > CORES and (not kind.whole_gpus or cores % CORES):
+    if cores > CORES and (not pair.whole_gpus or cores % CORES):
         rule = (
             f"more than {CORES} must be a multiple of {CORES}, which stands for whole GPUs"
-            if kind.whole_gpus
+            if pair.whole_gpus
             else f"a share lies on one GPU, which has {CORES}"
         )
-        raise Impossible(f"{who} asks for {cores} of {kind.core}: {rule}")
-    if kind.whole_gpus and cores and cores % CORES == 0:
+        raise Impossible(f"{who} asks for {cores} of {pair.core}: {rule}")
+    if pair.whole_gpus and cores and cores % CORES == 0:
         return Demand(cores, blocks, whole=cores // CORES)
     if not blocks:
         raise Impossible(
-            f"{who} asks for {cores} of {kind.core} without {kind.memory}: add {kind.memory} to its limits"
-            + (f", or ask for {CORES} cores to get a whole GPU" if kind.whole_gpus else "")
+            f"{who} asks for {cores} of {pair.core} without {pair.memory}: add {pair.memory} to its limits"
+            + (f", or ask for {CORES} cores to get a whole GPU" if pair.whole_gpus else "")
         )
-    if not cores and not kind.memory_alone:
+    if not cores and not pair.memory_alone:
         raise Impossible(
-            f"{who} asks for {blocks} of {kind.memory} without {kind.core}: add {kind.core} to its limits"
+            f"{who} asks for {blocks} of {pair.memory} without {pair.core}: add {pair.core} to its limits"
         )
     return Demand(cores, blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class InitContainerGroup:
     """What the containers that inherit units from init containers need together, on the same GPUs."""
 
     peak: Demand
-    members: frozenset[str]  # names of those containers
+    containers: frozenset[str]  # names of those containers
 
 
-def anchor_of(kind: Kind, pod: Pod) -> Anchor | None:
+def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
     """The part of a pod that init containers tie together; None without init containers that ask.
 
     The kubelet gives a container first what plain init containers before it had, unasked, and only then asks
@@ -166,7 +166,7 @@ def anchor_of(kind: Kind, pod: Pod) -> Anchor | None:
     reuse_cores = reuse_blocks = cores = blocks = whole = span = 0
     members: list[str] = []
     for container in pod.containers:
-        demand = demand_of(kind, container)
+        demand = demand_of(pair, container)
         if demand is None:
             continue
         init = container.stage is Stage.INIT
@@ -195,7 +195,7 @@ def anchor_of(kind: Kind, pod: Pod) -> Anchor | None:
             f"containers {', '.join(members)} share the GPUs of an init container and need {cores} cores "
             f"there, of which {whole * CORES} exist; ask for fewer, or for none in the init containers"
         )
-    return Anchor(Demand(cores, blocks, whole), frozenset(members)) if members else None
+    return InitContainerGroup(Demand(cores, blocks, whole), frozenset(members)) if members else None
 
 
 _SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}

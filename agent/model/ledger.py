@@ -11,20 +11,20 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Kind, Pod
+from agent.model.demand import CORES, Demand, Pod, ResourcePair
 from agent.model.ids import SEPARATOR
 
 
-class Half(Enum):
+class PairMember(Enum):
     """One of the two resources of a pair."""
 
     CORE = "core"
     MEMORY = "memory"
 
     @property
-    def other(self) -> "Half":
+    def other(self) -> "PairMember":
         """The other one."""
-        return Half.MEMORY if self is Half.CORE else Half.CORE
+        return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class UnitPool:
     """All units of one GPU, as device IDs, in order of their numbers."""
 
     gpu: str
@@ -58,20 +58,20 @@ class Stock:
     keeps: bool = True  # healthy and in this mode: what was promised of it is handed out, draining or not
 
     @classmethod
-    def of(cls, kind: Kind, gpu: str, index: int, memory_bytes: int) -> Self:
-        """The stock of a GPU of that size: 100 cores and its whole blocks of memory."""
-        core, memory = kind.core_unit.value, kind.memory_unit.value
+    def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
+        """The pool of a GPU of that size: 100 cores and its whole blocks of memory."""
+        core, memory = pair.core_unit.value, pair.memory_unit.value
         cores = tuple(f"{gpu}{SEPARATOR}{core}{n}" for n in range(CORES))
-        blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(kind.blocks(memory_bytes)))
+        blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(pair.blocks(memory_bytes)))
         return cls(gpu, index, cores, blocks, frozenset(cores), frozenset(blocks))
 
-    def ids(self, half: Half) -> tuple[str, ...]:
+    def ids(self, member: PairMember) -> tuple[str, ...]:
         """Units of one resource."""
-        return self.cores if half is Half.CORE else self.blocks
+        return self.cores if member is PairMember.CORE else self.blocks
 
-    def id_set(self, half: Half) -> frozenset[str]:
+    def id_set(self, member: PairMember) -> frozenset[str]:
         """Units of one resource, to look up in."""
-        return self.core_set if half is Half.CORE else self.block_set
+        return self.core_set if member is PairMember.CORE else self.block_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Held:
     """What a container holds of one resource."""
 
     holder: Holder
-    half: Half
+    member: PairMember
     ids: frozenset[str]
     init: bool = False  # a plain init container's: the kubelet keeps it for the pod, whether it runs or not
 
@@ -99,14 +99,16 @@ class Holdings:
         return frozenset().union(*(entry.ids for entry in self.entries))
 
     @cached_property
-    def by_place(self) -> Mapping[tuple[Holder, Half], frozenset[str]]:
-        """What each container holds of each half."""
-        return {(each.holder, each.half): each.ids for each in self.entries}
+    def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
+        """What each container holds of each member."""
+        return {(each.holder, each.member): each.ids for each in self.entries}
 
     @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
         """Cores of containers that hold as many as a GPU has, or more."""
-        return tuple(each.ids for each in self.entries if each.half is Half.CORE and len(each.ids) >= CORES)
+        return tuple(
+            each.ids for each in self.entries if each.member is PairMember.CORE and len(each.ids) >= CORES
+        )
 
     def same(self, other: "Holdings") -> bool:
         """Whether nothing changed: entry by entry the same object, or an equal one."""
@@ -115,7 +117,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A pair promised to a container. The IDs of a half are known once they were answered."""
+    """A pair promised to a container. The IDs of a member are known once they were answered."""
 
     holder: Holder
     pod: Pod
@@ -124,35 +126,35 @@ class Reservation:
     expires: float  # on the caller's clock, in seconds
     core_ids: frozenset[str] | None = None
     block_ids: frozenset[str] | None = None
-    granted: frozenset[Half] = frozenset()  # halves whose Allocate was answered
+    granted: frozenset[PairMember] = frozenset()  # members whose Allocate was answered
 
-    def ids(self, half: Half) -> frozenset[str] | None:
-        """The IDs answered for a half; None: not yet."""
-        return self.core_ids if half is Half.CORE else self.block_ids
+    def ids(self, member: PairMember) -> frozenset[str] | None:
+        """The IDs answered for a member; None: not yet."""
+        return self.core_ids if member is PairMember.CORE else self.block_ids
 
-    def needs(self, half: Half) -> int:
-        """Units of a half that the container asks for."""
-        return self.demand.cores if half is Half.CORE else self.demand.blocks
+    def needs(self, member: PairMember) -> int:
+        """Units of a member that the container asks for."""
+        return self.demand.cores if member is PairMember.CORE else self.demand.blocks
 
     @property
     def complete(self) -> bool:
-        """Whether every half that was asked for is granted."""
-        return all(half in self.granted for half in Half if self.needs(half))
+        """Whether every member that was asked for is granted."""
+        return all(member in self.granted for member in PairMember if self.needs(member))
 
     def shown(self, held: Holdings) -> bool:
         """Whether a record shows all of it."""
         return self.complete and all(
-            held.by_place.get((self.holder, half), frozenset()) >= (self.ids(half) or frozenset())
-            for half in Half
+            held.by_place.get((self.holder, member), frozenset()) >= (self.ids(member) or frozenset())
+            for member in PairMember
         )
 
-    def with_ids(self, half: Half, ids: frozenset[str]) -> Self:
+    def with_ids(self, member: PairMember, ids: frozenset[str]) -> Self:
         """With the answer to GetPreferredAllocation."""
-        return replace(self, core_ids=ids) if half is Half.CORE else replace(self, block_ids=ids)
+        return replace(self, core_ids=ids) if member is PairMember.CORE else replace(self, block_ids=ids)
 
-    def with_grant(self, half: Half) -> Self:
-        """With a half handed out."""
-        return replace(self, granted=self.granted | {half})
+    def with_grant(self, member: PairMember) -> Self:
+        """With a member handed out."""
+        return replace(self, granted=self.granted | {member})
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class Room:
 class Ledger:
     """Stocks, holdings and reservations of one pair of resources on one node."""
 
-    stocks: Mapping[str, Stock] = field(default_factory=lambda: MappingProxyType({}))
+    pools: Mapping[str, UnitPool] = field(default_factory=lambda: MappingProxyType({}))
     held: Holdings = Holdings()
     reservations: tuple[Reservation, ...] = ()
 
@@ -192,7 +194,7 @@ class Ledger:
     @cached_property
     def promised_ids(self) -> frozenset[str]:
         """All IDs that were answered to somebody and may not be in the records yet."""
-        answered = (each.ids(half) for each in self.reservations for half in Half)
+        answered = (each.ids(member) for each in self.reservations for member in PairMember)
         return frozenset().union(*(ids for ids in answered if ids is not None))
 
     @cached_property
@@ -200,9 +202,7 @@ class Ledger:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
         large += [each.core_ids for each in self.reservations if each.complete and each.core_ids]
-        return frozenset(
-            stock.gpu for stock in self.stocks.values() for ids in large if stock.core_set <= ids
-        )
+        return frozenset(pool.gpu for pool in self.pools.values() for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
         """The promise to a container."""
@@ -220,9 +220,9 @@ class Ledger:
         """Without the promises that are late."""
         return self.without(lambda each: each.expires <= now)
 
-    def stocked(self, stocks: Mapping[str, Stock]) -> Self:
-        """With other stocks."""
-        return replace(self, stocks=stocks)
+    def with_pools(self, pools: Mapping[str, UnitPool]) -> Self:
+        """With other pools."""
+        return replace(self, pools=pools)
 
     def promised(self, reservation: Reservation) -> Self:
         """With a promise, in the place of an earlier one to the same container."""
@@ -240,7 +240,7 @@ class Ledger:
         `own`: IDs that come to it though they are held, as it inherits them, or has them already.
         """
         others = (each for each in self.reservations if each.holder != asking)
-        promised = (each.ids(half) or frozenset() for each in others for half in Half)
+        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
         return self.held.ids.union(*promised) - own
 
     def rooms(
@@ -250,22 +250,22 @@ class Ledger:
         others = [each for each in self.reservations if each.holder != asking]
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}
-        owed = {gpu: [0, 0] for gpu in self.stocks}
+        owed = {gpu: [0, 0] for gpu in self.pools}
         for each in others:
             if not each.demand.whole and each.gpus[0] in owed:
                 owed[each.gpus[0]][0] += each.demand.cores if each.core_ids is None else 0
                 owed[each.gpus[0]][1] += each.demand.blocks if each.block_ids is None else 0
         return {
-            stock.gpu: _room(stock, taken, owed[stock.gpu], stock.gpu in shut)
-            for stock in self.stocks.values()
-            if stock.sellable
+            pool.gpu: _room(pool, taken, owed[pool.gpu], pool.gpu in shut)
+            for pool in self.pools.values()
+            if pool.sellable
         }
 
 
-def _room(stock: Stock, taken: frozenset[str], owed: list[int], shut: bool) -> Room:
+def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> Room:
     if shut:
-        return Room(stock.gpu, stock.index, 0, 0, len(stock.blocks), untouched=False)
-    cores = len(stock.core_set - taken) - owed[0]
-    blocks = len(stock.block_set - taken) - owed[1]
-    untouched = cores == len(stock.cores) and blocks == len(stock.blocks)
-    return Room(stock.gpu, stock.index, max(0, cores), max(0, blocks), len(stock.blocks), untouched)
+        return Room(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
+    cores = len(pool.core_set - taken) - owed[0]
+    blocks = len(pool.block_set - taken) - owed[1]
+    untouched = cores == len(pool.cores) and blocks == len(pool.blocks)
+    return Room(pool.gpu, pool.index, max(0, cores), max(0, blocks), len(pool.blocks), untouched)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from agent.model.demand import MPS, VGPU, Kind
+from agent.model.demand import MPS, VGPU, ResourcePair
 from agent.model.modes import Mode
 from agent.model.topology import Topology
 
@@ -21,7 +21,7 @@ VERSION = 1
 LONGEST_TROUBLE = 40  # characters: the text stays below 4 KiB for 16 GPUs that are all unhealthy
 LONGEST = 64 << 10  # bytes of a text that is read at all
 MOST_GPUS = 64
-KINDS: Mapping[Mode, Kind] = {Mode.VGPU: VGPU, Mode.MPS: MPS}
+PAIRS: Mapping[Mode, ResourcePair] = {Mode.VGPU: VGPU, Mode.MPS: MPS}
 _MIB = 1 << 20
 
 
@@ -50,8 +50,8 @@ class GpuEntry:
     @property
     def blocks(self) -> int:
         """Units of memory that it has in its mode; 0 where memory is not sold apart."""
-        kind = KINDS.get(self.mode)
-        return kind.blocks(self.memory_mib * _MIB) if kind else 0
+        pair = PAIRS.get(self.mode)
+        return pair.blocks(self.memory_mib * _MIB) if pair else 0
 
 
 @dataclass(frozen=True, slots=True)

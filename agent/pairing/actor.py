@@ -1,4 +1,4 @@
-"""Both halves of a pair on one GPU: the actor behind the sockets of two resources.
+"""Both members of a pair on one GPU: the actor behind the sockets of two resources.
 
 The kubelet asks for core and memory of a container in two separate rounds of calls, in any order, and
 says of neither whose they are. The first call of a container finds out who asks, chooses a GPU with room for
@@ -19,11 +19,11 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
-from agent.model.ledger import Half, Ledger, Reservation, Stock
-from agent.pairing.facts import Identity
+from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
 from agent.pairing.ports import LogRecorder, PairRefused, Recorder
 from agent.pairing.reducer import Call, Grant, Rules, State
 from agent.pairing.requester import resource_of
+from agent.pairing.resolver import RequesterResolver
 
 log = structlog.get_logger()
 
@@ -45,16 +45,16 @@ class Pairing:
     def __init__(
         self,
         rules: Rules,
-        identity: Identity,
+        resolver: RequesterResolver,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rules = rules
-        self.kind = rules.kind
+        self.pair = rules.pair
         self.stats = PairingStats()
         # Published when something changed that lists may depend on; `ledger` has the news.
         self.changes: Cell[int] = Cell(0)
-        self._identity = identity
+        self._resolver = resolver
         self._recorder: Recorder = recorder or LogRecorder()
         self._clock = clock
         self._state = State()
@@ -67,16 +67,16 @@ class Pairing:
 
     @property
     def waiting(self) -> int:
-        """Pairs that were promised and wait for their second half."""
+        """Pairs that were promised and wait for their second member."""
         return sum(not each.complete for each in self.ledger.reservations)
 
-    def stock(self, stocks: Collection[Stock]) -> None:
+    def set_pools(self, pools: Collection[UnitPool]) -> None:
         """Take in what there is to give out; whoever watches inventory and modes calls this."""
-        self._become(self._state.stocked(stocks))
+        self._become(self._state.with_pools(pools))
 
     def observe(self, record: PodList) -> None:
         """Take in who holds what, by a reading that may be older than the last grant."""
-        read = self._identity.read(record)
+        read = self._resolver.read(record)
         state = self._state.observed(read, self._covers(self._clock() - READ_SECONDS))
         self._become(state.ended(record.ended))
         self._forget_late()
@@ -84,42 +84,42 @@ class Pairing:
     async def reconcile(self) -> None:
         """Read who holds what now."""
         began = self._clock()
-        records = await self._identity.records()
+        records = await self._resolver.records()
         if records is not None:
             self._become(self._state.observed(records, self._covers(began)))
 
     async def prefer(
-        self, half: Half, size: int, available: Collection[str], inherited: Collection[str] = ()
+        self, member: PairMember, size: int, available: Collection[str], inherited: Collection[str] = ()
     ) -> Sequence[str]:
-        """`size` of the `available` IDs of a half, the `inherited` ones among them. Raises PairRefused."""
+        """`size` of the `available` IDs of a member, the `inherited` ones among them. Raises PairRefused."""
         async with self._turn:
             with self._refusals():
-                call = Call(half, size, frozenset(inherited), frozenset(available), self._clock())
+                call = Call(member, size, frozenset(inherited), frozenset(available), self._clock())
                 self._forget_late()
-                promise = self._state.second_half(call) or await self._found(call)
+                promise = self._state.second_member(call) or await self._found(call)
                 self._state, ids = self.rules.pick(self._state, promise, call)
                 return ids
 
-    async def allocate(self, half: Half, ids: Sequence[str]) -> Grant:
-        """Hand a half to its container. Raises PairRefused; nothing is granted then."""
+    async def allocate(self, member: PairMember, ids: Sequence[str]) -> Grant:
+        """Hand a member to its container. Raises PairRefused; nothing is granted then."""
         async with self._turn:
             with self._refusals():
-                gpus, asked = self.rules.checked(self._state, half, ids), frozenset(ids)
-                call = Call(half, len(ids), asked, None, self._clock())
+                gpus, asked = self.rules.checked(self._state, member, ids), frozenset(ids)
+                call = Call(member, len(ids), asked, None, self._clock())
                 self._forget_late()
-                promised = (each for each in self.ledger.reservations if each.ids(half) == asked)
+                promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
                 # Without one: the IDs are inherited, or the kubelet took its own choice.
                 promise = next(promised, None) or await self._found(call)
                 self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
-            self._tell(half, grant)
+            self._tell(member, grant)
             self._publish()
         return grant
 
     async def _found(self, call: Call) -> Reservation:
         """A promise for whoever asks: the open one of that container, or a new one."""
         refused = self._state.refused
-        facts, asker = await self._identity.who(call.half, call.size, self.ledger.reservations, refused)
+        facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
         if facts.records is not None:
             self._become(self._state.observed(facts.records, math.inf, facts.pods))
         promise, hint_ignored = self.rules.promise(self._state, call, asker)
@@ -131,18 +131,18 @@ class Pairing:
         """When promises expire at the latest that were made before a reading of the record began."""
         return began + self.rules.reservation_seconds
 
-    def _tell(self, half: Half, grant: Grant) -> None:
+    def _tell(self, member: PairMember, grant: Grant) -> None:
         self.stats.granted += 1
         log.info(
             "pair_granted",
-            resource=resource_of(self.kind, half),
+            resource=resource_of(self.pair, member),
             pod=f"{grant.pod.namespace}/{grant.pod.name}",
             container=grant.container,
             gpu=",".join(grant.gpus),
             cores=grant.demand.cores,
             blocks=grant.demand.blocks,
         )
-        indices = [self.ledger.stocks[gpu].index for gpu in grant.gpus]
+        indices = [self.ledger.pools[gpu].index for gpu in grant.gpus]
         self._recorder.chosen(grant.pod, grant.container, indices, last=grant.last)
 
     @contextmanager

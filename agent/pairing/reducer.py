@@ -6,9 +6,9 @@ What others have is worked out once for each call, and is the measure of room an
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from agent.model.demand import MPS, VGPU, Demand, Impossible, Kind, Pod, Stage, anchor_of
+from agent.model.demand import MPS, VGPU, Demand, Impossible, Pod, ResourcePair, Stage, init_group_of
 from agent.model.ids import SEPARATOR
-from agent.model.ledger import Half, Holder, Ledger, Reservation, Stock
+from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.pairing.ports import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
@@ -24,7 +24,7 @@ PAIRED = frozenset({VGPU.core, VGPU.memory, MPS.core, MPS.memory})
 class Call:
     """One call of the kubelet. `available` None: it asked for no preference."""
 
-    half: Half
+    member: PairMember
     size: int
     inherited: frozenset[str]  # IDs of plain init containers before, which come with the container
     available: frozenset[str] | None
@@ -33,14 +33,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A half that was handed to a container; `ids` are its units, of `gpus` in order of index."""
+    """A member that was handed to a container; `ids` are its units, of `gpus` in order of index."""
 
     pod: Pod
     container: str
     demand: Demand
     gpus: tuple[str, ...]
     ids: frozenset[str]
-    complete: bool  # whether the container has both halves now
+    complete: bool  # whether the container has both members now
 
     @property
     def last(self) -> bool:
@@ -54,14 +54,16 @@ class State:
     """All that is known of one kind of pair on one node."""
 
     ledger: Ledger = field(default_factory=Ledger)
-    units: Mapping[Half, frozenset[str]] = field(default_factory=lambda: dict.fromkeys(Half, NOTHING))
+    units: Mapping[PairMember, frozenset[str]] = field(
+        default_factory=lambda: dict.fromkeys(PairMember, NOTHING)
+    )
     refused: frozenset[str] = NOTHING  # UIDs of pods that were turned away
-    prompt: tuple[Holder, Half, float] | None = None  # whose half was granted last, and when
+    prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
-    def stocked(self, stocks: Collection[Stock]) -> "State":
+    def with_pools(self, pools: Collection[UnitPool]) -> "State":
         """With what there is to give out now."""
-        units = {half: NOTHING.union(*(each.id_set(half) for each in stocks)) for half in Half}
-        return replace(self, ledger=self.ledger.stocked({each.gpu: each for each in stocks}), units=units)
+        units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
+        return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
 
     def observed(self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None) -> "State":
         """With what the record says. `covers`: it was read after promises that expire by then were made.
@@ -102,12 +104,12 @@ class State:
         """With a promise."""
         return replace(self, ledger=self.ledger.promised(promise))
 
-    def second_half(self, call: Call) -> Reservation | None:
-        """The promise whose first half was granted a moment ago, if this call fits it."""
-        if self.prompt is None or self.prompt[1] is call.half or call.now - self.prompt[2] > PROMPT_SECONDS:
+    def second_member(self, call: Call) -> Reservation | None:
+        """The promise whose first member was granted a moment ago, if this call fits it."""
+        if self.prompt is None or self.prompt[1] is call.member or call.now - self.prompt[2] > PROMPT_SECONDS:
             return None
         promise = self.ledger.reservation(self.prompt[0])
-        if promise is None or promise.ids(call.half) is not None or promise.needs(call.half) != call.size:
+        if promise is None or promise.ids(call.member) is not None or promise.needs(call.member) != call.size:
             return None
         return promise
 
@@ -116,7 +118,7 @@ class State:
 class Rules:
     """What does not change between calls."""
 
-    kind: Kind
+    pair: ResourcePair
     policy: Policy = Policy.BINPACK
     reservation_seconds: float = 10.0
     whole: WholeChooser = lowest
@@ -128,14 +130,14 @@ class Rules:
         existing = ledger.reservation(holder)
         if existing and existing.pod.uid != asker.pod.uid:
             existing = None
-        if existing and existing.granted and existing.needs(call.half) == call.size:
+        if existing and existing.granted and existing.needs(call.member) == call.size:
             return existing, ""
         try:
-            demand, anchor = asker.demand(self.kind), asker.anchor(self.kind)
+            demand, group = asker.demand(self.pair), asker.group(self.pair)
             spread = {each.partition(SEPARATOR)[0] for each in call.inherited}
             if len(spread) > max(1, demand.whole):
                 raise Impossible(
-                    f"units of {resource_of(self.kind, call.half)} for {holder} lie on {len(spread)} GPUs, "
+                    f"units of {resource_of(self.pair, call.member)} for {holder} lie on {len(spread)} GPUs, "
                     f"and {demand.told()} must lie on {max(1, demand.whole)}; create the pod anew"
                 )
             own = self._own(state, asker.pod, holder) | call.inherited
@@ -144,9 +146,9 @@ class Rules:
             tied = {each.partition(SEPARATOR)[0] for each in own} | promised
             choice = place(
                 ledger.rooms(holder, taken, own),
-                anchor.peak if anchor and not tied else demand,
+                group.peak if group and not tied else demand,
                 policy_of(asker.pod, self.policy),
-                hint_of(asker.pod, holder.container, self.node, anchor.members if anchor else ()),
+                hint_of(asker.pod, holder.container, self.node, group.containers if group else ()),
                 self.whole,
                 tied,
             )
@@ -156,22 +158,22 @@ class Rules:
             raise PairRefused(str(problem), Cause.EXHAUSTED, asker.pod) from problem
         # Of the whole GPUs that a later container will need, this one takes only its own.
         gpus = choice.gpus[: max(1, demand.whole)]
-        # Halves that it holds already, as after a restart of this process between the two.
-        held = {half: ids for half in Half if (ids := ledger.held.by_place.get((holder, half)))}
+        # Members that it holds already, as after a restart of this process between the two.
+        held = {member: ids for member in PairMember if (ids := ledger.held.by_place.get((holder, member)))}
         return Reservation(
             holder,
             asker.pod,
             demand,
             gpus,
             call.now + self.reservation_seconds,
-            held.get(Half.CORE),
-            held.get(Half.MEMORY),
+            held.get(PairMember.CORE),
+            held.get(PairMember.MEMORY),
             frozenset(held),
         ), choice.hint_ignored
 
     def pick(self, state: State, promise: Reservation, call: Call) -> tuple[State, list[str]]:
-        """IDs of a promise's half: inherited ones first, then the lowest free numbers. Raises PairRefused."""
-        available, known = call.available or NOTHING, promise.ids(call.half)
+        """IDs of a promised member: inherited ones first, then the lowest free ones. Raises PairRefused."""
+        available, known = call.available or NOTHING, promise.ids(call.member)
         own = self._own(state, promise.pod, promise.holder) | call.inherited
         taken = self._taken(state, promise.holder, own, call)
         if known is not None and len(known) == call.size and known <= available and not known & taken:
@@ -181,12 +183,12 @@ class Rules:
         if strangers:
             raise PairRefused(
                 f"{promise.holder} inherits units of GPU {', '.join(sorted(strangers))} from an init "
-                f"container, but its other half lies on GPU {', '.join(promise.gpus)}; create the pod anew",
+                f"container, but its other member lies on GPU {', '.join(promise.gpus)}; create the pod anew",
                 Cause.INVALID,
                 promise.pod,
             )
         for gpu in promise.gpus:
-            for each in state.ledger.stocks[gpu].ids(call.half):
+            for each in state.ledger.pools[gpu].ids(call.member):
                 if len(picked) >= call.size:
                     break
                 if each in available and each not in taken:
@@ -195,30 +197,30 @@ class Rules:
             raise PairRefused(
                 f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.told()} of {promise.holder}, "
                 f"but the kubelet offers only {len(picked)} of {call.size} "
-                f"{resource_of(self.kind, call.half)} there; create the pod anew",
+                f"{resource_of(self.pair, call.member)} there; create the pod anew",
                 Cause.EXHAUSTED,
                 promise.pod,
             )
-        return state.promised(promise.with_ids(call.half, frozenset(picked))), list(picked)
+        return state.promised(promise.with_ids(call.member, frozenset(picked))), list(picked)
 
-    def checked(self, state: State, half: Half, ids: Collection[str]) -> tuple[str, ...]:
-        """GPUs of a half's IDs in order of index. Raises PairRefused for IDs that are not of this half."""
-        stocks, resource = state.ledger.stocks, resource_of(self.kind, half)
+    def checked(self, state: State, member: PairMember, ids: Collection[str]) -> tuple[str, ...]:
+        """GPUs of these IDs in order of index. Raises PairRefused for IDs that are not of this member."""
+        pools, resource = state.ledger.pools, resource_of(self.pair, member)
         if len(set(ids)) < len(ids):
             raise PairRefused(f"the same unit of {resource} stands twice among those asked for")
         gpus = {each.partition(SEPARATOR)[0] for each in ids}
         for gpu in gpus:
-            if gpu not in stocks:
+            if gpu not in pools:
                 raise PairRefused(f"GPU {gpu} is not known on this node; the kubelet's list is out of date")
-        foreign = next((i for i in ids if i not in stocks[i.partition(SEPARATOR)[0]].id_set(half)), None)
+        foreign = next((i for i in ids if i not in pools[i.partition(SEPARATOR)[0]].id_set(member)), None)
         if foreign is not None:
             raise PairRefused(f"{foreign} is not a unit of {resource} on this node")
-        return tuple(sorted(gpus, key=lambda gpu: stocks[gpu].index))
+        return tuple(sorted(gpus, key=lambda gpu: pools[gpu].index))
 
     def grant(
         self, state: State, promise: Reservation, call: Call, ids: frozenset[str], gpus: Collection[str]
     ) -> tuple[State, Grant]:
-        """Hand out a half of a promise. Raises PairRefused where `ids`, which lie on `gpus`, cannot be."""
+        """Hand out a member of a promise. Raises PairRefused where `ids`, which lie on `gpus`, cannot be."""
         if not set(gpus) <= set(promise.gpus):
             raise PairRefused(
                 f"the kubelet took units of GPU {', '.join(gpus)}, against the choice of GPU "
@@ -228,7 +230,7 @@ class Rules:
             )
         own = self._own(state, promise.pod, promise.holder)
         if held := ids & state.ledger.taken(promise.holder, own):
-            unit, resource = min(held), resource_of(self.kind, call.half)
+            unit, resource = min(held), resource_of(self.pair, call.member)
             raise PairRefused(
                 f"{unit} of {resource} is held by {self._whose(state, unit)}, though the kubelet offers it; "
                 "nothing is handed out twice, create the pod anew",
@@ -236,33 +238,33 @@ class Rules:
                 promise.pod,
             )
         for gpu in promise.gpus:
-            stock = state.ledger.stocks.get(gpu)
-            if stock is None or not stock.keeps:
+            pool = state.ledger.pools.get(gpu)
+            if pool is None or not pool.keeps:
                 raise PairRefused(
-                    f"GPU {gpu} is not in mode {self.kind.name} now: it is unhealthy, or changes its mode",
+                    f"GPU {gpu} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode",
                     Cause.INVALID,
                     promise.pod,
                 )
         promise = replace(
-            promise.with_ids(call.half, ids).with_grant(call.half),
+            promise.with_ids(call.member, ids).with_grant(call.member),
             expires=call.now + self.reservation_seconds,
         )
         container = promise.holder.container
         granted = Grant(promise.pod, container, promise.demand, promise.gpus, ids, promise.complete)
-        return replace(state.promised(promise), prompt=(promise.holder, call.half, call.now)), granted
+        return replace(state.promised(promise), prompt=(promise.holder, call.member, call.now)), granted
 
     def _own(self, state: State, pod: Pod, holder: Holder) -> frozenset[str]:
         """What a container has already, and what plain init containers of its pod left for it."""
-        anchor = anchor_of(self.kind, pod)
-        inherits = anchor is not None and holder.container in anchor.members
+        group = init_group_of(self.pair, pod)
+        inherits = group is not None and holder.container in group.containers
         stages = {each.name: each.stage for each in pod.containers}
         entries = [(each.holder, each.ids) for each in state.ledger.held if each.holder.pod_key == pod.key]
         entries += [
             (each.holder, ids)
             for each in state.ledger.reservations
             if each.pod.uid == pod.uid
-            for half in each.granted
-            if (ids := each.ids(half))
+            for member in each.granted
+            if (ids := each.ids(member))
         ]
         left: set[str] = set()
         for one, ids in entries:
@@ -275,7 +277,7 @@ class Rules:
 
     def _taken(self, state: State, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
         taken = state.ledger.taken(holder, own)
-        return taken if call.available is None else taken | (state.units[call.half] - call.available - own)
+        return taken if call.available is None else taken | (state.units[call.member] - call.available - own)
 
     def _whose(self, state: State, unit: str) -> str:
         holders = [str(each.holder) for each in state.ledger.held if unit in each.ids]

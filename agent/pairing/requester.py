@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Anchor, Container, Demand, Kind, Pod, Stage, anchor_of, demand_of
-from agent.model.ledger import Half, Held, Holder, Holdings, Reservation
+from agent.model.demand import (
+    Container,
+    Demand,
+    InitContainerGroup,
+    Pod,
+    ResourcePair,
+    Stage,
+    demand_of,
+    init_group_of,
+)
+from agent.model.ledger import Held, Holder, Holdings, PairMember, Reservation
 
 PodKey = tuple[str, str]
 
@@ -28,16 +37,16 @@ class Asker:
         """Its names."""
         return Holder(self.pod.namespace, self.pod.name, self.container.name)
 
-    def demand(self, kind: Kind) -> Demand:
+    def demand(self, pair: ResourcePair) -> Demand:
         """What it asks of the pair. Raises Impossible."""
-        found = demand_of(kind, self.container)
+        found = demand_of(pair, self.container)
         assert found is not None  # it was found by its limits
         return found
 
-    def anchor(self, kind: Kind) -> Anchor | None:
+    def group(self, pair: ResourcePair) -> InitContainerGroup | None:
         """The part of its pod that it shares GPUs with, if it inherits units. Raises Impossible."""
-        anchor = anchor_of(kind, self.pod)
-        return anchor if anchor and self.container.name in anchor.members else None
+        group = init_group_of(pair, self.pod)
+        return group if group and self.container.name in group.containers else None
 
 
 class Known:
@@ -46,17 +55,17 @@ class Known:
     def __init__(self) -> None:
         self._made: dict[int, tuple[Holding, Held]] = {}
 
-    def entries(self, kind: Kind, listed: PodList) -> tuple[Held, ...]:
+    def entries(self, pair: ResourcePair, listed: PodList) -> tuple[Held, ...]:
         """The holdings of the pair."""
-        halves = {kind.core: Half.CORE, kind.memory: Half.MEMORY}
+        members = {pair.core: PairMember.CORE, pair.memory: PairMember.MEMORY}
         made: dict[int, tuple[Holding, Held]] = {}
         for each in listed.holdings:
             # Of a pod that nobody can name only the checkpoint speaks: the kubelet's offer is newer.
-            if each.namespace and (half := halves.get(each.resource)):
+            if each.namespace and (member := members.get(each.resource)):
                 before = self._made.get(id(each))
                 if before is None or before[0] is not each:
                     holder = Holder(each.namespace, each.pod, each.container)
-                    before = (each, Held(holder, half, frozenset(each.ids), not each.listed))
+                    before = (each, Held(holder, member, frozenset(each.ids), not each.listed))
                 made[id(each)] = before
         self._made = made
         return tuple(held for _, held in made.values())
@@ -70,10 +79,10 @@ class Records:
     containers: frozenset[Holder]  # all that the kubelet lists: no plain init containers
 
     @classmethod
-    def of(cls, kind: Kind, listed: PodList, known: Known) -> "Records":
-        """The records for `kind`; `known` keeps what did not change."""
+    def of(cls, pair: ResourcePair, listed: PodList, known: Known) -> "Records":
+        """The records for `pair`; `known` keeps what did not change."""
         return cls(
-            Holdings(known.entries(kind, listed)), frozenset(Holder(*names) for names in listed.containers)
+            Holdings(known.entries(pair, listed)), frozenset(Holder(*names) for names in listed.containers)
         )
 
     @cached_property
@@ -81,19 +90,21 @@ class Records:
         """Pods that the kubelet lists."""
         return frozenset(each.pod_key for each in self.containers)
 
-    def lacks(self, pod: PodKey, half: Half) -> bool:
-        """Whether a listed container of a pod holds nothing of a half."""
-        return any(each.pod_key == pod and (each, half) not in self.held.by_place for each in self.containers)
+    def lacks(self, pod: PodKey, member: PairMember) -> bool:
+        """Whether a listed container of a pod holds nothing of a member."""
+        return any(
+            each.pod_key == pod and (each, member) not in self.held.by_place for each in self.containers
+        )
 
 
-def resource_of(kind: Kind, half: Half) -> str:
+def resource_of(pair: ResourcePair, member: PairMember) -> str:
     """The resource's name."""
-    return kind.core if half is Half.CORE else kind.memory
+    return pair.core if member is PairMember.CORE else pair.memory
 
 
 def askers(
-    kind: Kind,
-    half: Half,
+    pair: ResourcePair,
+    member: PairMember,
     size: int,
     records: Records | None,
     pods: Mapping[PodKey, Pod],
@@ -103,14 +114,14 @@ def askers(
 
     Without records every waiting pod of the node may be asking.
     """
-    served = {(each.pod.uid, each.holder.container) for each in reservations if half in each.granted}
+    served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
     found = [
         asker
         for key, pod in pods.items()
         if not pod.finished
         and not pod.ending
         and (records is None or key in records.pods)
-        and (asker := _asker(kind, half, size, records, pod, served))
+        and (asker := _asker(pair, member, size, records, pod, served))
     ]
     # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
     waiting = [asker for asker in found if asker.pod.phase == "Pending"]
@@ -118,20 +129,20 @@ def askers(
 
 
 def _asker(
-    kind: Kind,
-    half: Half,
+    pair: ResourcePair,
+    member: PairMember,
     size: int,
     records: Records | None,
     pod: Pod,
     served: Collection[tuple[str, str]],
 ) -> Asker | None:
-    resource = resource_of(kind, half)
+    resource = resource_of(pair, member)
     wanting = [each for each in pod.containers if each.limits.get(resource)]
     if records is not None:
         holding = [
             place
             for place, each in enumerate(wanting)
-            if (Holder(pod.namespace, pod.name, each.name), half) in records.held.by_place
+            if (Holder(pod.namespace, pod.name, each.name), member) in records.held.by_place
         ]
         # Containers before one that holds the resource were served.
         wanting = wanting[max(holding) + 1 :] if holding else wanting
@@ -146,9 +157,9 @@ def _asker(
     return None
 
 
-def same_outcome(kind: Kind, candidates: Collection[Asker]) -> bool:
+def same_outcome(pair: ResourcePair, candidates: Collection[Asker]) -> bool:
     """Whether it makes no difference which of them is asking. Raises Impossible."""
-    outcomes = {(each.demand(kind), each.anchor(kind), _wishes(each.pod)) for each in candidates}
+    outcomes = {(each.demand(pair), each.group(pair), _wishes(each.pod)) for each in candidates}
     return len(outcomes) == 1
 
 

@@ -11,9 +11,9 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import PodList
-from agent.model.demand import Kind
+from agent.model.demand import ResourcePair
 from agent.model.gpu import Gpu
-from agent.model.ledger import Half, Stock
+from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import Cause, PairRefused
@@ -29,7 +29,7 @@ _REASONS = {
 }
 
 
-def _no_extras(half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
+def _no_extras(member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
     return Allocation()
 
 
@@ -41,7 +41,7 @@ def _no_obstacle(uuid: str) -> str:  # noqa: ARG001
 class Sharing:
     """What makes a mode of a pair: conditions and answers of its own."""
 
-    kind: Kind
+    pair: ResourcePair
     mode: Mode
     # Whether free units that nobody can use are left off the lists. Where an extender chooses GPUs they stay:
     # totals need protect nobody then, and a list that has yet to grow would cost the next pod its life.
@@ -50,8 +50,8 @@ class Sharing:
     unready: Callable[[str], str] = _no_obstacle
     # Why no more units of a GPU are sold now, in words; empty: they are.
     full: Callable[[str], str] = _no_obstacle
-    # What a container gets for a half beside its GPUs. Keys of the two halves must differ.
-    extras: Callable[[Half, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
+    # What a container gets for a member beside its GPUs. Keys of the two members must differ.
+    extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Chunk:
 
 
 class Shares:
-    """One pair of resources of the node: keeps stocks true, and lists what can still be given out."""
+    """One pair of resources of the node: keeps pools true, and lists what can still be given out."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Shares:
         self.modes = modes
         self.pairing = pairing
         self._record = record
-        self._bare: dict[tuple[str, int], Stock] = {}
-        self._stocks: dict[str, Stock] = {}
+        self._bare: dict[tuple[str, int], UnitPool] = {}
+        self._pools: dict[str, UnitPool] = {}
 
     def restock(self) -> None:
         """Tell pairing what there is to sell now.
@@ -91,20 +91,20 @@ class Shares:
         never sells fractions holds none.
         """
         promised = {gpu for each in self.pairing.ledger.reservations for gpu in each.gpus}
-        stocks = {
-            state.uuid: self._stock(state)
+        pools = {
+            state.uuid: self._pool(state)
             for state in self.inventory.value.gpus
             if self.modes.value.of(state.uuid).mode is self.sharing.mode or state.uuid in promised
         }
-        if stocks != self._stocks:
-            self._stocks = stocks
-            self.pairing.stock(stocks.values())
+        if pools != self._pools:
+            self._pools = pools
+            self.pairing.set_pools(pools.values())
 
-    def _stock(self, state: GpuState) -> Stock:
+    def _pool(self, state: GpuState) -> UnitPool:
         gpu, sharing = state.gpu, self.sharing
         key = (gpu.uuid, gpu.memory_bytes)
         if key not in self._bare:
-            self._bare[key] = Stock.of(sharing.kind, gpu.uuid, gpu.index, gpu.memory_bytes)
+            self._bare[key] = UnitPool.of(sharing.pair, gpu.uuid, gpu.index, gpu.memory_bytes)
         mode = self.modes.value.of(gpu.uuid)
         keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
         sellable = keeps and mode.selling and not sharing.full(gpu.uuid)
@@ -115,22 +115,22 @@ class Shares:
         await follow(self.refresh, self.inventory, self.modes, self._record)
 
     def refresh(self) -> None:
-        """Bring stocks and holders up to date now; while nobody can say who holds what, these stay."""
+        """Bring pools and holders up to date now; while nobody can say who holds what, these stay."""
         self.restock()
         if self._record.value is not None:
             self.pairing.observe(self._record.value)
 
 
 class SharePlugin:
-    """One half of a pair as a resource."""
+    """One member of a pair as a resource."""
 
     offers_preference = True
     needs_pre_start = False
 
-    def __init__(self, shares: Shares, half: Half, injector: Injector) -> None:
-        self.resource = resource_of(shares.sharing.kind, half)
+    def __init__(self, shares: Shares, member: PairMember, injector: Injector) -> None:
+        self.resource = resource_of(shares.sharing.pair, member)
         self._shares = shares
-        self._half = half
+        self._member = member
         self._injector = injector
         self._chunks: dict[str, _Chunk] = {}
         # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
@@ -156,23 +156,23 @@ class SharePlugin:
         return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
-        """IDs on the GPU that has room for both halves."""
+        """IDs on the GPU that has room for both members."""
         try:
             return await self._shares.pairing.prefer(
-                self._half, request.size, request.available, request.must_include
+                self._member, request.size, request.available, request.must_include
             )
         except PairRefused as refusal:
             raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
-        """What the container gets: the same GPUs from both halves, and what this half adds."""
+        """What the container gets: the same GPUs from both members, and what this member adds."""
         try:
-            grant = await self._shares.pairing.allocate(self._half, ids)
+            grant = await self._shares.pairing.allocate(self._member, ids)
         except PairRefused as refusal:
             raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
         by_uuid = self._shares.inventory.value.by_uuid
         gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
-        seen, extra = self._injector.allocation(gpus), self._shares.sharing.extras(self._half, ids, gpus)
+        seen, extra = self._injector.allocation(gpus), self._shares.sharing.extras(self._member, ids, gpus)
         return Allocation(
             environment={**seen.environment, **extra.environment},
             mounts=(*seen.mounts, *extra.mounts),
@@ -190,52 +190,50 @@ class SharePlugin:
     def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
         """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
         ledger = self._shares.pairing.ledger
-        stocks, kept = ledger.stocks, ledger.kept_ids
+        pools, kept = ledger.pools, ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
         admitting = {gpu for each in begun for gpu in each.gpus}
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}
         for state in self._shares.inventory.value.gpus:
-            stock, mode = stocks.get(state.uuid), assignment.of(state.uuid)
+            pool, mode = pools.get(state.uuid), assignment.of(state.uuid)
             # A GPU leaves this mode when the kubelet's records show no holder: ours may be older than that.
-            if stock is None or mode.mode is not self._shares.sharing.mode:
+            if pool is None or mode.mode is not self._shares.sharing.mode:
                 continue
             well = state.healthy and not self._shares.sharing.unready(state.uuid)
-            # A pod that the kubelet is admitting gets its second half, even from a GPU that drains, or whose
-            # last units of the first half it just took.
+            # A pod that the kubelet is admitting gets its second member, even from a GPU that drains, or that
+            # has just given it the last units of the first.
             if mode.selling or state.uuid in opened:
                 trim = self._shares.sharing.trim and state.uuid not in admitting
-                over = trim and self._sold_out(stock, kept, ledger.whole)
-                keep = kept & stock.id_set(self._half) if over else None
+                over = trim and self._sold_out(pool, kept, ledger.whole)
+                keep = kept & pool.id_set(self._member) if over else None
             else:
-                keep, well = (None if mode.leaving else kept & stock.id_set(self._half)), False
-            yield self._chunk(stock, keep, well)
+                keep, well = (None if mode.leaving else kept & pool.id_set(self._member)), False
+            yield self._chunk(pool, keep, well)
 
-    def _sold_out(self, stock: Stock, kept: frozenset[str], whole: frozenset[str]) -> bool:
-        """Whether the free units of this half are of no use to anybody."""
-        if self._shares.sharing.full(stock.gpu):
+    def _sold_out(self, pool: UnitPool, kept: frozenset[str], whole: frozenset[str]) -> bool:
+        """Whether the free units of this member are of no use to anybody."""
+        if self._shares.sharing.full(pool.gpu):
             return True
-        if self._half is Half.MEMORY:
-            return stock.gpu in whole or (
-                not self._shares.sharing.kind.memory_alone and stock.core_set <= kept
-            )
-        return stock.block_set <= kept
+        if self._member is PairMember.MEMORY:
+            return pool.gpu in whole or (not self._shares.sharing.pair.memory_alone and pool.core_set <= kept)
+        return pool.block_set <= kept
 
-    def _chunk(self, stock: Stock, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
+    def _chunk(self, pool: UnitPool, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
         """The encoded part of a GPU; `keep` None: all of its units."""
-        key = (keep, healthy, len(stock.ids(self._half)))
-        known = self._whole.get((stock.gpu, healthy)) if keep is None else self._chunks.get(stock.gpu)
+        key = (keep, healthy, len(pool.ids(self._member)))
+        known = self._whole.get((pool.gpu, healthy)) if keep is None else self._chunks.get(pool.gpu)
         if known is None or known.key != key:
-            ids = stock.ids(self._half)
+            ids = pool.ids(self._member)
             listed = ids if keep is None else [each for each in ids if each in keep]
             count = len(listed)
             known = _Chunk(key, encode.devices(listed, healthy), count, count if healthy else 0)
             if keep is None:
-                self._whole[stock.gpu, healthy] = known
+                self._whole[pool.gpu, healthy] = known
             else:
-                self._chunks[stock.gpu] = known
+                self._chunks[pool.gpu] = known
         return known
 
 
-def plugins_of(shares: Shares, injector: Injector) -> Mapping[Half, SharePlugin]:
+def plugins_of(shares: Shares, injector: Injector) -> Mapping[PairMember, SharePlugin]:
     """The two resources of a pair."""
-    return {half: SharePlugin(shares, half, injector) for half in Half}
+    return {member: SharePlugin(shares, member, injector) for member in PairMember}

@@ -16,14 +16,14 @@ from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import Half, Holder
+from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Assignment, Mode
 from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.facts import Identity
 from agent.pairing.ports import NoPods, PodSource, Recorder
 from agent.pairing.reducer import Rules
+from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
 from agent.plugins.follow import Record, follow
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
@@ -86,7 +86,7 @@ class Conditions:
         self._caps_must_hold = caps_must_hold
 
     def sharing(self, trim: bool) -> Sharing:
-        """The mode, for the lists and answers of both halves."""
+        """The mode, for the lists and answers of both members."""
         return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
 
     def unready(self, uuid: str) -> str:
@@ -110,28 +110,28 @@ class Conditions:
     def full(self, uuid: str) -> str:
         """Why no more shares of a GPU are sold now, in words; empty: they are."""
         ledger = self._pairing.ledger
-        stock = ledger.stocks.get(uuid)
-        if stock is None:
+        pool = ledger.pools.get(uuid)
+        if pool is None:
             return ""
-        held = [each for each in ledger.held if each.half is Half.CORE and each.ids & stock.core_set]
+        held = [each for each in ledger.held if each.member is PairMember.CORE and each.ids & pool.core_set]
         holders = {each.holder for each in held if not each.init}
         # Init containers run one by one, before the others of their pod: one client for all of them.
         pods = {each.pod_key for each in holders}
         alone = {each.holder.pod_key: each.holder for each in held if each.holder.pod_key not in pods}
         holders.update(alone.values())
-        # A promise counts once both halves are granted: the second half must still be on its list.
+        # A promise counts once both members are granted: the second member must still be on its list.
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
         return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
 
-    def extras(self, half: Half, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
-        """The daemon's sockets and the cap on cores from one half, the cap on memory from the other."""
+    def extras(self, member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
+        """The daemon's sockets and the cap on cores from one member, the cap on memory from the other."""
         (gpu,) = gpus
         if why := self._advisory():
             raise Refused(why)
         if self._injector.own_cdi:
-            return Allocation(cdi_devices=shares_cdi.devices(half, gpu.uuid, len(ids)))
-        if half is Half.MEMORY:
+            return Allocation(cdi_devices=shares_cdi.devices(member, gpu.uuid, len(ids)))
+        if member is PairMember.MEMORY:
             return Allocation(environment=limits(0, len(ids)))
         return Allocation(
             environment={PIPE_DIRECTORY: PIPE_IN_CONTAINER, **limits(len(ids), 0)},
@@ -151,20 +151,20 @@ def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
 
 
 class MpsPlugin(SharePlugin):
-    """One half of the pair; containers start once their daemon serves. That of the cores keeps both."""
+    """One member of the pair; containers start once their daemon serves. That of the cores keeps both."""
 
     def __init__(
         self,
         shares: Shares,
-        half: Half,
+        member: PairMember,
         injector: Injector,
         daemons: Daemons,
         root_check: RootCheck | None = None,
     ) -> None:
-        super().__init__(shares, half, injector)
+        super().__init__(shares, member, injector)
         self._root_check = root_check
-        # Both halves are always asked for: one of them waits for the daemon.
-        self.needs_pre_start = half is Half.CORE
+        # Both members are always asked for: one of them waits for the daemon.
+        self.needs_pre_start = member is PairMember.CORE
         self._daemons = daemons
 
     async def run(self) -> None:
@@ -172,7 +172,7 @@ class MpsPlugin(SharePlugin):
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             group.start_soon(follow, self.refresh, self._daemons.statuses, self._injector.looked)
-            if self._half is Half.CORE:
+            if self._member is PairMember.CORE:
                 group.start_soon(self._shares.run)
 
     async def pre_start(self, ids: Sequence[str]) -> None:
@@ -201,15 +201,19 @@ class MpsPlugin(SharePlugin):
         await pairing.reconcile()
         ledger = pairing.ledger
         found = [each.holder for each in ledger.reservations if each.core_ids == ids]
-        found += [each.holder for each in ledger.held.entries if each.half is Half.CORE and each.ids == ids]
+        found += [
+            each.holder for each in ledger.held.entries if each.member is PairMember.CORE and each.ids == ids
+        ]
         return found
 
     def _refuse_half(self, holder: Holder) -> None:
         """Without the API server it shows only now that a container asks for cores alone."""
         ledger = self._shares.pairing.ledger
         promise = ledger.reservation(holder)
-        granted = promise is not None and Half.MEMORY in promise.granted
-        if granted or any(each.holder == holder and each.half is Half.MEMORY for each in ledger.held.entries):
+        granted = promise is not None and PairMember.MEMORY in promise.granted
+        if granted or any(
+            each.holder == holder and each.member is PairMember.MEMORY for each in ledger.held.entries
+        ):
             return
         raise Refused(
             f"{holder} asks for {MPS.core} without {MPS.memory}, and would run without a limit of memory: "
@@ -253,7 +257,7 @@ def build(
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     """The two resources and what they share."""
     rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
-    pairing = Pairing(rules, Identity(MPS, record, source or NoPods()), recorder)
+    pairing = Pairing(rules, RequesterResolver(MPS, record, source or NoPods()), recorder)
     conditions = Conditions(
         daemons,
         inventory,
@@ -263,7 +267,11 @@ def build(
         caps_must_hold=settings.mps.advisory_caps == "refuse",
     )
     shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
-    return pairing, conditions, [MpsPlugin(shares, half, injector, daemons, root_check) for half in Half]
+    return (
+        pairing,
+        conditions,
+        [MpsPlugin(shares, member, injector, daemons, root_check) for member in PairMember],
+    )
 
 
 def _gpu_of(text: str) -> str:

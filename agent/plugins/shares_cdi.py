@@ -20,7 +20,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
 from agent.model.demand import CORES, MPS
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.mps import PIPE_DIRECTORY, limits
 from agent.plugins.follow import follow
 
@@ -32,9 +32,9 @@ CDI_VERSION = "0.5.0"  # nothing newer is used, and old runtimes refuse newer fi
 RETRY_SECONDS = 10.0
 
 
-def devices(half: Half, uuid: str, units: int) -> tuple[str, ...]:
-    """Qualified names of what a half adds to a container."""
-    if half is Half.MEMORY:
+def devices(member: PairMember, uuid: str, units: int) -> tuple[str, ...]:
+    """Qualified names of what a member adds to a container."""
+    if member is PairMember.MEMORY:
         return (f"{KIND}={_memory(units)}",)
     return (f"{KIND}={_daemon(uuid)}", f"{KIND}={_core(units)}")
 

@@ -10,14 +10,14 @@ from agent.kit.cell import Cell
 from agent.model.compat import vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy
 from agent.model.preference import choose
 from agent.pairing.actor import Pairing
-from agent.pairing.facts import Identity
 from agent.pairing.ports import NoPods, PodSource, Recorder
 from agent.pairing.reducer import Rules
+from agent.pairing.resolver import RequesterResolver
 from agent.plugins.follow import Record
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
@@ -27,15 +27,17 @@ log = structlog.get_logger()
 
 
 class VgpuPlugin(SharePlugin):
-    """One half; that of the cores looks after what both share."""
+    """One member; that of the cores looks after what both share."""
 
-    def __init__(self, shares: Shares, half: Half, injector: Injector, inventory: Cell[Snapshot]) -> None:
+    def __init__(
+        self, shares: Shares, member: PairMember, injector: Injector, inventory: Cell[Snapshot]
+    ) -> None:
         self._snapshot = inventory
-        self._keeper = half is Half.CORE
-        super().__init__(shares, half, injector)
+        self._keeper = member is PairMember.CORE
+        super().__init__(shares, member, injector)
 
     async def run(self) -> None:
-        """Keep the list true, and for the core half the stocks and the records of both."""
+        """Keep the list true, and for the core member the pools and the records of both."""
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             if self._keeper:
@@ -69,8 +71,8 @@ def build(
 
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
-    pairing = Pairing(rules, Identity(VGPU, record, source or NoPods()), recorder)
+    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or NoPods()), recorder)
     shares = Shares(
         Sharing(VGPU, Mode.VGPU, not settings.cluster.extender), inventory, modes, pairing, record.cell
     )
-    return shares, [VgpuPlugin(shares, half, injector, inventory) for half in Half]
+    return shares, [VgpuPlugin(shares, member, injector, inventory) for member in PairMember]

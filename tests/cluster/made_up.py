@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from agent.model.demand import CORES, VGPU, Kind
+from agent.model.demand import CORES, VGPU, ResourcePair
 from agent.model.node_inventory import INVENTORY, encode
 from tests.bench import arrivals
 from tests.cluster.rig import Cluster
@@ -42,12 +42,16 @@ def node(cluster: Cluster, name: str) -> None:
 
 
 def pod(
-    cluster: Cluster, name: str, size: int, annotations: dict[str, str] | None = None, kind: Kind = VGPU
+    cluster: Cluster,
+    name: str,
+    size: int,
+    annotations: dict[str, str] | None = None,
+    pair: ResourcePair = VGPU,
 ) -> None:
     """A pod for these nodes that asks for hundredths of GPUs, and of memory as much."""
-    limits = {kind.core: str(size)}
+    limits = {pair.core: str(size)}
     if size < CORES:
-        limits[kind.memory] = str(size * arrivals.BLOCKS // CORES) if kind is VGPU else "5"
+        limits[pair.memory] = str(size * arrivals.BLOCKS // CORES) if pair is VGPU else "5"
     cluster.apply(
         {
             "apiVersion": "v1",

@@ -10,7 +10,7 @@ from agent.extender.objects import demand_for, read_node, read_pod
 from agent.model.demand import MPS, VGPU, Container, Demand, Pod
 from agent.model.ids import BadDeviceId, parse
 from agent.model.layout import Entry
-from agent.model.ledger import Half, Held, Holder, Holdings, Ledger, Stock
+from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, UnitPool
 from agent.model.modes import FOREIGN_VALUES, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, GpuEntry, NodeInventory, decode, encode
 from agent.model.placement import (
@@ -70,9 +70,9 @@ def test_mode_labels(campaign: Campaign) -> None:
 
 
 def test_pod_annotations(campaign: Campaign) -> None:
-    stocks = {f"GPU-{index}": Stock.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
-    taken = Held(Holder("ns", "other", "main"), Half.CORE, frozenset(stocks["GPU-2"].cores[:90]))
-    rooms = Ledger(stocks, Holdings((taken,))).rooms(Holder("ns", "p", "main"), taken.ids)
+    pools = {f"GPU-{index}": UnitPool.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
+    taken = Held(Holder("ns", "other", "main"), PairMember.CORE, frozenset(pools["GPU-2"].cores[:90]))
+    rooms = Ledger(pools, Holdings((taken,))).rooms(Holder("ns", "p", "main"), taken.ids)
     demand = Demand(20, 4)
 
     def act(data: bytes) -> str:

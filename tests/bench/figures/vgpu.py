@@ -21,7 +21,7 @@ from agent.kubelet.server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
-from agent.model.ledger import Half, Stock
+from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.plugins.inject import Injector
 from agent.plugins.vgpu import VgpuPlugin, build
@@ -80,19 +80,19 @@ def entry(name: str, ids: Mapping[str, Sequence[str]]) -> bytes:
     return bytes(v1.ListPodResourcesResponse(pod_resources=[pod]))
 
 
-def stocks(uuids: Sequence[str], memory_bytes: int) -> list[Stock]:
+def pools(uuids: Sequence[str], memory_bytes: int) -> list[UnitPool]:
     """All units of the machine."""
-    return [Stock.of(VGPU, uuid, index, memory_bytes) for index, uuid in enumerate(uuids)]
+    return [UnitPool.of(VGPU, uuid, index, memory_bytes) for index, uuid in enumerate(uuids)]
 
 
-def held_pods(all_stocks: Sequence[Stock]) -> dict[str, dict[str, tuple[str, ...]]]:
+def held_pods(all_stocks: Sequence[UnitPool]) -> dict[str, dict[str, tuple[str, ...]]]:
     """Pods that hold 90 % of everything."""
     return {
-        f"held-{stock.index}-{n}": {
-            VGPU.core: stock.cores[n * CORES : (n + 1) * CORES],
-            VGPU.memory: stock.blocks[n * BLOCKS : (n + 1) * BLOCKS],
+        f"held-{pool.index}-{n}": {
+            VGPU.core: pool.cores[n * CORES : (n + 1) * CORES],
+            VGPU.memory: pool.blocks[n * BLOCKS : (n + 1) * BLOCKS],
         }
-        for stock in all_stocks
+        for pool in all_stocks
         for n in range(PODS_PER_GPU)
     }
 
@@ -116,7 +116,7 @@ async def admission(conditions: Conditions) -> Mapping[str, Taken]:
     folder = await anyio.to_thread.run_sync(short_folder)
     machine = await anyio.to_thread.run_sync(SimulatedMachine.create, "dgx-h200", folder / "machine")
     await anyio.to_thread.run_sync(machine.write_sysfs, folder / "sys")
-    every = stocks(machine.uuids, MEMORY_BYTES)
+    every = pools(machine.uuids, MEMORY_BYTES)
     holding = held_pods(every)
     api = Api("bench", random.Random(1))
     for name in holding:
@@ -147,33 +147,37 @@ async def admission(conditions: Conditions) -> Mapping[str, Taken]:
 
 async def _admissions(
     folder: Path,
-    every: Sequence[Stock],
+    every: Sequence[UnitPool],
     holding: Mapping[str, Mapping[str, Sequence[str]]],
     api: Api,
     ledger: Ledger,
 ) -> list[float]:
     in_use = {each for ids in holding.values() for held in ids.values() for each in held}
     free = {
-        half: [each for stock in every for each in stock.ids(half) if each not in in_use] for half in Half
+        member: [each for pool in every for each in pool.ids(member) if each not in in_use]
+        for member in PairMember
     }
     sockets = {
-        Half.CORE: folder / "k/plugins_registry/gna-tencent-vcuda-core.sock",
-        Half.MEMORY: folder / "k/plugins_registry/gna-tencent-vcuda-memory.sock",
+        PairMember.CORE: folder / "k/plugins_registry/gna-tencent-vcuda-core.sock",
+        PairMember.MEMORY: folder / "k/plugins_registry/gna-tencent-vcuda-memory.sock",
     }
     with anyio.fail_after(20):
         while not all(socket.exists() for socket in sockets.values()):
             await anyio.sleep(0.05)
     taken: list[float] = []
-    with kubelet_client(sockets[Half.CORE]) as core, kubelet_client(sockets[Half.MEMORY]) as memory:
-        clients = {Half.CORE: core, Half.MEMORY: memory}
+    with (
+        kubelet_client(sockets[PairMember.CORE]) as core,
+        kubelet_client(sockets[PairMember.MEMORY]) as memory,
+    ):
+        clients = {PairMember.CORE: core, PairMember.MEMORY: memory}
         for n in range(ADMISSIONS + WARM_UP):
             spec = pod_spec(f"new-{n}")
             api.create(spec)
             ledger.newest = entry(spec.name, {})
             # The watch tells of a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
             await anyio.sleep(0.02)
-            halves = [Half.CORE, Half.MEMORY] if n % 2 else [Half.MEMORY, Half.CORE]
-            seconds = await anyio.to_thread.run_sync(_pair, clients, free, halves)
+            members = [PairMember.CORE, PairMember.MEMORY] if n % 2 else [PairMember.MEMORY, PairMember.CORE]
+            seconds = await anyio.to_thread.run_sync(_pair, clients, free, members)
             if n >= WARM_UP:
                 taken.append(seconds * 1000)
             ledger.newest = b""
@@ -183,15 +187,17 @@ async def _admissions(
 
 
 def _pair(
-    clients: Mapping[Half, KubeletClient], free: Mapping[Half, Sequence[str]], halves: Sequence[Half]
+    clients: Mapping[PairMember, KubeletClient],
+    free: Mapping[PairMember, Sequence[str]],
+    members: Sequence[PairMember],
 ) -> float:
-    sizes = {Half.CORE: 8, Half.MEMORY: 40}
+    sizes = {PairMember.CORE: 8, PairMember.MEMORY: 40}
     gpus: set[str] = set()
     spent = 0.0
-    for half in halves:
+    for member in members:
         started = time.perf_counter()
-        ids = clients[half].prefer(free[half], sizes[half])
-        clients[half].allocate(ids)
+        ids = clients[member].prefer(free[member], sizes[member])
+        clients[member].allocate(ids)
         spent += time.perf_counter() - started
         gpus |= {each.partition("::")[0] for each in ids}
     if len(gpus) != 1:
@@ -204,13 +210,13 @@ def _pair(
 )
 async def podresources_read(conditions: Conditions) -> Mapping[str, Taken]:
     """On the event loop nothing else runs meanwhile."""
-    every = stocks([f"GPU-{n:08d}-86f3-7a43-b711-4771313afc50" for n in range(8)], MEMORY_BYTES)
+    every = pools([f"GPU-{n:08d}-86f3-7a43-b711-4771313afc50" for n in range(8)], MEMORY_BYTES)
     data = b"".join(
         entry(
-            f"pod-{stock.index}-{n}",
-            {VGPU.core: stock.cores[n * 10 : n * 10 + 10], VGPU.memory: stock.blocks[n * 56 : n * 56 + 56]},
+            f"pod-{pool.index}-{n}",
+            {VGPU.core: pool.cores[n * 10 : n * 10 + 10], VGPU.memory: pool.blocks[n * 56 : n * 56 + 56]},
         )
-        for stock in every
+        for pool in every
         for n in range(10)
     )
     if sum(len(each.ids) for each in PodList.parse(data).holdings) != 5280:

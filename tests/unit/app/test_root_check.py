@@ -10,7 +10,7 @@ from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, Se
 from agent.cluster.reflector import Metadata
 from agent.kubelet.api import Refused
 from agent.model.demand import MPS
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from tests.unit.plugins.test_mps import Node
 
 NOBODY = SecurityContext(run_as_user=65534)
@@ -38,7 +38,7 @@ async def test_a_root_init_container_does_not_start_on_cores_that_its_successor_
     """The kubelet's records tell of the app container alone, which need not be root."""
     node = Node()
     node.lister.hold("p", node.uuids[0], range(10), range(2))
-    core = node.plugins[Half.CORE]
+    core = node.plugins[PairMember.CORE]
     core._root_check = check(
         pod("p", container("prepare", 10, SecurityContext(run_as_user=0)), main=container("main", 10))
     )

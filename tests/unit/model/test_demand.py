@@ -8,19 +8,19 @@ from agent.model.demand import (
     Container,
     Demand,
     Impossible,
-    Kind,
     Pod,
+    ResourcePair,
     Stage,
-    anchor_of,
     demand_of,
+    init_group_of,
     units,
 )
 
 
 def ask(
-    cores: int, blocks: int, stage: Stage = Stage.APP, kind: Kind = VGPU, name: str = "main"
+    cores: int, blocks: int, stage: Stage = Stage.APP, pair: ResourcePair = VGPU, name: str = "main"
 ) -> Container:
-    return Container(name, {kind.core: cores, kind.memory: blocks}, stage)
+    return Container(name, {pair.core: cores, pair.memory: blocks}, stage)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_container_that_asks_for_nothing_has_no_demand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cores", "blocks", "sentence"),
+    ("pair", "cores", "blocks", "sentence"),
     [
         (VGPU, 150, 4, "must be a multiple of 100"),
         (VGPU, 30, 0, "add tencent.com/vcuda-memory to its limits, or ask for 100 cores"),
@@ -53,17 +53,19 @@ def test_a_container_that_asks_for_nothing_has_no_demand() -> None:
         (MPS, 200, 3, "a share lies on one GPU"),
     ],
 )
-def test_impossible_demands_name_rule_and_remedy(kind: Kind, cores: int, blocks: int, sentence: str) -> None:
+def test_impossible_demands_name_rule_and_remedy(
+    pair: ResourcePair, cores: int, blocks: int, sentence: str
+) -> None:
     with pytest.raises(Impossible, match=sentence):
-        demand_of(kind, ask(cores, blocks, kind=kind))
+        demand_of(pair, ask(cores, blocks, pair=pair))
 
 
 def test_all_cores_of_an_mps_gpu_are_a_share() -> None:
-    assert demand_of(MPS, ask(100, 3, kind=MPS)) == Demand(100, 3)
+    assert demand_of(MPS, ask(100, 3, pair=MPS)) == Demand(100, 3)
 
 
 @pytest.mark.parametrize(
-    ("kind", "memory_bytes", "blocks"),
+    ("pair", "memory_bytes", "blocks"),
     [
         (VGPU, 143771 << 20, 561),
         (VGPU, (256 << 20) - 1, 0),
@@ -72,13 +74,13 @@ def test_all_cores_of_an_mps_gpu_are_a_share() -> None:
         (MPS, 0, 0),
     ],
 )
-def test_blocks_are_whole_and_leave_the_reserve(kind: Kind, memory_bytes: int, blocks: int) -> None:
-    assert kind.blocks(memory_bytes) == blocks
+def test_blocks_are_whole_and_leave_the_reserve(pair: ResourcePair, memory_bytes: int, blocks: int) -> None:
+    assert pair.blocks(memory_bytes) == blocks
 
 
 def test_pods_without_asking_init_containers_tie_nothing() -> None:
     pod = Pod("d", "p", (Container("setup", {}, Stage.INIT), ask(20, 2), ask(30, 3, name="b")))
-    assert anchor_of(VGPU, pod) is None
+    assert init_group_of(VGPU, pod) is None
 
 
 def test_an_init_containers_heirs_share_its_gpu_up_to_their_peak() -> None:
@@ -92,38 +94,38 @@ def test_an_init_containers_heirs_share_its_gpu_up_to_their_peak() -> None:
             ask(5, 5, name="third"),
         ),
     )
-    anchor = anchor_of(VGPU, pod)
-    assert anchor is not None
-    assert anchor.members == {"init", "first", "second"}
-    assert anchor.peak == Demand(40, 40)
+    group = init_group_of(VGPU, pod)
+    assert group is not None
+    assert group.containers == {"init", "first", "second"}
+    assert group.peak == Demand(40, 40)
 
 
 def test_sidecars_inherit_and_keep() -> None:
     sidecar = ask(10, 10, Stage.SIDECAR, name="sidecar")
     pod = Pod("d", "p", (ask(30, 30, Stage.INIT, name="init"), sidecar, ask(30, 30)))
-    anchor = anchor_of(VGPU, pod)
-    assert anchor is not None
-    assert anchor.peak == Demand(40, 40)
-    assert anchor.members == {"init", "sidecar", "main"}
+    group = init_group_of(VGPU, pod)
+    assert group is not None
+    assert group.peak == Demand(40, 40)
+    assert group.containers == {"init", "sidecar", "main"}
 
 
 def test_a_whole_gpu_after_a_share_is_that_gpu() -> None:
-    anchor = anchor_of(VGPU, Pod("d", "p", (ask(30, 3, Stage.INIT, name="init"), ask(100, 0))))
-    assert anchor is not None
-    assert anchor.peak.whole == 1
-    assert anchor.peak.cores == 100
+    group = init_group_of(VGPU, Pod("d", "p", (ask(30, 3, Stage.INIT, name="init"), ask(100, 0))))
+    assert group is not None
+    assert group.peak.whole == 1
+    assert group.peak.cores == 100
 
 
 def test_a_share_out_of_several_whole_gpus_is_impossible() -> None:
     pod = Pod("d", "p", (ask(200, 0, Stage.INIT, name="init"), ask(50, 5)))
     with pytest.raises(Impossible, match="inherit units of 2 GPUs"):
-        anchor_of(VGPU, pod)
+        init_group_of(VGPU, pod)
 
 
 def test_more_cores_than_the_inherited_gpus_have_are_impossible() -> None:
     containers = (ask(30, 3, Stage.INIT, name="init"), ask(20, 3, name="first"), ask(100, 3, name="second"))
     with pytest.raises(Impossible, match="of which 100 exist"):
-        anchor_of(VGPU, Pod("d", "p", containers))
+        init_group_of(VGPU, Pod("d", "p", containers))
 
 
 @pytest.mark.parametrize(("text", "count"), [("4", 4), ("1k", 1000), ("2Ki", 2048), ("0", 0)])

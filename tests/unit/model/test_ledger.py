@@ -1,19 +1,19 @@
 """The ledger: rooms after holdings and promises, and when promises end."""
 
 from agent.model.demand import VGPU, Demand, Pod
-from agent.model.ledger import Half, Held, Holder, Holdings, Ledger, Reservation, Room, Stock
+from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, Room, UnitPool
 
 A, B = "GPU-a", "GPU-b"
 ME, OTHER = Holder("d", "me", "main"), Holder("d", "other", "main")
 MINE, THEIRS, NOBODY = Pod("d", "me", ()), Pod("d", "other", ()), Holder("d", "nobody", "main")
 
 
-def stock(gpu: str, index: int) -> Stock:
-    return Stock.of(VGPU, gpu, index, 40 << 28)
+def pool(gpu: str, index: int) -> UnitPool:
+    return UnitPool.of(VGPU, gpu, index, 40 << 28)
 
 
 def ledger(*held: Held) -> Ledger:
-    return Ledger({A: stock(A, 0), B: stock(B, 1)}, Holdings(held))
+    return Ledger({A: pool(A, 0), B: pool(B, 1)}, Holdings(held))
 
 
 def cores(gpu: str, first: int, count: int) -> frozenset[str]:
@@ -35,13 +35,15 @@ def rooms(
 
 
 def test_a_stock_has_all_units_of_a_gpu() -> None:
-    made = stock(A, 0)
+    made = pool(A, 0)
     assert (made.cores[0], made.cores[-1], len(made.cores)) == (f"{A}::c0", f"{A}::c99", 100)
     assert (made.blocks[0], made.blocks[-1], len(made.blocks)) == (f"{A}::m0", f"{A}::m39", 40)
 
 
 def test_rooms_are_what_is_neither_held_nor_promised() -> None:
-    book = ledger(Held(OTHER, Half.CORE, cores(A, 0, 30)), Held(OTHER, Half.MEMORY, blocks(A, 0, 5)))
+    book = ledger(
+        Held(OTHER, PairMember.CORE, cores(A, 0, 30)), Held(OTHER, PairMember.MEMORY, blocks(A, 0, 5))
+    )
     book = book.promised(Reservation(ME, MINE, Demand(20, 10), (A,), expires=10.0))
     room = rooms(book)[A]
     assert (room.cores, room.blocks, room.untouched) == (50, 25, False)
@@ -50,13 +52,13 @@ def test_rooms_are_what_is_neither_held_nor_promised() -> None:
 
 
 def test_answered_ids_count_once() -> None:
-    promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(Half.CORE, cores(A, 0, 20))
-    book = ledger(Held(ME, Half.CORE, cores(A, 0, 20))).promised(promise)
+    promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 20))
+    book = ledger(Held(ME, PairMember.CORE, cores(A, 0, 20))).promised(promise)
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (80, 30)
 
 
 def test_a_gpu_that_is_held_or_promised_whole_has_no_room() -> None:
-    book = ledger(Held(OTHER, Half.CORE, cores(A, 0, 100)))
+    book = ledger(Held(OTHER, PairMember.CORE, cores(A, 0, 100)))
     assert book.whole == {A}
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 0)
     promised = ledger().promised(Reservation(OTHER, THEIRS, Demand(100, 0, whole=1), (B,), 10.0))
@@ -65,27 +67,31 @@ def test_a_gpu_that_is_held_or_promised_whole_has_no_room() -> None:
 
 
 def test_all_cores_sold_in_shares_leave_memory_to_sell() -> None:
-    book = ledger(Held(OTHER, Half.CORE, cores(A, 0, 60)), Held(ME, Half.CORE, cores(A, 60, 40)))
+    book = ledger(Held(OTHER, PairMember.CORE, cores(A, 0, 60)), Held(ME, PairMember.CORE, cores(A, 60, 40)))
     assert book.whole == frozenset()
     assert rooms(book)[A].blocks == 40
 
 
 def test_inherited_units_are_room_for_their_heir() -> None:
-    book = ledger(Held(ME, Half.CORE, cores(A, 0, 100)))
+    book = ledger(Held(ME, PairMember.CORE, cores(A, 0, 100)))
     assert rooms(book, ME, own=cores(A, 0, 100))[A].untouched
     assert rooms(book, ME, cores(A, 0, 100), also=blocks(A, 0, 40))[A].blocks == 0
 
 
 def test_promises_end_when_shown_late_or_over() -> None:
     held = cores(A, 0, 20)
-    kept = Reservation(ME, MINE, Demand(20, 0), (A,), 10.0).with_ids(Half.CORE, held).with_grant(Half.CORE)
-    opened = Reservation(OTHER, THEIRS, Demand(20, 10), (A,), 10.0).with_grant(Half.CORE)
+    kept = (
+        Reservation(ME, MINE, Demand(20, 0), (A,), 10.0)
+        .with_ids(PairMember.CORE, held)
+        .with_grant(PairMember.CORE)
+    )
+    opened = Reservation(OTHER, THEIRS, Demand(20, 10), (A,), 10.0).with_grant(PairMember.CORE)
     book = ledger().promised(kept).promised(opened)
     assert kept.complete
     assert not opened.complete
     # One that is not shown yet goes on: a record may be older than it, and init containers stand in it late.
     assert book.observed(Holdings(), lambda _: False) is book
-    shown = Holdings((Held(ME, Half.CORE, held),))
+    shown = Holdings((Held(ME, PairMember.CORE, held),))
     assert book.observed(shown, lambda _: False).reservations == (opened,)
     assert book.observed(Holdings(), lambda each: each.pod is THEIRS).reservations == (kept,)
     assert book.expired(10.0).reservations == ()

@@ -13,24 +13,26 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.kubelet.record import KnownPod, Record, View, join
-from agent.model.demand import VGPU, Container, Kind, Pod, Stage
+from agent.model.demand import VGPU, Container, Pod, ResourcePair, Stage
 from agent.model.gpu import Gpu
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.facts import Identity
 from agent.pairing.ports import PairRefused, PodsUnavailable
 from agent.pairing.reducer import Grant, Rules
 from agent.pairing.requester import resource_of
+from agent.pairing.resolver import RequesterResolver
 from agent.plugins.fractions import Shares, Sharing
 
 Key = tuple[str, str]
 
 
-def share(name: str, cores: int, blocks: int, stage: Stage = Stage.APP, kind: Kind = VGPU) -> Container:
-    """A container that asks for a pair; 0 leaves a half out."""
-    limits = {kind.core: cores, kind.memory: blocks}
+def share(
+    name: str, cores: int, blocks: int, stage: Stage = Stage.APP, pair: ResourcePair = VGPU
+) -> Container:
+    """A container that asks for a pair; 0 leaves a member out."""
+    limits = {pair.core: cores, pair.memory: blocks}
     return Container(name, {resource: count for resource, count in limits.items() if count}, stage)
 
 
@@ -78,9 +80,14 @@ class KubeletModel:
     """The device manager, and the agent under it."""
 
     def __init__(
-        self, gpus: int = 4, blocks: int = 40, seed: int = 0, kind: Kind = VGPU, mode: Mode = Mode.VGPU
+        self,
+        gpus: int = 4,
+        blocks: int = 40,
+        seed: int = 0,
+        pair: ResourcePair = VGPU,
+        mode: Mode = Mode.VGPU,
     ) -> None:
-        self.kind = kind
+        self.pair = pair
         self.random = random.Random(seed)
         self.inventory = Cell(machine(gpus, blocks))
         names = [state.uuid for state in self.inventory.value.gpus]
@@ -137,8 +144,8 @@ class KubeletModel:
                 if container.stage is Stage.INIT:
                     continue
                 containers.append((namespace, name, container.name))
-                for half in Half:
-                    resource = resource_of(self.kind, half)
+                for member in PairMember:
+                    resource = resource_of(self.pair, member)
                     if ids := admission.held.get((container.name, resource)):
                         holdings.append(Holding(namespace, name, container.name, resource, tuple(ids)))
         return PodList(tuple(holdings), tuple(containers))
@@ -158,17 +165,17 @@ class KubeletModel:
     def start_agent(self) -> None:
         """A new process that remembers nothing."""
         self._record = Record()
-        identity = Identity(self.kind, self, self)
-        self.pairing = Pairing(Rules(self.kind, self.policy), identity, clock=lambda: self.now)
-        sharing = Sharing(self.kind, self.mode)
+        resolver = RequesterResolver(self.pair, self, self)
+        self.pairing = Pairing(Rules(self.pair, self.policy), resolver, clock=lambda: self.now)
+        sharing = Sharing(self.pair, self.mode)
         self.shares = Shares(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()
 
     # The kubelet
 
-    def in_use(self, half: Half) -> frozenset[str]:
-        """IDs of a half that the kubelet counts as taken, those of init containers among them."""
-        resource = resource_of(self.kind, half)
+    def in_use(self, member: PairMember) -> frozenset[str]:
+        """IDs of a member that the kubelet counts as taken, those of init containers among them."""
+        resource = resource_of(self.pair, member)
         return frozenset().union(
             *(
                 ids
@@ -178,10 +185,10 @@ class KubeletModel:
             )
         )
 
-    def listed(self, half: Half) -> frozenset[str]:
+    def listed(self, member: PairMember) -> frozenset[str]:
         """All healthy IDs."""
-        stocks = self.pairing.ledger.stocks.values()
-        return frozenset().union(*(stock.id_set(half) for stock in stocks if stock.sellable))
+        pools = self.pairing.ledger.pools.values()
+        return frozenset().union(*(pool.id_set(member) for pool in pools if pool.sellable))
 
     async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
         """Take a pod up and give its containers devices. Raises Refused, AgentKilled; then it holds nothing.
@@ -204,8 +211,8 @@ class KubeletModel:
         reusable: dict[str, frozenset[str]] = {}
         step = 0
         for container in admission.pod.containers:
-            for half in self.random.sample(list(Half), 2):
-                resource = resource_of(self.kind, half)
+            for member in self.random.sample(list(PairMember), 2):
+                resource = resource_of(self.pair, member)
                 needed = container.limits.get(resource, 0)
                 if not needed:
                     continue
@@ -214,10 +221,10 @@ class KubeletModel:
                 if len(chosen) < needed:
                     interrupt(step)
                     step += 1
-                    chosen = await self._ask(half, needed, chosen)
+                    chosen = await self._ask(member, needed, chosen)
                 interrupt(step)
                 step += 1
-                grant = await self.pairing.allocate(half, self.random.sample(sorted(chosen), len(chosen)))
+                grant = await self.pairing.allocate(member, self.random.sample(sorted(chosen), len(chosen)))
                 self.grants.append(grant)
                 admission.held[container.name, resource] = frozenset(chosen)
             for (name, resource), ids in admission.held.items():
@@ -225,12 +232,12 @@ class KubeletModel:
                     kept = reusable.get(resource, frozenset())
                     reusable[resource] = kept | ids if container.stage is Stage.INIT else kept - ids
 
-    async def _ask(self, half: Half, needed: int, chosen: set[str]) -> set[str]:
-        free = self.listed(half) - (frozenset() if self.offers_held else self.in_use(half))
+    async def _ask(self, member: PairMember, needed: int, chosen: set[str]) -> set[str]:
+        free = self.listed(member) - (frozenset() if self.offers_held else self.in_use(member))
         if len(free) < needed - len(chosen):
             raise Refused("requested number of devices unavailable")
         offered = self.random.sample(sorted(free | chosen), len(free | chosen))
-        preferred = set(await self.pairing.prefer(half, needed, offered, tuple(chosen))) & (free | chosen)
+        preferred = set(await self.pairing.prefer(member, needed, offered, tuple(chosen))) & (free | chosen)
         chosen = chosen | set(sorted(preferred)[:needed])
         return chosen | set(self.random.sample(sorted(free - chosen), needed - len(chosen)))
 
@@ -242,7 +249,7 @@ class KubeletModel:
     # What must hold
 
     def gpus_of(self, key: Key, container: str) -> set[str]:
-        """GPUs on which a container has units, of whichever half."""
+        """GPUs on which a container has units, of whichever member."""
         held = self.taken_up[key].held
         return {
             each.partition("::")[0] for (name, _), ids in held.items() if name == container for each in ids
@@ -250,12 +257,12 @@ class KubeletModel:
 
     def free_on_best(self, cores: int, blocks: int) -> bool:
         """Whether in truth some GPU has room for a share."""
-        for stock in self.pairing.ledger.stocks.values():
-            if stock.gpu in self.held_whole():
+        for pool in self.pairing.ledger.pools.values():
+            if pool.gpu in self.held_whole():
                 continue
             room = (
-                len(stock.core_set - self.in_use(Half.CORE)),
-                len(stock.block_set - self.in_use(Half.MEMORY)),
+                len(pool.core_set - self.in_use(PairMember.CORE)),
+                len(pool.block_set - self.in_use(PairMember.MEMORY)),
             )
             if room[0] >= cores and room[1] >= blocks:
                 return True
@@ -264,5 +271,5 @@ class KubeletModel:
     def held_whole(self) -> set[str]:
         """GPUs of which one container holds all cores."""
         large = [ids for each in self.taken_up.values() for ids in each.held.values() if len(ids) >= 100]
-        stocks = self.pairing.ledger.stocks.values()
-        return {stock.gpu for stock in stocks for ids in large if stock.core_set <= ids}
+        pools = self.pairing.ledger.pools.values()
+        return {pool.gpu for pool in pools for ids in large if pool.core_set <= ids}

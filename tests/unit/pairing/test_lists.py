@@ -7,7 +7,7 @@ import pytest
 from agent._proto import v1beta1
 from agent.kubelet.api import Refused
 from agent.model.demand import Stage
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.pairing.ports import PairRefused
 from agent.plugins.fractions import Sharing, plugins_of
@@ -23,32 +23,32 @@ class Kubelet(KubeletModel):
 
     def __init__(self, trim: bool = True, gpus: int = 2, blocks: int = 40, seed: int = 0) -> None:
         self.trim = trim
-        self.known: dict[Half, frozenset[str]] = {}
+        self.known: dict[PairMember, frozenset[str]] = {}
         super().__init__(gpus, blocks, seed)
 
     def start_agent(self) -> None:
         super().start_agent()
-        self.shares.sharing = Sharing(self.kind, self.mode, self.trim)
+        self.shares.sharing = Sharing(self.pair, self.mode, self.trim)
         self.plugins = plugins_of(self.shares, Injector(load(None, {}, [])))
         self.read()
 
     def read(self) -> None:
         """The kubelet takes in the lists of now."""
-        for half, plugin in self.plugins.items():
+        for member, plugin in self.plugins.items():
             plugin.refresh()
             found = v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices
-            self.known[half] = frozenset(each.id for each in found if each.health == "Healthy")
+            self.known[member] = frozenset(each.id for each in found if each.health == "Healthy")
 
-    def listed(self, half: Half) -> frozenset[str]:
-        return self.known[half]
+    def listed(self, member: PairMember) -> frozenset[str]:
+        return self.known[member]
 
     async def told(self) -> None:
         """The pod watch has told of an end, or the record was read; the lists follow at once."""
         await self.refresh()
         self.read()
 
-    def figures(self) -> dict[Half, tuple[int, int]]:
-        return {half: plugin.figures(self.modes.value) for half, plugin in self.plugins.items()}
+    def figures(self) -> dict[PairMember, tuple[int, int]]:
+        return {member: plugin.figures(self.modes.value) for member, plugin in self.plugins.items()}
 
 
 async def outcome(admission: Awaitable[None]) -> str:
@@ -77,7 +77,7 @@ async def test_waiting_pod_gets_the_freed_gpu(end: Callable[[Kubelet], None], tr
         await kubelet.admit(pod("a", share("main", 50, 40)))
         await kubelet.admit(pod("b", share("main", 70, 30)))
         await kubelet.told()
-        assert len(kubelet.listed(Half.CORE)) == (150 if trim else 200)
+        assert len(kubelet.listed(PairMember.CORE)) == (150 if trim else 200)
         end(kubelet)
         if trim:
             await kubelet.told()
@@ -121,7 +121,9 @@ async def test_restarted_kubelet_that_lists_nothing() -> None:
             assert await outcome(kubelet.admit(pod(f"late-{number}", share("main", 0, 3)))) == "runs"
         kubelet.heard = None
         await kubelet.told()
-        assert kubelet.pairing.ledger.held_ids == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
+        assert kubelet.pairing.ledger.held_ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
+            PairMember.MEMORY
+        )
 
 
 async def test_a_gpu_that_drains_keeps_its_holders_under_a_restarted_kubelet() -> None:
@@ -133,7 +135,7 @@ async def test_a_gpu_that_drains_keeps_its_holders_under_a_restarted_kubelet() -
     kubelet.modes.publish(Assignment({**kubelet.modes.value.gpus, first: drains}))
     await kubelet.told()
     before = kubelet.figures()
-    assert before == {Half.CORE: (160, 100), Half.MEMORY: (70, 40)}
+    assert before == {PairMember.CORE: (160, 100), PairMember.MEMORY: (70, 40)}
     kubelet.heard = set()
     await kubelet.told()
     assert kubelet.figures() == before

@@ -8,7 +8,7 @@ import pytest
 
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
 from agent.model.demand import MPS, Container, Demand, Pod, Stage
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.model.placement import ASSIGNED, Policy
 from agent.pairing.ports import Cause, PairRefused
@@ -43,15 +43,15 @@ def told(kubelet: KubeletModel) -> Told:
 
 
 def index(kubelet: KubeletModel, key: tuple[str, str], container: str = "main") -> list[int]:
-    stocks = kubelet.pairing.ledger.stocks
-    return sorted(stocks[gpu].index for gpu in kubelet.gpus_of(key, container))
+    pools = kubelet.pairing.ledger.pools
+    return sorted(pools[gpu].index for gpu in kubelet.gpus_of(key, container))
 
 
-async def first_half(kubelet: KubeletModel, half: Half, size: int) -> list[str]:
-    """The kubelet's two calls for one half, for whatever pod is taken up."""
-    free = kubelet.listed(half) - kubelet.in_use(half)
-    ids = list(await kubelet.pairing.prefer(half, size, sorted(free)))
-    await kubelet.pairing.allocate(half, ids)
+async def first_member(kubelet: KubeletModel, member: PairMember, size: int) -> list[str]:
+    """The kubelet's two calls for one member, for whatever pod is taken up."""
+    free = kubelet.listed(member) - kubelet.in_use(member)
+    ids = list(await kubelet.pairing.prefer(member, size, sorted(free)))
+    await kubelet.pairing.allocate(member, ids)
     return ids
 
 
@@ -141,15 +141,15 @@ async def test_two_readings_are_refused_unless_they_come_to_the_same() -> None:
     with pytest.raises(
         PairRefused, match="may be asked for by any of default/rejected, default/new"
     ) as refusal:
-        await first(kubelet, pod("new", share("main", 10, 5)), Half.CORE)
+        await first(kubelet, pod("new", share("main", 10, 5)), PairMember.CORE)
     assert refusal.value.cause is Cause.UNAVAILABLE
-    await first(kubelet, pod("same", share("main", 20, 7)), Half.CORE)
+    await first(kubelet, pod("same", share("main", 20, 7)), PairMember.CORE)
 
 
 async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.pairing.facts.LIST_SECONDS", 0.05)
+    monkeypatch.setattr("agent.pairing.resolver.LIST_SECONDS", 0.05)
     kubelet = KubeletModel()
 
     async def late(deadline: float = 0.05) -> PodList:
@@ -161,15 +161,15 @@ async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     # Either may be asking, and it makes no difference: four questions would have used up the call's time.
     waiting = pod("next", share("main", 20, 7))
     kubelet.api[waiting.key] = waiting
-    await first(kubelet, pod("same", share("main", 20, 7)), Half.CORE)
+    await first(kubelet, pod("same", share("main", 20, 7)), PairMember.CORE)
     assert kubelet.lists <= 2  # GetPreferredAllocation, Allocate
 
 
-async def first(kubelet: KubeletModel, new: Pod, half: Half) -> None:
-    """Take a pod up and make the calls for one half of its only container."""
+async def first(kubelet: KubeletModel, new: Pod, member: PairMember) -> None:
+    """Take a pod up and make the calls for one member of its only container."""
     kubelet.api[new.key] = new
     kubelet.taken_up[new.key] = Admission(new)
-    await first_half(kubelet, half, new.containers[0].limits[kubelet.kind.core])
+    await first_member(kubelet, member, new.containers[0].limits[kubelet.pair.core])
 
 
 async def test_without_specs_nothing_is_guessed() -> None:
@@ -261,16 +261,16 @@ async def test_a_call_that_is_given_up_leaves_the_next_one_well() -> None:
 async def test_ids_against_the_promise_are_refused() -> None:
     kubelet = KubeletModel(gpus=2)
     waiting = pod("a", share("main", 10, 5))
-    await first(kubelet, waiting, Half.CORE)
-    other = sorted(each for each in kubelet.listed(Half.MEMORY) if each.startswith("GPU-00000001"))[:5]
+    await first(kubelet, waiting, PairMember.CORE)
+    other = sorted(each for each in kubelet.listed(PairMember.MEMORY) if each.startswith("GPU-00000001"))[:5]
     with pytest.raises(PairRefused):
-        await kubelet.pairing.allocate(Half.MEMORY, other)
+        await kubelet.pairing.allocate(PairMember.MEMORY, other)
     with pytest.raises(PairRefused, match=r"is not a unit of tencent\.com/vcuda-memory"):
         await kubelet.pairing.allocate(
-            Half.MEMORY, [other[0], "GPU-00000001-0000-0000-0000-000000000000::m999"]
+            PairMember.MEMORY, [other[0], "GPU-00000001-0000-0000-0000-000000000000::m999"]
         )
     with pytest.raises(PairRefused, match="is not known on this node"):
-        await kubelet.pairing.allocate(Half.MEMORY, ["GPU-none::m1"])
+        await kubelet.pairing.allocate(PairMember.MEMORY, ["GPU-none::m1"])
 
 
 async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None:
@@ -282,7 +282,7 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
             kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, Sale.CLOSED)}))
             kubelet.shares.restock()
 
-    kubelet.listed = kubelet.pairing.ledger.stocks[gpu].id_set  # type: ignore[method-assign]
+    kubelet.listed = kubelet.pairing.ledger.pools[gpu].id_set  # type: ignore[method-assign]
     await kubelet.admit(pod("a", share("main", 10, 5)), drain)
     with pytest.raises(PairRefused, match="no GPU of this node is sold in this mode now"):
         await kubelet.admit(pod("b", share("main", 10, 5)))
@@ -290,13 +290,13 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
 
 async def test_mps_pairs_are_told_apart_by_the_same_code() -> None:
     kubelet = KubeletModel(
-        gpus=2, blocks=41, kind=MPS, mode=Mode.MPS
+        gpus=2, blocks=41, pair=MPS, mode=Mode.MPS
     )  # 10.25 GiB: 9 blocks beside the reserve
-    await kubelet.admit(pod("a", share("main", 100, 4, kind=MPS)))
-    await kubelet.admit(pod("b", share("main", 30, 9, kind=MPS)))
+    await kubelet.admit(pod("a", share("main", 100, 4, pair=MPS)))
+    await kubelet.admit(pod("b", share("main", 30, 9, pair=MPS)))
     assert index(kubelet, ("default", "b")) == [1]
     with pytest.raises(PairRefused, match=r"add nvidia\.com/mps-core"):
-        await kubelet.admit(pod("c", share("main", 0, 1, kind=MPS)))
+        await kubelet.admit(pod("c", share("main", 0, 1, pair=MPS)))
 
 
 async def test_spread_is_a_policy_of_the_node_too() -> None:
@@ -324,7 +324,9 @@ async def test_units_of_init_containers_are_known_after_a_restart() -> None:
     await kubelet.admit(both)
     kubelet.start_agent()
     await kubelet.refresh()
-    assert kubelet.pairing.ledger.held_ids == kubelet.in_use(Half.CORE) | kubelet.in_use(Half.MEMORY)
+    assert kubelet.pairing.ledger.held_ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
+        PairMember.MEMORY
+    )
     kubelet.end(both.key)
     await kubelet.refresh()
     assert not kubelet.pairing.ledger.held_ids
@@ -339,22 +341,22 @@ async def test_held_units_are_never_handed_out_again() -> None:
         units = [NOTHING.union(*each.held.values()) for each in kubelet.taken_up.values()]
         assert not units[0] & units[1]
         # The kubelet may pass over what is preferred: then the Allocate itself is refused.
-        held = sorted(each for each in kubelet.in_use(Half.CORE))[:30]
+        held = sorted(each for each in kubelet.in_use(PairMember.CORE))[:30]
         waiting = pod("c", share("main", 30, 10))
         kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
         with pytest.raises(PairRefused, match=r"is held by default/[ab], container main") as refusal:
-            await kubelet.pairing.allocate(Half.CORE, held)
+            await kubelet.pairing.allocate(PairMember.CORE, held)
         assert refusal.value.cause is Cause.UNAVAILABLE
         assert refusal.value.pod is not None
 
 
 async def test_mps_recalls_init_held_units() -> None:
     for seed in range(20):
-        kubelet = KubeletModel(gpus=2, blocks=141 * 4, seed=seed, kind=MPS, mode=Mode.MPS)
-        init = share("prepare", 10, 100, Stage.INIT, kind=MPS)
-        await kubelet.admit(pod("a", init, share("main", 5, 5, kind=MPS)))
+        kubelet = KubeletModel(gpus=2, blocks=141 * 4, seed=seed, pair=MPS, mode=Mode.MPS)
+        init = share("prepare", 10, 100, Stage.INIT, pair=MPS)
+        await kubelet.admit(pod("a", init, share("main", 5, 5, pair=MPS)))
         kubelet.start_agent()
-        await kubelet.admit(pod("b", share("main", 30, 60, kind=MPS)))
+        await kubelet.admit(pod("b", share("main", 30, 60, pair=MPS)))
         assert index(kubelet, ("default", "b")) == [1]
 
 
@@ -464,10 +466,10 @@ async def test_a_grant_says_who_got_what() -> None:
 
 async def test_units_that_stand_twice_or_lie_on_two_gpus_are_refused() -> None:
     kubelet = KubeletModel(gpus=2)
-    first, second = (stock.cores for stock in kubelet.pairing.ledger.stocks.values())
+    first, second = (pool.cores for pool in kubelet.pairing.ledger.pools.values())
     waiting = pod("a", share("main", 2, 5))
     kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
     for ids, told_as in (([first[0], first[0]], "stands twice"), ([first[0], second[0]], "lie on 2 GPUs")):
         with pytest.raises(PairRefused, match=told_as) as refusal:
-            await kubelet.pairing.allocate(Half.CORE, ids)
+            await kubelet.pairing.allocate(PairMember.CORE, ids)
         assert refusal.value.cause is Cause.INVALID

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from agent.kubelet.api import Refused
 from agent.model.demand import CORES, Pod, Stage
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.pairing.ports import PairRefused
 from tests.unit.pairing.kubelet_model import AgentKilled, KubeletModel, pod, share, undisturbed
 
@@ -97,7 +97,7 @@ class PairingMachine(RuleBasedStateMachine):
 
     @rule(cores=CORE_SIZES, blocks=BLOCK_SIZES)
     def fail_second_half(self, cores: int, blocks: int) -> None:
-        fired["fail second half"] += 1
+        fired["fail second member"] += 1
 
         def broken(step: int) -> None:
             if step == 2:
@@ -136,7 +136,7 @@ class PairingMachine(RuleBasedStateMachine):
     def reconcile(self) -> None:
         fired["reconcile"] += 1
         self.run(self.kubelet.refresh())
-        truth = self.kubelet.in_use(Half.CORE) | self.kubelet.in_use(Half.MEMORY)
+        truth = self.kubelet.in_use(PairMember.CORE) | self.kubelet.in_use(PairMember.MEMORY)
         ledger = self.kubelet.pairing.ledger
         assert ledger.held_ids == truth
         assert not any(
@@ -179,7 +179,7 @@ class PairingMachine(RuleBasedStateMachine):
         for key, admission in self.kubelet.taken_up.items():
             for container in admission.pod.containers:
                 gpus = self.kubelet.gpus_of(key, container.name)
-                cores = container.limits.get(self.kubelet.kind.core, 0)
+                cores = container.limits.get(self.kubelet.pair.core, 0)
                 assert len(gpus) == max(1, cores // CORES)
 
     @invariant()
@@ -189,8 +189,10 @@ class PairingMachine(RuleBasedStateMachine):
             mine = frozenset().union(*admission.held.values())
             seen.update(mine)
             for container in admission.pod.containers:
-                for half in Half:
-                    resource = self.kubelet.kind.core if half is Half.CORE else self.kubelet.kind.memory
+                for member in PairMember:
+                    resource = (
+                        self.kubelet.pair.core if member is PairMember.CORE else self.kubelet.pair.memory
+                    )
                     held = admission.held.get((container.name, resource), frozenset())
                     assert len(held) == container.limits.get(resource, 0)
         assert all(count == 1 for count in seen.values())
@@ -218,7 +220,7 @@ def test_pairs_stay_together_over_ten_thousand_steps() -> None:
         "memory only",
         "whole card",
         "init container",
-        "fail second half",
+        "fail second member",
         "restart",
         "expire",
         "free",

@@ -10,7 +10,7 @@ from agent._proto import v1beta1
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.api import Allocation, Mount, PreferenceRequest, Refused
 from agent.model.demand import VGPU, Stage
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.plugins import encode
 from agent.plugins.fractions import Sharing
@@ -29,13 +29,13 @@ class Node:
         self.kubelet = KubeletModel(gpus, BLOCKS)
         self.injector = Injector(load(environment={}))
         self.plugins = {
-            half: VgpuPlugin(self.kubelet.shares, half, self.injector, self.kubelet.inventory)
-            for half in Half
+            member: VgpuPlugin(self.kubelet.shares, member, self.injector, self.kubelet.inventory)
+            for member in PairMember
         }
 
-    def listed(self, half: Half) -> dict[int, tuple[int, int]]:
+    def listed(self, member: PairMember) -> dict[int, tuple[int, int]]:
         """By index of the GPU: how many units the list has, and how many of them are healthy."""
-        plugin = self.plugins[half]
+        plugin = self.plugins[member]
         plugin.refresh()
         found = {state.uuid: [0, 0] for state in self.kubelet.inventory.value.gpus}
         for device in v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices:
@@ -72,16 +72,16 @@ def test_encoded_devices_agree_with_betterproto2(ids: list[str], healthy: bool) 
 
 async def test_everything_is_listed_at_first() -> None:
     node = Node()
-    assert node.listed(Half.CORE) == dict.fromkeys((0, 1), (CORES, CORES))
-    assert node.listed(Half.MEMORY) == dict.fromkeys((0, 1), (BLOCKS, BLOCKS))
+    assert node.listed(PairMember.CORE) == dict.fromkeys((0, 1), (CORES, CORES))
+    assert node.listed(PairMember.MEMORY) == dict.fromkeys((0, 1), (BLOCKS, BLOCKS))
 
 
 async def test_a_share_changes_no_list() -> None:
     node = Node()
     versions = [plugin.lists.version for plugin in node.plugins.values()]
     await node.kubelet.admit(pod("a", share("main", 30, 10)))
-    node.listed(Half.CORE)
-    node.listed(Half.MEMORY)
+    node.listed(PairMember.CORE)
+    node.listed(PairMember.MEMORY)
     assert [plugin.lists.version for plugin in node.plugins.values()] == versions
 
 
@@ -89,26 +89,26 @@ async def test_the_memory_of_a_gpu_that_is_held_whole_leaves_the_list() -> None:
     node = Node()
     whole = pod("whole", share("main", 100, 3))
     await node.kubelet.admit(whole)
-    assert node.listed(Half.MEMORY) == {0: (3, 3), 1: (BLOCKS, BLOCKS)}
-    assert node.listed(Half.CORE)[0] == (CORES, CORES)
+    assert node.listed(PairMember.MEMORY) == {0: (3, 3), 1: (BLOCKS, BLOCKS)}
+    assert node.listed(PairMember.CORE)[0] == (CORES, CORES)
     await node.kubelet.pairing.reconcile()
-    assert node.listed(Half.MEMORY)[0] == (3, 3)
+    assert node.listed(PairMember.MEMORY)[0] == (3, 3)
     node.kubelet.end(whole.key)
     await node.kubelet.pairing.reconcile()
-    assert node.listed(Half.MEMORY)[0] == (BLOCKS, BLOCKS)
+    assert node.listed(PairMember.MEMORY)[0] == (BLOCKS, BLOCKS)
 
 
 async def test_cores_without_memory_leave_the_list() -> None:
     node = Node()
     await node.kubelet.admit(pod("a", share("main", 30, BLOCKS)))
-    assert node.listed(Half.CORE) == {0: (30, 30), 1: (CORES, CORES)}
-    assert node.listed(Half.MEMORY)[0] == (BLOCKS, BLOCKS)
+    assert node.listed(PairMember.CORE) == {0: (30, 30), 1: (CORES, CORES)}
+    assert node.listed(PairMember.MEMORY)[0] == (BLOCKS, BLOCKS)
 
 
 async def test_memory_without_cores_stays() -> None:
     node = Node()
     await node.kubelet.admit(pod("a", share("main", 60, 5), share("b", 40, 5)))
-    assert node.listed(Half.MEMORY) == dict.fromkeys((0, 1), (BLOCKS, BLOCKS))
+    assert node.listed(PairMember.MEMORY) == dict.fromkeys((0, 1), (BLOCKS, BLOCKS))
 
 
 async def test_units_of_init_containers_stay_listed() -> None:
@@ -116,14 +116,14 @@ async def test_units_of_init_containers_stay_listed() -> None:
     await node.kubelet.admit(pod("a", share("init", 60, 30, Stage.INIT), share("main", 10, BLOCKS)))
     await node.kubelet.pairing.reconcile()
     # The GPU has no memory left; the kubelet still counts 60 cores as the pod's, though no record shows 50.
-    assert node.listed(Half.CORE)[0] == (60, 60)
+    assert node.listed(PairMember.CORE)[0] == (60, 60)
 
 
 async def test_an_unhealthy_gpu_stays_listed_as_unhealthy() -> None:
     node = Node()
     node.set_health(1, "it has fallen off the bus")
-    for half, count in ((Half.CORE, CORES), (Half.MEMORY, BLOCKS)):
-        assert node.listed(half) == {0: (count, count), 1: (count, 0)}
+    for member, count in ((PairMember.CORE, CORES), (PairMember.MEMORY, BLOCKS)):
+        assert node.listed(member) == {0: (count, count), 1: (count, 0)}
 
 
 async def test_a_draining_gpu_lists_what_is_held_as_unhealthy() -> None:
@@ -131,18 +131,18 @@ async def test_a_draining_gpu_lists_what_is_held_as_unhealthy() -> None:
     holding = pod("a", share("main", 30, 10))
     await node.kubelet.admit(holding)
     node.set_mode(0, GpuMode(Mode.VGPU, Sale.CLOSED))
-    assert (node.listed(Half.CORE), node.listed(Half.MEMORY)) == ({0: (30, 0)}, {0: (10, 0)})
+    assert (node.listed(PairMember.CORE), node.listed(PairMember.MEMORY)) == ({0: (30, 0)}, {0: (10, 0)})
     node.kubelet.end(holding.key)
     await node.kubelet.pairing.reconcile()
-    assert (node.listed(Half.CORE), node.listed(Half.MEMORY)) == ({0: (0, 0)}, {0: (0, 0)})
+    assert (node.listed(PairMember.CORE), node.listed(PairMember.MEMORY)) == ({0: (0, 0)}, {0: (0, 0)})
     node.set_mode(0, GpuMode(Mode.VGPU))
-    assert node.listed(Half.CORE) == {0: (CORES, CORES)}
+    assert node.listed(PairMember.CORE) == {0: (CORES, CORES)}
 
 
 async def test_a_gpu_of_another_mode_lists_nothing() -> None:
     node = Node()
     node.set_mode(0, GpuMode(Mode.PGPU))
-    assert node.listed(Half.CORE) == {0: (0, 0), 1: (CORES, CORES)}
+    assert node.listed(PairMember.CORE) == {0: (0, 0), 1: (CORES, CORES)}
     new = pod("a", share("main", 30, 10))
     await node.kubelet.admit(new)
     assert node.kubelet.gpus_of(new.key, "main") == {node.kubelet.inventory.value.gpus[1].uuid}
@@ -153,9 +153,9 @@ async def test_figures_foretell_an_assignment() -> None:
     await node.kubelet.admit(pod("a", share("main", 30, 10)))
     uuids = [state.uuid for state in node.kubelet.inventory.value.gpus]
     ahead = Assignment({uuids[0]: GpuMode(Mode.VGPU, Sale.CLOSED), uuids[1]: GpuMode(Mode.VGPU)})
-    assert node.plugins[Half.CORE].figures(ahead) == (CORES + 30, CORES)
-    assert node.plugins[Half.MEMORY].figures(ahead) == (BLOCKS + 10, BLOCKS)
-    assert node.listed(Half.CORE)[0] == (CORES, CORES)
+    assert node.plugins[PairMember.CORE].figures(ahead) == (CORES + 30, CORES)
+    assert node.plugins[PairMember.MEMORY].figures(ahead) == (BLOCKS + 10, BLOCKS)
+    assert node.listed(PairMember.CORE)[0] == (CORES, CORES)
 
 
 async def test_only_the_part_of_a_changed_gpu_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ async def test_only_the_part_of_a_changed_gpu_is_made_anew(monkeypatch: pytest.M
 
     node.set_health(3, "broken")
     monkeypatch.setattr(encode, "devices", counting)
-    node.listed(Half.MEMORY)
+    node.listed(PairMember.MEMORY)
     assert made == [BLOCKS]
 
 
@@ -181,9 +181,9 @@ async def test_both_halves_show_the_same_gpu_and_nothing_else(cdi: bool) -> None
     answers: list[Allocation] = []
     allocate = node.kubelet.pairing.allocate
 
-    async def through_plugin(half: Half, ids: list[str]) -> tuple[str, ...]:
+    async def through_plugin(member: PairMember, ids: list[str]) -> tuple[str, ...]:
         node.kubelet.pairing.allocate = allocate  # type: ignore[method-assign]
-        answers.append(await node.plugins[half].allocate(ids))
+        answers.append(await node.plugins[member].allocate(ids))
         node.kubelet.pairing.allocate = through_plugin  # type: ignore[method-assign, assignment]
         return ()
 
@@ -206,9 +206,9 @@ async def test_a_mode_adds_conditions_and_answers_of_its_own() -> None:
         Mode.VGPU,
         unready=lambda uuid: "the daemon is not serving" if uuid == first else "",
         full=lambda uuid: "60 clients are connected" if uuid == second else "",
-        extras=lambda half, _ids, _gpus: Allocation({half.value: "1"}, (Mount("/pipe", "/run/pipe"),)),
+        extras=lambda member, _ids, _gpus: Allocation({member.value: "1"}, (Mount("/pipe", "/run/pipe"),)),
     )
-    assert node.listed(Half.CORE) == {0: (CORES, 0), 1: (0, 0)}
+    assert node.listed(PairMember.CORE) == {0: (CORES, 0), 1: (0, 0)}
     with pytest.raises(Refused):
         await node.kubelet.admit(pod("a", share("main", 30, 10)))
 
@@ -216,7 +216,7 @@ async def test_a_mode_adds_conditions_and_answers_of_its_own() -> None:
 async def test_ids_of_nobody_are_refused() -> None:
     node = Node()
     with pytest.raises(Refused):
-        await node.plugins[Half.CORE].prefer(PreferenceRequest(("x",), (), 1))
+        await node.plugins[PairMember.CORE].prefer(PreferenceRequest(("x",), (), 1))
     with pytest.raises(Refused, match="is not known on this node"):
-        await node.plugins[Half.CORE].allocate(["tencent.com/vcuda-core-17"])
+        await node.plugins[PairMember.CORE].allocate(["tencent.com/vcuda-core-17"])
     assert node.injector.software in (None, NodeSoftware("", ""))

@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.actor import Pairing
 from agent.plugins import mps
@@ -82,25 +82,25 @@ class Node:
         )
         self.pairing: Pairing = pairing
         self.conditions: Conditions = conditions
-        self.plugins: dict[Half, MpsPlugin] = dict(zip(Half, plugins, strict=True))
+        self.plugins: dict[PairMember, MpsPlugin] = dict(zip(PairMember, plugins, strict=True))
 
-    def figures(self, half: Half) -> tuple[int, int]:
+    def figures(self, member: PairMember) -> tuple[int, int]:
         modes = Assignment({uuid: GpuMode(Mode.MPS) for uuid in self.uuids})
-        self.plugins[half].refresh()
-        return self.plugins[half].figures(modes)
+        self.plugins[member].refresh()
+        return self.plugins[member].figures(modes)
 
 
 def test_one_gibibyte_of_each_gpu_is_kept_for_the_server() -> None:
     node = Node()
-    assert node.figures(Half.CORE) == (200, 200)
-    assert node.figures(Half.MEMORY) == (18, 18)
+    assert node.figures(PairMember.CORE) == (200, 200)
+    assert node.figures(PairMember.MEMORY) == (18, 18)
 
 
 def test_each_half_answers_its_own_caps_by_variables() -> None:
     node = Node()
     gpus = [node.snapshot.gpus[0].gpu]
-    core = node.conditions.extras(Half.CORE, ["a"] * 15, gpus)
-    memory = node.conditions.extras(Half.MEMORY, ["a"] * 4, gpus)
+    core = node.conditions.extras(PairMember.CORE, ["a"] * 15, gpus)
+    memory = node.conditions.extras(PairMember.MEMORY, ["a"] * 4, gpus)
     assert core.environment == {
         "CUDA_MPS_PIPE_DIRECTORY": "/run/gpu-node-agent/mps",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "15",
@@ -117,11 +117,11 @@ def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> N
     node = Node()
     node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
     assert node.injector.choice == Choice(False, node.injector.choice.reason)
-    answer = node.conditions.extras(Half.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
+    answer = node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
     assert answer.cdi_devices == ("gpu-node-agent.io/share=mps-memory-4",)
     assert not answer.environment
     node.injector.software = NodeSoftware("v1.28.0", "containerd://1.7.0")
-    assert not node.conditions.extras(Half.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu]).cdi_devices
+    assert not node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu]).cdi_devices
 
 
 async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_says_so() -> None:
@@ -129,12 +129,12 @@ async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_say
     lenient, strict = Node(), Node("mps.advisoryCaps=refuse")
     for node in (lenient, strict):
         node.injector.software = NodeSoftware("v1.36.3", "containerd://1.7.27")
-    assert lenient.figures(Half.CORE) == (200, 200)
-    assert strict.figures(Half.CORE) == (200, 0)
+    assert lenient.figures(PairMember.CORE) == (200, 200)
+    assert strict.figures(PairMember.CORE) == (200, 0)
     assert "containerd://1.7.27 is not known to inject CDI" in strict.conditions.unready(strict.uuids[0])
     with pytest.raises(Refused, match=r"mps\.advisoryCaps refuses"):
-        strict.conditions.extras(Half.CORE, ["a"], [strict.snapshot.gpus[0].gpu])
-    plugin = strict.plugins[Half.CORE]
+        strict.conditions.extras(PairMember.CORE, ["a"], [strict.snapshot.gpus[0].gpu])
+    plugin = strict.plugins[PairMember.CORE]
     async with anyio.create_task_group() as group:
         group.start_soon(plugin.run)
         await anyio.wait_all_tasks_blocked()
@@ -153,10 +153,10 @@ async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_say
 def test_ids_are_unhealthy_while_the_daemon_does_not_serve() -> None:
     node = Node()
     node.daemons.set(node.uuids[0])
-    assert node.figures(Half.CORE) == (200, 100)
-    assert node.figures(Half.MEMORY) == (18, 9)
+    assert node.figures(PairMember.CORE) == (200, 100)
+    assert node.figures(PairMember.MEMORY) == (18, 9)
     node.daemons.set()
-    assert node.figures(Half.CORE) == (200, 200)
+    assert node.figures(PairMember.CORE) == (200, 200)
 
 
 async def test_no_more_holders_than_clients_fit() -> None:
@@ -166,16 +166,16 @@ async def test_no_more_holders_than_clients_fit() -> None:
             f"p{number}", node.uuids[0], range(10 * number, 10 * number + 10), range(number, number + 1)
         )
     await node.pairing.reconcile()
-    assert node.figures(Half.CORE) == (200, 200)
+    assert node.figures(PairMember.CORE) == (200, 200)
     node.lister.hold("p2", node.uuids[0], range(50, 60), range(5, 6))
     await node.pairing.reconcile()
     assert "MPS serves 3" in node.conditions.full(node.uuids[0])
     # What is held stays, and nothing else of that GPU.
-    assert node.figures(Half.CORE) == (130, 130)
-    assert node.figures(Half.MEMORY) == (12, 12)
+    assert node.figures(PairMember.CORE) == (130, 130)
+    assert node.figures(PairMember.MEMORY) == (12, 12)
     del node.lister.holdings[-2:]
     await node.pairing.reconcile()
-    assert node.figures(Half.CORE) == (200, 200)
+    assert node.figures(PairMember.CORE) == (200, 200)
 
 
 def test_ceiling_is_the_table_unless_the_configuration_asks_for_less() -> None:
@@ -188,9 +188,9 @@ async def test_container_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -
     node = Node()
     node.lister.hold("p", node.uuids[0], range(10), range(2))
     ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
-    core = node.plugins[Half.CORE]
+    core = node.plugins[PairMember.CORE]
     assert core.needs_pre_start
-    assert not node.plugins[Half.MEMORY].needs_pre_start
+    assert not node.plugins[PairMember.MEMORY].needs_pre_start
     node.daemons.set(node.uuids[0])
     async with anyio.create_task_group() as group:
         group.start_soon(core.pre_start, ids)
@@ -206,7 +206,9 @@ async def test_cores_without_memory_never_start() -> None:
     node = Node()
     node.lister.hold("p", node.uuids[0], range(10), range(0))
     with pytest.raises(Refused, match=r"add nvidia\.com/mps-memory to its limits"):
-        await node.plugins[Half.CORE].pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+        await node.plugins[PairMember.CORE].pre_start(
+            [f"{node.uuids[0]}::sc{number}" for number in range(10)]
+        )
 
 
 @dataclass
@@ -230,7 +232,7 @@ async def test_root_pods_are_refused_where_the_configuration_says_so() -> None:
     node, users = Node(), Users(of_main="runAsUser is 0")
     node.lister.hold("p", node.uuids[0], range(10), range(2))
     ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
-    core = node.plugins[Half.CORE]
+    core = node.plugins[PairMember.CORE]
     core._root_check = users
     with pytest.raises(Refused, match="runAsNonRoot"):
         await core.pre_start(ids)
@@ -250,9 +252,11 @@ async def test_a_root_init_container_is_refused_though_another_inherited_its_cor
         def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
             raise AssertionError("both are known")
 
-    node.plugins[Half.CORE]._root_check = Users()
+    node.plugins[PairMember.CORE]._root_check = Users()
     with pytest.raises(Refused, match=r"default/p, container prepare may run as root"):
-        await node.plugins[Half.CORE].pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+        await node.plugins[PairMember.CORE].pre_start(
+            [f"{node.uuids[0]}::sc{number}" for number in range(10)]
+        )
 
 
 async def test_init_containers_are_one_client_and_none_beside_their_heirs() -> None:
@@ -273,7 +277,7 @@ async def test_an_init_container_whose_grant_is_long_ago_starts_unless_it_may_be
     node, users = Node(), Users()
     node.lister.hold("other", node.uuids[0], range(20, 30), range(2))
     ids = [f"{node.uuids[0]}::sc{number}" for number in range(10)]
-    core = node.plugins[Half.CORE]
+    core = node.plugins[PairMember.CORE]
     core._root_check = users
     await core.pre_start(ids)
     users.of_any = "init container load of default/q may run as root (runAsUser is 0)"

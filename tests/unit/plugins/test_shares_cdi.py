@@ -11,7 +11,7 @@ import pytest
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
-from agent.model.ledger import Half
+from agent.model.ledger import PairMember
 from agent.plugins import shares_cdi
 from tests.unit.pairing.kubelet_model import machine
 
@@ -26,10 +26,10 @@ def test_each_half_names_devices_of_its_own_that_exist() -> None:
     devices: list[dict[str, object]] = content["devices"]  # type: ignore[assignment]
     names = {f"{content['kind']}={device['name']}" for device in devices}
     assert len(names) == len(devices) == 1 + 100 + 139
-    core, memory = (set(shares_cdi.devices(half, UUID, 100)) for half in Half)
+    core, memory = (set(shares_cdi.devices(member, UUID, 100)) for member in PairMember)
     assert core | memory <= names
     assert not core & memory
-    assert set(shares_cdi.devices(Half.MEMORY, UUID, 139)) <= names
+    assert set(shares_cdi.devices(PairMember.MEMORY, UUID, 139)) <= names
 
 
 def test_edits_carry_the_caps_and_the_daemons_folders() -> None:

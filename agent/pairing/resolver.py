@@ -7,8 +7,8 @@ import anyio
 import structlog
 
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
-from agent.model.demand import Impossible, Kind, Pod
-from agent.model.ledger import Half, Reservation
+from agent.model.demand import Impossible, Pod, ResourcePair
+from agent.model.ledger import PairMember, Reservation
 from agent.pairing.ports import LIST_SECONDS, Cause, PairRefused, PodSource, PodsUnavailable, Record
 from agent.pairing.requester import Asker, Known, PodKey, Records, askers, resource_of, same_outcome
 
@@ -30,11 +30,11 @@ class Facts:
     absent: frozenset[PodKey] = frozenset()  # listed pods that the API server does not know
 
 
-class Identity:
+class RequesterResolver:
     """Names the container behind a request."""
 
-    def __init__(self, kind: Kind, record: Record, source: PodSource) -> None:
-        self._kind = kind
+    def __init__(self, pair: ResourcePair, record: Record, source: PodSource) -> None:
+        self._pair = pair
         self._record = record
         self._source = source
         self._known = Known()
@@ -49,10 +49,10 @@ class Identity:
 
     def read(self, listed: PodList) -> Records:
         """What a record says about the pair."""
-        return Records.of(self._kind, listed, self._known)
+        return Records.of(self._pair, listed, self._known)
 
-    async def who(
-        self, half: Half, size: int, reservations: Collection[Reservation], refused: Collection[str]
+    async def resolve(
+        self, member: PairMember, size: int, reservations: Collection[Reservation], refused: Collection[str]
     ) -> tuple[Facts, Asker]:
         """The container that asks for `size` units.
 
@@ -63,18 +63,18 @@ class Identity:
         for attempt in range(TRIES):
             if attempt:
                 await anyio.sleep(PAUSE_SECONDS)
-            facts = await self._facts(half)
-            found = self._askers(facts, half, size, reservations, refused)
+            facts = await self._facts(member)
+            found = self._askers(facts, member, size, reservations, refused)
             if not found and facts.records:
-                facts = await self._asked_anew(facts, facts.records, half)
-                found = self._askers(facts, half, size, reservations, refused)
+                facts = await self._asked_anew(facts, facts.records, member)
+                found = self._askers(facts, member, size, reservations, refused)
             if len(found) == 1 and not facts.unknown:
                 return facts, found[0]
             if facts.unknown or (facts.records is None and anyio.current_time() - began >= LIST_SECONDS):
                 break  # whoever took that long to say nothing leaves no time to be asked again
         if found and not facts.unknown and self._same(found):
             return facts, found[0]
-        raise self._nobody(facts, f"{size} of {resource_of(self._kind, half)}", found)
+        raise self._nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
 
     def _nobody(self, facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
         names = [f"{each.pod.namespace}/{each.pod.name}" for each in found]
@@ -95,22 +95,22 @@ class Identity:
 
     def _same(self, found: Collection[Asker]) -> bool:
         try:
-            return same_outcome(self._kind, found)
+            return same_outcome(self._pair, found)
         except Impossible:
             return False
 
     def _askers(
         self,
         facts: Facts,
-        half: Half,
+        member: PairMember,
         size: int,
         reservations: Collection[Reservation],
         refused: Collection[str],
     ) -> list[Asker]:
-        found = askers(self._kind, half, size, facts.records, facts.pods, reservations)
+        found = askers(self._pair, member, size, facts.records, facts.pods, reservations)
         return [each for each in found if each.pod.uid not in refused] or found
 
-    async def _facts(self, half: Half) -> Facts:
+    async def _facts(self, member: PairMember) -> Facts:
         records = await self.records()
         pods: dict[PodKey, Pod] = {}
         for pod in self._source.pods_on_node():
@@ -120,15 +120,15 @@ class Identity:
                 pods[pod.key] = pod
         if records is None:
             return Facts(None, pods)
-        missing = [key for key in records.pods - pods.keys() if records.lacks(key, half)]
+        missing = [key for key in records.pods - pods.keys() if records.lacks(key, member)]
         return await self._filled(Facts(records, pods), missing)
 
-    async def _asked_anew(self, facts: Facts, records: Records, half: Half) -> Facts:
+    async def _asked_anew(self, facts: Facts, records: Records, member: PairMember) -> Facts:
         """With fresh copies of listed pods whose known copy is over: they may have a namesake by now."""
         over = [
             key
             for key, pod in facts.pods.items()
-            if (pod.finished or pod.ending) and key in records.pods and records.lacks(key, half)
+            if (pod.finished or pod.ending) and key in records.pods and records.lacks(key, member)
         ]
         filled = await self._filled(facts, over)
         return replace(filled, unknown=facts.unknown)
