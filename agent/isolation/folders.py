@@ -1,8 +1,8 @@
-"""The folder of each container's limits: `<run>/limits/<key>/{about.json,limit,usage}`.
+"""The folder of each container's limits: `<run>/limits/<key>/{about.json,limits,usage}`.
 
 The key is made of the units that the container holds, which are its alone while it lives, and which the
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
-mounted by itself: `limit` read-only, `usage` as their own. What they can write is never trusted: no path is
+mounted by itself: `limits` read-only, `usage` as their own. What they can write is never trusted: no path is
 followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
 """
 
@@ -18,12 +18,13 @@ import msgspec
 
 from agent.isolation import layout
 from agent.isolation.errors import BadLayout, FolderUnusable
+from agent.isolation.layout import Limits, Usage
 from agent.kit import trees
 from agent.kit.selinux import label_for_pods
 from agent.model.ids import SEPARATOR
 
 FOLDER = "limits"
-ABOUT, LIMIT, USAGE = "about.json", "limit", "usage"
+ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
 
 
@@ -61,14 +62,14 @@ class LimitFolders:
             self.root.mkdir(parents=True, exist_ok=True)
             self.root.chmod(0o700)
             with trees.opened(self.root) as root:
-                for name in os.listdir(root):
+                for name in trees.names(root):
                     if name.startswith("."):
                         trees.remove(root, name)
 
     def keys(self) -> list[str]:
         """Folders that are there. Raises FolderUnusable."""
         with _problem_of(self.root), trees.opened(self.root) as root:
-            return sorted(name for name in os.listdir(root) if not name.startswith("."))
+            return sorted(name for name in trees.names(root) if not name.startswith("."))
 
     def path(self, key: str, name: str) -> Path:
         """A file of a folder, by the path that it has here and on the host."""
@@ -80,21 +81,20 @@ class LimitFolders:
         One that another pod left behind gives way: whoever had it mounted keeps the old files.
         """
         key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
-        device = layout.Device(about.gpu, about.memory_bytes, cores=about.cores)
-        limits = layout.limit_file(about.uid, (device,), strict=about.policy == "strict")
+        limits = _limits(about)
         with _problem_of(self.root / key), trees.opened(self.root) as root:
             os.mkdir(scratch, 0o700, dir_fd=root)
             try:
                 folder = os.open(scratch, trees.FOLDER, dir_fd=root)
                 try:
                     _write(folder, ABOUT, msgspec.json.encode(about), 0o600)
-                    _write(folder, LIMIT, limits, 0o444)
+                    _write(folder, LIMITS, limits, 0o444)
                     # Sparse: its pages are the container's memory, not the agent's.
-                    _write(folder, USAGE, layout.usage_header(), 0o666, layout.USAGE_BYTES)
+                    _write(folder, USAGE, layout.usage_head(1), 0o666, layout.USAGE_BYTES)
                 finally:
                     os.close(folder)
                 inner = self.root / scratch
-                if problem := label_for_pods(inner, inner / LIMIT, inner / USAGE):
+                if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
                     raise FolderUnusable(problem)
                 trees.remove(root, key)
                 os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
@@ -117,29 +117,39 @@ class LimitFolders:
             raise FolderUnusable(f"{self.path(key, ABOUT)} is of other units than its folder")
         return found
 
-    def device(self, key: str) -> layout.Device:
+    def limits(self, key: str) -> Limits:
         """The limits in force. Raises FolderUnusable."""
         with self._folder(key) as folder:
-            descriptor = _opened(folder, LIMIT, os.O_RDONLY)
+            descriptor = _opened(folder, LIMITS, os.O_RDONLY)
             try:
-                return layout.read_limits(os.pread(descriptor, layout.LIMIT_BYTES, 0))[0]
+                return layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
             except BadLayout as error:
-                raise FolderUnusable(f"{self.path(key, LIMIT)}: {error}") from error
+                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
             finally:
                 os.close(descriptor)
 
-    def set_device(self, key: str, device: layout.Device) -> None:
+    def put(self, key: str, limits: Limits) -> None:
         """Put limits in force, in the very file that the container has mounted. Raises FolderUnusable."""
         with self._folder(key) as folder:
-            descriptor = _opened(folder, LIMIT, os.O_RDWR)
+            descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:
-                layout.write_device(descriptor, 0, device)
+                layout.write_limits(descriptor, 0, limits)
             except BadLayout as error:
-                raise FolderUnusable(f"{self.path(key, LIMIT)}: {error}") from error
+                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
             finally:
                 os.close(descriptor)
 
-    def usage(self, key: str) -> layout.Usage | None:
+    def mend(self, key: str, about: About) -> None:
+        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, LIMITS, os.O_RDWR)
+            try:
+                os.pwrite(descriptor, _limits(about), 0)
+                os.ftruncate(descriptor, layout.LIMITS_BYTES)
+            finally:
+                os.close(descriptor)
+
+    def usage(self, key: str) -> Usage | None:
         """What the library says of the container's use; None: what is there says nothing. A hint.
 
         A region that its container made longer is cut back: it lies in the memory of the node.
@@ -150,7 +160,7 @@ class LimitFolders:
             try:
                 if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
                     os.ftruncate(descriptor, layout.USAGE_BYTES)
-                return layout.read_usage(os.pread(descriptor, layout.USAGE_HEAD_BYTES, 0))
+                return layout.read_usage(os.pread(descriptor, layout.USAGE_HEAD_BYTES, 0))[0]
             except BadLayout:
                 return None
             finally:
@@ -169,6 +179,11 @@ class LimitFolders:
                 yield folder
             finally:
                 os.close(folder)
+
+
+def _limits(about: About) -> bytes:
+    limits = Limits(about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict")
+    return layout.limit_file(key_of(about.ids), (limits,))
 
 
 @contextmanager

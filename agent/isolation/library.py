@@ -18,9 +18,12 @@ from agent.isolation.errors import LibraryUnusable
 from agent.kit import trees
 from agent.kit.selinux import label_for_pods
 
+# Where the image has it.
+IMAGE_FILE = "/opt/gpu-node-agent/lib/libgna-limits.so"
 FOLDER = "lib"
 NAME = "libgna-limits"
-# Where containers find it; the loader is told by a preload file, which no environment switches off.
+# Where containers find it, and it the two files of its limits (`clib/layout.h`). The loader knows of it by a
+# preload file, which no environment switches off.
 IN_CONTAINER = "/usr/lib/gpu-node-agent"
 PRELOAD_IN_CONTAINER = "/etc/ld.so.preload"
 LARGEST_BYTES = 32 << 20
@@ -84,7 +87,7 @@ def remove_unused(state: Path, used: Collection[str]) -> None:
     """Remove builds that are in nobody's use. Raises OSError."""
     folder = state / FOLDER
     with trees.opened(folder) as descriptor:
-        for name in os.listdir(descriptor):
+        for name in trees.names(descriptor):
             build = name.removeprefix(f"{NAME}-").partition(".")[0]
             # A dot file is what an agent that was killed had begun to write.
             if name.startswith(".") or (name.startswith(f"{NAME}-") and build not in used):
