@@ -19,7 +19,7 @@ from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import Fleet
 from agent.node.capacity import Capacity
-from agent.node.conditions import Reporter
+from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
@@ -123,7 +123,7 @@ class Agent:
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
     node: NodeParts | None = None
-    reporter: Reporter | None = None
+    state_writer: NodeStateWriter | None = None
     cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None

@@ -33,8 +33,8 @@ from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
-from agent.node.conditions import Reporter
-from agent.node.labels import follow as follow_labels
+from agent.node.conditions import NodeStateWriter
+from agent.node.labels import labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
@@ -178,16 +178,19 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.node:
-        labels: Cell[Mapping[str, str]] = Cell({})
         group.start_soon(spawn, "node capacity", run_node, agent.node, resources)
-        notes: Cell[Mapping[str, str]] = Cell({})
-        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
-        group.start_soon(spawn, "node report", agent.reporter.run)
-        group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
-        if settings.node_labels:
-            group.start_soon(
-                spawn, "node labels", follow_labels, snapshot, own.changes, lambda: own.labels() or {}, labels
-            )
+        annotations: Cell[Mapping[str, str]] = Cell({})
+
+        def labels(present: Mapping[str, str]) -> Mapping[str, str]:
+            return labels_of(snapshot.value, present) if settings.node_labels else {}
+
+        agent.state_writer = writers["report"] = NodeStateWriter(
+            own, agent.switcher.state, labels=labels, annotations=annotations, wake_on=(snapshot,)
+        )
+        group.start_soon(spawn, "node report", agent.state_writer.run)
+        group.start_soon(
+            spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, annotations
+        )
 
 
 def vocabulary_of(settings: Settings) -> Vocabulary:

@@ -18,7 +18,7 @@ def remarks(agent: Agent) -> list[str]:
             writers = [
                 ("node.status", agent.node.capacity if agent.node else None),
                 ("the node's taint", agent.node.taint if agent.node else None),
-                ("the Node object", agent.reporter),
+                ("the Node object", agent.state_writer),
             ]
             found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)
     if agent.configuration_problem:

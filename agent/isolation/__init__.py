@@ -1,1 +1,1 @@
-"""vGPU limits inside containers: limit files, usage regions, the enforcement library, which fences hold."""
+"""Limits of vGPU containers: their files, the library that enforces them, and who watches over both."""
