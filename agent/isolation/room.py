@@ -24,8 +24,8 @@ from agent.model.demand import VGPU
 log = structlog.get_logger()
 
 LOOK_SECONDS = 5.0
-# The kubelet's record shows what was granted some milliseconds later. A pod that was refused meanwhile, or an
-# answer that the kubelet never got, leaves a folder behind for so long.
+# The kubelet's record shows what was granted some milliseconds later. What it never shows, since the pod was
+# refused meanwhile or the kubelet never got the answer, leaves a folder behind for so long.
 GRACE_SECONDS = 30.0
 
 
@@ -95,7 +95,8 @@ class Isolation:
         self._namespaces = namespaces
         self._clock = clock
         self._library: Library | None = None
-        self._born: dict[str, float] = {}
+        self._born: dict[str, float] = {}  # folders, and since when they are known
+        self._held: frozenset[str] = frozenset()  # those that the record showed last
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
@@ -156,13 +157,14 @@ class Isolation:
         record = self._record.value
         if record is None:
             return
-        held, now = self._held(record), self._clock()
+        (before, held), now = (self._held, self._read(record)), self._clock()
+        self._held = held
         known = self.containers.value
         ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
         gone = [
             key
             for key, born in self._born.items()
-            if key not in held and (now - born >= GRACE_SECONDS or key in ended)
+            if key not in held and (key in before or key in ended or now - born >= GRACE_SECONDS)
         ]
         for key in gone:
             try:
@@ -248,7 +250,7 @@ class Isolation:
         except FolderUnusable as error:
             log.warning("limits_not_written", problem=str(error))
 
-    def _held(self, record: PodList) -> frozenset[str]:
+    def _read(self, record: PodList) -> frozenset[str]:
         """Keys of all that hold vGPU memory."""
         keys: dict[int, tuple[Holding, str]] = {}
         for each in record.holdings:

@@ -93,6 +93,36 @@ async def test_a_folder_goes_when_its_container_is_in_no_record(node: Node) -> N
     assert node.isolation.containers.value.keys() == {key_of(units())}
 
 
+async def test_a_folder_goes_at_once_when_the_record_shows_its_container_no_more(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(("a", units()))
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+    node.holding()
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+async def test_a_folder_that_cannot_be_removed_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: str) -> None:
+        raise FolderUnusable("busy")
+
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(("a", units()))
+    await node.isolation.tidy()
+    node.holding()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.isolation.folders, "remove", busy)
+        await node.isolation.tidy()
+    node.now += GRACE_SECONDS
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
 async def test_a_pod_that_has_ended_leaves_nothing_at_once(node: Node) -> None:
     await node.isolation.start()
     await node.isolation.admit(request("a"))
