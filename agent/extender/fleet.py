@@ -4,7 +4,7 @@ Built from the nodes' inventories and the bound pods. A choice counts from the m
 the API server confirms it; the watch then takes over, or a deadline lets go of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -175,20 +175,25 @@ class Fleet:
             return None if _by_totals(node, demand) else Picked((), (float("inf"),))
         return pick(self.rooms(name), demand, policy, self.mix, node.inventory.topology)
 
-    def sold(self) -> tuple[int, int]:
-        """Hundredths of GPUs that are held, and all there are, on nodes with an inventory."""
-        held = there = 0
-        for name, gpus, rooms in self._every():
-            del name
-            there += gpus
-            held += gpus - sum(room.cores for room in rooms.gpus) - CORES * rooms.units
-        return held, there
+    @property
+    def without_inventory(self) -> int:
+        """Nodes that offer GPU resources and have no inventory that can be used."""
+        return sum(bool(node.totals) and node.inventory is None for node in self._nodes.values())
 
-    def _every(self) -> Iterator[tuple[str, int, Rooms]]:
-        for name, node in self._nodes.items():
-            if node.inventory:
+    def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
+        """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.
+
+        `names`: of these nodes alone; None: of all.
+        """
+        held = there = 0
+        for name in list(self._nodes) if names is None else names:
+            node = self._nodes.get(name)
+            if node and node.inventory:
                 rooms = self.rooms(name)
-                yield name, CORES * (len(rooms.gpus) + rooms.all_units), rooms
+                capacity = CORES * (len(rooms.gpus) + rooms.all_units)
+                there += capacity
+                held += capacity - sum(room.cores for room in rooms.gpus) - CORES * rooms.units
+        return held, there
 
     # Inside
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import anyio.to_thread
 import structlog
+from anyio import get_cancelled_exc_class
 
 from agent.extender import wire
 from agent.extender.binder import Binder, NotBound
@@ -52,7 +53,7 @@ class Verbs:
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
         """Take the paths that gpu-admission's users know, and two more."""
         for path, act in (("predicates", self.filter), ("priorities", self.prioritize), ("bind", self.bind)):
-            server.add_post(f"{FOLDER}/{path}", self._told(path, act), most_bytes)
+            server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
     async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Nodes that the pod fits on, and why not the others."""
@@ -104,13 +105,22 @@ class Verbs:
             return _json(wire.bound(str(error))), "refused"
         return _json(wire.bound()), "ok"
 
-    def _told(self, verb: str, act: Act) -> Handler:
+    def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: Request) -> Reply:
             started = time.perf_counter()
-            reply, result = await self._answer(request, act)
-            self._metrics.requests.labels(verb, result).inc()
-            self._metrics.seconds.labels(verb).observe(time.perf_counter() - started)
-            return reply
+            # What is counted where no answer is made: too late, or a fault, which the server answers.
+            code, result = 500, "error"
+            try:
+                reply, result = await self._answer(request, act)
+                code = reply.status
+                return reply
+            except get_cancelled_exc_class():
+                code, result = 503, "late"
+                raise
+            finally:
+                self._metrics.requests.labels(verb, result).inc()
+                self._metrics.responses.labels(verb, str(code)).inc()
+                self._metrics.seconds.labels(verb).observe(time.perf_counter() - started)
 
         return handle
 

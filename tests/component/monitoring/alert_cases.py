@@ -252,7 +252,7 @@ CASES: dict[str, Case] = {
             series("gpu_agent_extender_watch_age_seconds", "30x5 60 120 180 240x20 0x9", resource="nodes"),
             series("gpu_agent_extender_watch_age_seconds", "60x60", resource="pods"),
         ],
-        {9: [], 13: one({"resource": "nodes"}, value="4m 0s"), 34: []},
+        {6: [], 13: one({"resource": "nodes"}, value="4m 0s"), 34: []},
     ),
     "GPUExtenderRefusals": Case(
         [

@@ -65,15 +65,18 @@ async def test_a_failing_gpu_loses_only_its_own_sample_and_comes_back(logs: Logs
 
 
 async def test_a_gpu_that_hangs_holds_one_thread_and_no_other_gpu() -> None:
-    parts = Parts(deadline=0.05)
+    parts = Parts(deadline=1.0)
     uuids = parts.scan()
     parts.machine.hang("nvmlDeviceGetHandleByUUID", gpu=2)
     async with running(parts.sampler):
-        samples = await rounds(parts.sampler, 6)
-        assert set(samples.taken) == set(uuids) - {uuids[2]}
-        assert parts.lane.stuck == 1
+        # The round in which it is found out takes the deadline, all later ones leave it out.
+        for _ in range(4):
+            samples = await rounds(parts.sampler, 1)
+            assert set(samples.taken) == set(uuids) - {uuids[2]}
+            assert parts.lane.stuck == 1
+        assert set(samples.failures) == {uuids[2]}
         parts.machine.clear_faults()
-        with anyio.fail_after(5):
+        with anyio.fail_after(20):
             await parts.sampler.samples.wait_for(lambda newest: set(newest.taken) == set(uuids))
     parts.lane.close()
 
