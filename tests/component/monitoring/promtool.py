@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ from tests.prometheus_binaries import programs
 
 Labels = Mapping[str, str]
 Document = dict[str, Any]
+NO_LABELS: Labels = MappingProxyType({})
 # Rules read what groups before theirs have just recorded.
 ORDER = (
     "gpu-node-agent-recording",
@@ -42,12 +44,12 @@ def series(metric: str, values: str, **labels: str) -> Document:
     return {"series": f"{metric}{{{inside}}}", "values": values}
 
 
-def restarted(metric: str, value: float, before: Labels | None = None, **labels: str) -> Iterator[Document]:
+def restarted(metric: str, value: float, before: Labels = NO_LABELS, /, **labels: str) -> Iterator[Document]:
     """The same figure of two targets: one ends in minute 10, its successor begins in minute 12.
 
     `before`: labels that only the first one has, or has otherwise.
     """
-    first = {**labels, **(before or {})}
+    first = {**labels, **before}
     yield series(metric, f"{value!r}x10 stale", **first, instance="10.0.0.1:9446", job="first")
     yield series(metric, f"_x12 {value!r}x120", **labels, instance="10.0.0.2:9446", job="second")
 

@@ -60,7 +60,7 @@ def written(resource: str) -> str:
     return re.sub(r"\W", "_", resource)
 
 
-EVERYWHERE = {
+EVERYWHERE: dict[str, dict[str, float]] = {
     "gpu:gpu_agent_utilization:mean5m": {N0: 0.5, N1: 0.25},
     "gpu:gpu_agent_utilization:max5m": {N0: 0.9, N1: 0.75},
     "gpu:gpu_agent_memory_used_bytes:mean5m": {N0: 10 * GIB, N1: 20 * GIB},
@@ -107,7 +107,7 @@ EVERYWHERE = {
     "resource:gpu_demand_unsatisfied:sum": {'{resource="tencent_com_vcuda_core"}': 80},
 }
 # Totals by minute; a minute without the agent is not charged, while the mean of its use reaches over it.
-TOTALS = {
+TOTALS: dict[str, dict[int, dict[str, float]]] = {
     "namespace_month:gpu_agent_gpu_hours:sum": {
         9: {MONTH_A: 10 * 0.75 / 60, MONTH_B: 10 * 0.5 / 60},
         31: {MONTH_A: 31 * 0.75 / 60, MONTH_B: 31 * 0.5 / 60},
@@ -125,8 +125,8 @@ TOTALS = {
 
 def of_the_agent() -> Iterator[Document]:
     yield from restarted("gpu_agent_ready", 1, AGENT, node="n", **NEXT)
-    for metric, values in BY_GPU.items():
-        for (gpu, index), value in zip(GPUS.items(), values, strict=True):
+    for metric, pair in BY_GPU.items():
+        for (gpu, index), value in zip(GPUS.items(), pair, strict=True):
             yield from restarted(f"gpu_agent_{metric}", value, AGENT, node="n", gpu=gpu, index=index, **NEXT)
     for namespace, pod, gpu, mode, *values in CONTAINERS:
         labels = {"namespace": namespace, "pod": pod, "container": "main"}
