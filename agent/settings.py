@@ -12,6 +12,7 @@ from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.model.layout import Entry, faults_of
 from agent.model.modes import ALIASES, FOREIGN_VALUES, SWITCHING, Mode
+from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
@@ -158,6 +159,11 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
+    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
+    enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # The enforcement library by full path, as the agent sees it; null: that of the image.
+    library: AbsolutePath | None = None
 
 
 class Mps(Section, frozen=True):
@@ -272,13 +278,7 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
-    longest = len(os.fsencode(settings.host.run)) + len(CONTROL_SOCKET)
-    if longest > LONGEST_SOCKET_PATH:
-        sentence = (
-            f"makes the path of the agent's socket {longest} bytes long, and the kernel takes "
-            f"{LONGEST_SOCKET_PATH}; name a shorter folder"
-        )
-        faults.append(("host.run", sentence))
+    faults += _long_socket_path(settings)
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:
         sentence = (
@@ -287,6 +287,21 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
         )
         faults.append(("sampling.windowSeconds", sentence))
     return faults
+
+
+def _long_socket_path(settings: Settings) -> list[tuple[str, str]]:
+    """A run folder below which a socket cannot be made: the task that makes it would fail for ever."""
+    owner, below, remedy = "the agent's socket", CONTROL_SOCKET, "name a shorter folder"
+    if settings.modes.mps:
+        owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
+        remedy += ", or set modes.mps: false"
+    length = len(os.fsencode(settings.host.run)) + len(below)
+    if length <= LONGEST_SOCKET_PATH:
+        return []
+    sentence = (
+        f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
+    )
+    return [("host.run", sentence)]
 
 
 def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:

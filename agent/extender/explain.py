@@ -10,7 +10,7 @@ from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.eviction import would_have_to_go
 from agent.extender.fleet import Fleet
-from agent.extender.fleet_rooms import PodClaim
+from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
 from agent.extender.objects import (
     NodeFacts,

@@ -11,8 +11,8 @@ from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodSpec, PodStatus
 from agent.cluster.reflector import Metadata
-from agent.extender.fleet import BoundPod, PodClaim
-from agent.extender.fleet_rooms import Held
+from agent.extender.fleet import BoundPod
+from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.ids import BadDeviceId, Unit, parse

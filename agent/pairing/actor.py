@@ -111,6 +111,12 @@ class Pairing:
             self._publish()
         return grant
 
+    def turn_away(self, pod: Pod, message: str) -> None:
+        """Take back all that a pod was granted: its admission fails as a whole."""
+        self.stats.refused += 1
+        self._become(self._state.turned_away(pod))
+        self._recorder.refused(pod, message)
+
     async def _found(self, call: Call) -> Reservation:
         """A promise for whoever asks: the open one of that container, or a new one."""
         refused = self._state.refused
@@ -146,10 +152,10 @@ class Pairing:
         try:
             yield
         except PairRefused as refusal:
-            self.stats.refused += 1
-            if refusal.pod is not None:
-                self._become(self._state.turned_away(refusal.pod))
-                self._recorder.refused(refusal.pod, str(refusal))
+            if refusal.pod is None:
+                self.stats.refused += 1
+            else:
+                self.turn_away(refusal.pod, str(refusal))
             raise
 
     def _forget_late(self) -> None:

@@ -19,7 +19,7 @@ from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import SharePlugin, Shares, Sharing
+from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 
@@ -63,6 +63,7 @@ def build(
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
+    fence: Fence = no_fence,
 ) -> tuple[Shares, list[VgpuPlugin]]:
     """The two resources and what they share."""
 
@@ -72,7 +73,6 @@ def build(
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
-    shares = Shares(
-        Sharing(VGPU, Mode.VGPU, not settings.cluster.extender), inventory, modes, pairing, record.cell
-    )
+    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
+    shares = Shares(sharing, inventory, modes, pairing, record.cell)
     return shares, [VgpuPlugin(shares, member, injector, inventory) for member in PairMember]
