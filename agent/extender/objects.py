@@ -155,6 +155,11 @@ _MODES = {
 _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
 
+def asks_for_share(pod: Pod) -> bool:
+    """Whether any of its containers asks for a share of a GPU."""
+    return any(_FRACTIONS & each.limits.keys() for each in pod.containers)
+
+
 def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:
     """What the pod holds by the kubelet's records; None while they do not show all of it."""
     statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
