@@ -104,6 +104,14 @@ class Isolation:
         """What holds for pods of a namespace."""
         return self._namespaces(namespace) or self._policy
 
+    def age(self, key: str) -> float:
+        """For how many seconds a folder has been known."""
+        return self._clock() - self._born.get(key, self._clock())
+
+    def library_file(self, about: About) -> Path:
+        """The library that a container was given, on the host."""
+        return Library(self._state / libraries.FOLDER, about.build).file
+
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
         try:

@@ -1,6 +1,6 @@
 """What pairing needs of the outside, and how it says no."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -77,8 +77,14 @@ class Recorder(Protocol):
     def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
         """A container has its GPUs; to be written to the pod's annotations in the background.
 
-        `last`: no later container of the pod asks for GPUs of this kind.
+        `last`: no later container of the pod asks for GPUs of this pair.
         """
+
+    def note(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """The pod is to have these annotations; to be written in the background."""
+
+    def tell(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        """An event of the pod."""
 
 
 class LogRecorder:
@@ -93,3 +99,9 @@ class LogRecorder:
 
     def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
         """Nothing to write back."""
+
+    def note(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """Nothing to write back."""
+
+    def tell(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        """Logged by whoever tells it."""
