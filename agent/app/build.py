@@ -73,9 +73,9 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
-        from agent.pairing.cluster_pods import inform  # noqa: PLC0415  loads the client
+        from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the client
 
-        inform(agent.holdings, agent.cluster.pods, agent.cluster.node.name)
+        ClusterPods(agent.cluster.pods).inform(agent.holdings, agent.cluster.node.name)
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))

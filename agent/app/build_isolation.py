@@ -19,7 +19,7 @@ from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
-from agent.pairing.ports import LogRecorder, Recorder
+from agent.pairing.ports import Recorder
 from agent.pairing.reducer import Grant
 from agent.telemetry import limits as limit_metrics
 from agent.telemetry.attribution import Grade
@@ -63,12 +63,12 @@ async def build_isolation(agent: Agent, group: TaskGroup, recorder: Recorder | N
         _namespaces(agent, group),
     )
     await isolation.start()
-    publisher = Publisher(isolation, recorder or LogRecorder())
+    publisher = Publisher(isolation, recorder or Recorder())
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
         watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
-        group.start_soon(spawn, "limits told", publisher.follow, watch)
+        group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.metric_parts.append(limit_metrics.part(publisher))
     return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement))
 
@@ -110,7 +110,7 @@ async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:
 
 
 def round_of(uses: Uses) -> list[Measured]:
-    """The vGPU containers of which the driver tells process by process."""
+    """The vGPU containers which the driver measures process by process."""
     return [
         Measured(
             (share.namespace, share.pod, share.container, share.gpu),
@@ -132,7 +132,7 @@ def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None
 
     labels = NamespaceLabels(agent.cluster.api)
     group.start_soon(agent.supervisor.restarting, "namespace watch", labels.run)
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
 
     def of(namespace: str) -> Policy | None:
         value = labels.of(namespace)
@@ -141,8 +141,8 @@ def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None
         try:
             return Policy(value)
         except ValueError:
-            if told.get(namespace) != value:
-                told[namespace] = value
+            if reported.get(namespace) != value:
+                reported[namespace] = value
                 known = ", ".join(each.value for each in Policy)
                 log.warning(
                     "namespace_label_ignored", namespace=namespace, label=LABEL, value=value, known=known

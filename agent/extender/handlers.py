@@ -65,10 +65,10 @@ class Verbs:
             return _json(wire.filtered(asked, [], refused, unresolvable=True)), "impossible"
         if wish.demand.nothing:
             return _json(wire.filtered(asked, list(asked.names), {})), "ok"
-        fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+        fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
         if not fitting and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
-            fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+            fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
         return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
@@ -87,7 +87,7 @@ class Verbs:
             wish = serving.binder.wish(as_model(asked.pod))
         except Impossible:
             return _json(wire.prioritized(asked.names, [0] * len(asked.names))), "impossible"
-        scores = serving.verdicts.rank(wish.demand, wish.policy, asked.names)
+        scores = await serving.verdicts.rank(wish.demand, wish.policy, asked.names)
         return _json(wire.prioritized(asked.names, scores)), "ok"
 
     async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:

@@ -1,4 +1,4 @@
-"""Which fences hold for each container: told to its owner by an annotation and events, and to `status`."""
+"""Which fences hold for each container: published as annotation and events of its pod, and in `status`."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from agent.model.demand import Pod
 log = structlog.get_logger()
 
 ANNOTATION = "gpu-node-agent.io/limits"
-# Until the kubelet's record shows a container, nobody can measure it: it is told of without the sweep then.
+# Until the kubelet's record shows a container nobody measures it; after so long it is published without.
 PATIENCE_SECONDS = 10.0
 MIB = 1 << 20
 
@@ -25,38 +25,38 @@ class Fence(Enum):
 
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
-    SWEEP = "sweep"  # whoever is above its cap is told of
+    SWEEP = "sweep"  # whoever is above its cap is reported
 
 
 class Owners(Protocol):
     """The owners of pods; nothing here waits."""
 
-    def note(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         """Annotations of the pod are to be these."""
 
-    def tell(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
         """Something happened to the pod."""
 
 
 class Publisher:
-    """Tells owners, and answers what holds for a container."""
+    """Publishes to owners, and answers what holds for a container."""
 
     def __init__(self, isolation: Isolation, owners: Owners) -> None:
         self._isolation = isolation
         self._owners = owners
         self._watch: LimitWatch | None = None
-        self._noted: dict[str, str] = {}  # by UID of the pod
-        # Folders whose containers were told of; those of an earlier agent were.
-        self._told = set(isolation.containers.value)
+        self._written: dict[str, str] = {}  # by UID of the pod
+        # Folders with an event already; those of an earlier agent have one.
+        self._announced = set(isolation.containers.value)
 
     async def follow(self, watch: LimitWatch) -> None:
-        """Tell owners after each round, for ever."""
+        """Publish after each round, for ever."""
         self._watch = watch
         async for _ in watch.seen.values():
             self.publish()
 
     def publish(self) -> None:
-        """Tell owners what is new."""
+        """Publish what is new."""
         pods: dict[str, dict[str, Any]] = {}
         known = self._isolation.containers.value
         for key, limits in known.items():
@@ -65,17 +65,17 @@ class Publisher:
                 continue
             entry = {"memoryBytes": limits.memory_bytes, "fences": [each.value for each in fences]}
             pods.setdefault(limits.about.uid, {})[limits.about.container] = entry
-            if key not in self._told:
-                self._told.add(key)
-                self._tell(limits, fences)
-        self._told &= known.keys()
+            if key not in self._announced:
+                self._announced.add(key)
+                self._announce(limits, fences)
+        self._announced &= known.keys()
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
-            if self._noted.get(uid) != text:
-                self._noted[uid] = text
-                self._owners.note(_pod(abouts[uid]), {ANNOTATION: text})
-        self._noted = {uid: text for uid, text in self._noted.items() if uid in abouts}
+            if self._written.get(uid) != text:
+                self._written[uid] = text
+                self._owners.annotate(_pod(abouts[uid]), {ANNOTATION: text})
+        self._written = {uid: text for uid, text in self._written.items() if uid in abouts}
 
     @property
     def sweeps(self) -> bool:
@@ -126,7 +126,7 @@ class Publisher:
         log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)
         limits = self._of(place)
         pod = Pod(namespace, name, (), limits.about.uid if limits else "")
-        self._owners.tell(pod, "MemoryCapExceeded", text, warning=True)
+        self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
 
     def not_loaded(self, about: About) -> None:
         """An event and a line in the log."""
@@ -135,16 +135,16 @@ class Publisher:
             "it is a static program, has another C library than glibc, or a loader of its own"
         )
         log.warning("library_not_loaded", pod=f"{about.namespace}/{about.pod}", container=about.container)
-        self._owners.tell(_pod(about), "LimitsNotLoaded", text, warning=True)
+        self._owners.event(_pod(about), "LimitsNotLoaded", text, warning=True)
 
-    def _tell(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> None:
+    def _announce(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> None:
         about = limits.about
         names = ", ".join(each.value for each in fences)
         text = (
             f"container {about.container} may use {limits.memory_bytes // MIB} MiB of GPU {about.gpu}, "
             f"enforced by: {names}"
         )
-        self._owners.tell(_pod(about), "LimitsApplied", text, warning=False)
+        self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
 
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()

@@ -25,9 +25,9 @@ log = structlog.get_logger()
 # What a container may be measured above its cap: contexts come before anybody can count them.
 LEAST_TOLERANCE = 64 << 20
 TOLERANCE_RATIO = 0.02
-# Readings in a row, a second apart, before somebody is told: memory of a process that just ended lingers.
+# Readings in a row, a second apart, before it is reported: memory of a process that just ended lingers.
 READINGS = 2
-# Unseen memory is the least of so many readings, since they compare figures of two moments; told in steps.
+# Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20
 LONGEST_MAPS = 8 << 20
@@ -46,7 +46,7 @@ class Measured:
 
 
 class Report(Protocol):
-    """Tells a container's owner."""
+    """Reports to a container's owner."""
 
     def exceeded(self, place: Place, memory_bytes: int, cap_bytes: int) -> None:
         """It uses more memory than it may."""
@@ -74,7 +74,7 @@ class LimitWatch:
         self._rounds: dict[Place, int] = {}  # readings above the cap in a row
         self._loaded: dict[str, dict[int, bool]] = {}  # by folder and process
         self._unseen: dict[str, deque[int]] = {}
-        self._told: dict[str, int] = {}  # unseen bytes that the limit file has
+        self._written: dict[str, int] = {}  # unseen bytes that the limit file has
 
     async def look(self, round_: Sequence[Measured]) -> None:
         """Take in one round: all containers that were measured."""
@@ -90,7 +90,7 @@ class LimitWatch:
         for gone in self._loaded.keys() - {key for key, _, _ in work}:
             del self._loaded[gone]
             self._unseen.pop(gone, None)
-            self._told.pop(gone, None)
+            self._written.pop(gone, None)
         if work:
             loaded = await anyio.to_thread.run_sync(self._read, work)
             for key, limits, _ in work:
@@ -128,28 +128,28 @@ class LimitWatch:
 
     def _settle(self, key: str, measured: Measured) -> None:
         """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
-        told = self._told.get(key)
-        if not measured.pids and told == 0:
+        written = self._written.get(key)
+        if not measured.pids and written == 0:
             return  # nobody is there
         folders = self._isolation.folders
         try:
-            if told is None:
-                told = self._told[key] = folders.limits(key).unseen_bytes
+            if written is None:
+                written = self._written[key] = folders.limits(key).unseen_bytes
             usage = folders.usage(key)
             if usage is None:
                 return
             readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
             readings.append(max(0, measured.memory_bytes - usage.total_bytes))
             unseen = min(readings) // STEP * STEP
-            if len(readings) == STABLE_READINGS and told != unseen:
+            if len(readings) == STABLE_READINGS and written != unseen:
                 folders.put(key, replace(folders.limits(key), unseen_bytes=unseen))
-                self._told[key] = unseen
+                self._written[key] = unseen
         except FolderUnusable as error:
             log.info("usage_unreadable", problem=str(error))
 
 
 def tolerance(cap_bytes: int) -> int:
-    """How far above its cap a container may be measured before it is told of, in bytes."""
+    """How far above its cap a container may be measured without a report, in bytes."""
     return max(LEAST_TOLERANCE, int(cap_bytes * TOLERANCE_RATIO))
 
 

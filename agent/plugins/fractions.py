@@ -146,19 +146,30 @@ class SharePlugin:
         # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
         self._whole: dict[tuple[str, bool], _Chunk] = {}
         shares.restock()
+        self._seen = self._versions()  # what the list was made from
         self.lists: Cell[bytes] = Cell(self._encoded())
 
     async def run(self) -> None:
         """Keep the list true: one publication for each change that the kubelet would notice."""
         shares = self._shares
-        await follow(self.refresh, shares.inventory, shares.modes, shares.pairing.changes)
+        await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
 
     def refresh(self) -> None:
         """Bring the list up to date now; only parts of GPUs that changed are made anew."""
         self._shares.restock()
+        self._seen = self._versions()
         encoded = self._encoded()
         if encoded != self.lists.value:
             self.lists.publish(encoded)
+
+    def _refresh_if_changed(self) -> None:
+        """A switch has refreshed the list itself before the cells wake whoever follows them."""
+        if self._versions() != self._seen:
+            self.refresh()
+
+    def _versions(self) -> tuple[int, ...]:
+        shares = self._shares
+        return tuple(cell.version for cell in (shares.inventory, shares.modes, shares.pairing.changes))
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
         """Capacity and allocatable as the kubelet will count them under an assignment."""

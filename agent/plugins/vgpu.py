@@ -7,6 +7,7 @@ import structlog
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kubelet.podresources import RecordReader
 from agent.model.compat import vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
@@ -15,10 +16,9 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy
 from agent.model.preference import choose
 from agent.pairing.actor import Pairing
-from agent.pairing.ports import NoPods, PodSource, Recorder
+from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.follow import Record
 from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence
 from agent.plugins.inject import Injector
 from agent.settings import Settings
@@ -66,7 +66,7 @@ def build(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     injector: Injector,
-    record: Record,
+    record: RecordReader,
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
@@ -79,7 +79,7 @@ def build(
 
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
-    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or NoPods()), recorder)
+    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
     shares = Shares(sharing, inventory, modes, pairing, record.cell)
     return shares, [

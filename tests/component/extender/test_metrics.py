@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.extender.fleet_rooms import PodClaim
+from agent.extender.free_capacity import PodClaim
 from agent.extender.handlers import Verbs
 from agent.extender.ledger_sync import DEAD_WATCH_SECONDS
 from agent.extender.pod_demand import PodDemand

@@ -30,10 +30,10 @@ class Owners:
         self.notes: list[tuple[str, Mapping[str, str]]] = []
         self.events: list[tuple[str, str, bool]] = []
 
-    def note(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         self.notes.append((pod.name, annotations))
 
-    def tell(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
         self.events.append((pod.name, reason, warning))
 
 
