@@ -159,6 +159,11 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
+    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
+    enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # The enforcement library by full path, as the agent sees it; null: that of the image.
+    library: AbsolutePath | None = None
 
 
 class Mps(Section, frozen=True):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
+    from agent.isolation.room import Isolation
 
 
 @dataclass
@@ -126,6 +127,7 @@ class Agent:
     cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
+    isolation: "Isolation | None" = None  # of vGPU; None: it is off
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)

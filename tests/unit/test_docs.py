@@ -124,10 +124,11 @@ def test_commands_and_their_flags_exist(document: Path) -> None:
 
 
 def test_metrics_exist() -> None:
+    extender = ExtenderMetrics()
     known = set(re.findall(r"gpu_agent_\w+", (ROOT / "docs" / "metrics.md").read_text()))
     known |= {
         family.name + ("_total" if family.type == "counter" else "")
-        for family in ExtenderMetrics().registry.collect()
+        for family in (*extender.registry.collect(), *extender.ledger.describe())
     }
     rules = "".join(file.read_text() for file in (CHART / "files" / "rules").glob("*.yaml"))
     known |= set(re.findall(r"gpu_agent_\w+", rules))

@@ -85,6 +85,12 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}
 {{- end -}}
 
+{{- /* Whether limits of vGPU are enforced at all: what namespaces say of it is read. */ -}}
+{{- define "gna.enforces" -}}
+{{- $enforcement := dig "vgpu" "enforcement" "off" .Values.config -}}
+{{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.policies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
 {{- end -}}
