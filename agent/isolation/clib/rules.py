@@ -1,7 +1,7 @@
-"""What the library does at each entry point of the driver: a class, and a hook or the reason why there is none.
+"""What the library does at each entry point of the driver: a hook, or the reason why there is none.
 
-A hook is a function of the driver's name in one of the C files, or one that only passes its call on, which the build
-writes for every symbol of `FORWARDED`. An entry point without a rule fails the build and its test.
+A hook is a function of the driver's name in one of the C files, or one that only passes its call on, which
+the build writes for every symbol of `FORWARDED`. An entry point without a rule fails the build and its test.
 """
 
 import re
@@ -19,29 +19,39 @@ HOOKED: Final = ("a.alloc", "a.free", "a.pool", "a.import", "b.launch", "b.graph
 _CLASSES: Final = {
     "b.sync": r"(Ctx|Stream|Event)(Synchronize|Query)|StreamWait\w+|LaunchHostFunc|StreamAddCallback",
     "d.resolver": "GetProcAddress|GetExportTable",
-    "c.report": r"MemGetInfo|DeviceTotalMem|DeviceGetProperties|MemPoolGetAttribute|DeviceGetGraphMemAttribute"
-    r"|(Mem)?PointerGetAttributes?|MemGetAddressRange|MemGetAllocation\w+|MemRangeGetAttributes?|Device(Unr|R)egisterAsync\w+"
+    "c.report": r"MemGetInfo|DeviceTotalMem|DeviceGetProperties|MemPoolGetAttribute"
+    r"|DeviceGetGraphMemAttribute"
+    r"|(Mem)?PointerGetAttributes?|MemGetAddressRange|MemGetAllocation\w+|MemRangeGetAttributes?"
+    r"|Device(Unr|R)egisterAsync\w+"
     r"|(Mipmapped)?ArrayGet\w+|Array3DGetDescriptor",
     "a.alloc": r"MemAlloc(Pitch|Managed|Async|FromPoolAsync)?|MemCreate|Array(3D)?Create|MipmappedArrayCreate"
     r"|GraphAdd(MemAlloc)?Node|GraphInstantiate\w*|MulticastCreate",
-    "a.free": r"MemFree(Async)?|MemRelease|MemUnmap|(Mipmapped)?ArrayDestroy|GraphAddMemFreeNode|Graph(Exec)?Destroy(Node)?"
+    "a.free": r"MemFree(Async)?|MemRelease|MemUnmap|(Mipmapped)?ArrayDestroy|GraphAddMemFreeNode"
+    r"|Graph(Exec)?Destroy(Node)?"
     r"|DeviceGraphMemTrim|DeviceSetGraphMemAttribute",
     "a.pool": r"MemPool\w+|Device(Get|GetDefault|Set)MemPool|Mem(Get|GetDefault|Set)MemPool",
-    "a.import": r"Ipc(Open|Close|Get)MemHandle|MemImport\w+|MemExport\w+|MemRetainAllocationHandle|\w*ExternalMemory\w*"
+    "a.import": r"Ipc(Open|Close|Get)MemHandle|MemImport\w+|MemExport\w+|MemRetainAllocationHandle"
+    r"|\w*ExternalMemory\w*"
     r"|MemGetHandleForAddressRange|Graphics\w+|LogicalEndpoint\w+|Multicast\w+",
     "a.map": r"MemMap(ArrayAsync)?|MemSetAccess|MemGetAccess|MemAddress(Reserve|Free)",
     "a.managed-move": r"MemPrefetch\w+|MemDiscard\w+|MemAdvise|StreamAttachMemAsync",
     "a.host": r"MemAllocHost|MemHost\w+|MemFreeHost",
     "a.code": r"Module\w+|Library\w+|Link\w+|Func\w+|Kernel\w+",
-    "a.context": r"Ctx\w+|DevicePrimaryCtx\w+|GreenCtx\w+|DevResource\w+|DevSmResource\w+|Stream(Create\w*|Destroy)"
+    "a.context": r"Ctx\w+|DevicePrimaryCtx\w+|GreenCtx\w+|DevResource\w+|DevSmResource\w+"
+    r"|Stream(Create\w*|Destroy)"
     r"|Event(Create|Destroy)|Checkpoint\w+",
     "b.launch": r"Launch(Grid(Async)?|Kernel(Ex)?|CooperativeKernel\w*)?",
-    "b.graph": r"Graph(?!Debug|.*Get|ics)\w+|Stream(Begin|End)\w*[Cc]apture\w*|StreamUpdateCaptureDependencies",
-    "b.copy": r"Memcpy\w*|Memset\w*|MemBatchDecompressAsync|FabricCpy\w+|StreamBatchMemOp|Stream(Write|Wait)Value\d+",
-    "c.device": r"Init|DriverGetVersion|Device(Get\w+|Get|CanAccessPeer|ComputeCapability)|Stream(Get|Is|Set|Copy)\w+"
+    "b.graph": r"Graph(?!Debug|.*Get|ics)\w+|Stream(Begin|End)\w*[Cc]apture\w*"
+    r"|StreamUpdateCaptureDependencies",
+    "b.copy": r"Memcpy\w*|Memset\w*|MemBatchDecompressAsync|FabricCpy\w+|StreamBatchMemOp"
+    r"|Stream(Write|Wait)Value\d+",
+    "c.device": r"Init|DriverGetVersion|Device(Get\w+|Get|CanAccessPeer|ComputeCapability)"
+    r"|Stream(Get|Is|Set|Copy)\w+"
     r"|ThreadExchangeStreamCaptureMode|Event(Record\w*|ElapsedTime)|Graph\w*Get\w*|GraphDebugDotPrint",
-    "e.other": r"GetError(Name|String)|(TexObject|TexRef|SurfObject|SurfRef|Occupancy|UserObject|Coredump|TensorMap|Logs)\w+"
-    r"|Param(Set\w+)|FlushGPUDirectRDMAWrites|\w+ExternalSemaphores?(Async)?|Ipc(Get|Open)EventHandle|MemGetLocationInfo"
+    "e.other": r"GetError(Name|String)|(TexObject|TexRef|SurfObject|SurfRef|Occupancy|UserObject"
+    r"|Coredump|TensorMap|Logs)\w+"
+    r"|Param(Set\w+)|FlushGPUDirectRDMAWrites|\w+ExternalSemaphores?(Async)?|Ipc(Get"
+    r"|Open)EventHandle|MemGetLocationInfo"
     r"|PointerSetAttribute",
 }
 """Class -> names in it, without `cu`. The first match counts."""
@@ -74,7 +84,7 @@ PASSED: Final = {
     "a.map": "address space and rights: the memory is charged by cuMemCreate",
     "a.managed-move": "moves managed memory, which is charged in full when it is made",
     "a.host": "memory of the host; of the GPU it takes page tables only, 0.2 % of it",
-    "a.code": "finds or sets up code whose module is charged when it is loaded; more is measured by the agent",
+    "a.code": "sets up code whose module is charged when it is loaded; more is measured by the agent",
     "a.context": "small objects of a context whose creation is charged",
     "b.copy": "no memory; compute shares are not enforced yet",
     "b.sync": "no memory and no work",
@@ -128,7 +138,9 @@ def _rule(entry: EntryPoint, own: frozenset[str]) -> Rule:
         short = entry.base.removeprefix("cu")
         beginnings = [beginning for beginning in FORWARDED if short.startswith(beginning)]
         if not beginnings:
-            raise BuildError(f"{entry.symbol} is in class {name} and has no hook: write one, or say why it charges nothing")
+            raise BuildError(
+                f"{entry.symbol} is in class {name} and has no hook: write one, or say why it charges nothing"
+            )
         return Rule(entry=entry, name=name, hook="forward", reason=FORWARDED[max(beginnings, key=len)])
     if name not in PASSED:
         raise BuildError(f"{entry.symbol} has neither a hook nor a reason to have none")
