@@ -11,7 +11,6 @@ from typing import Literal
 from agent.model.compat import VGPU_BASELINE
 
 Version = tuple[int, int]
-SharingMode = Literal["pgpu", "vgpu", "mps"]
 
 # Driver branch -> newest CUDA version that it serves.
 SERVED: dict[int, Version] = {
@@ -76,7 +75,7 @@ def parse_driver(text: str) -> DriverFacts:
 
 
 def findings(
-    runtime: Version, driver: DriverFacts, mode: SharingMode, capability: Version | None = None
+    runtime: Version, driver: DriverFacts, mode: str, capability: Version | None = None
 ) -> list[Finding]:
     """What every rule that applies says, in the order in which people should read it."""
     found = _base(runtime, driver)

@@ -11,9 +11,8 @@ from agent.inventory.clock import boot_seconds
 from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
-from agent.model.demand import MPS, VGPU
 from agent.model.health import HealthState, Rules
-from agent.model.modes import GpuMode, Mode
+from agent.model.modes import GpuMode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.state import GpuSwitch, SwitchState
 
@@ -121,11 +120,10 @@ def _gpu(
 
 def _enforced(active: GpuMode | None, mps: Document | None = None) -> str | None:
     """Whether processes are kept to their shares; None where a GPU is not shared by amounts."""
-    kinds = {Mode.VGPU: VGPU, Mode.MPS: MPS}
-    kind = kinds.get(active.mode) if active else None
-    if kind is None:
+    pair = active.mode.row.pair if active else None
+    if pair is None:
         return None
-    return "yes" if kind.enforced and not (mps and mps["capsAdvisory"]) else "no"
+    return "yes" if pair.enforced and not (mps and mps["capsAdvisory"]) else "no"
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:
