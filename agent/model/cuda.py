@@ -75,16 +75,12 @@ def parse_driver(text: str) -> DriverFacts:
 
 
 def findings(
-<<<<<<< HEAD
-    runtime: Version, driver: DriverFacts, mode: str, capability: Version | None = None
-=======
     runtime: Version,
     driver: DriverFacts,
-    mode: SharingMode,
+    mode: str,
     capability: Version | None = None,
     *,
     hooked: bool = True,
->>>>>>> main
 ) -> list[Finding]:
     """What every rule that applies says, in the order in which people should read it.
 

@@ -71,7 +71,6 @@ class Mode(Enum):
                 Unit("sm", UnitKind.MEMORY),
                 block_bytes=1 << 30,
                 reserved_bytes=1 << 30,  # for the MPS server itself
-                enforced=True,
             ),
             needs_daemon=True,
         ),

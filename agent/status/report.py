@@ -135,13 +135,12 @@ def _enforced(active: GpuMode | None, mps: Document | None, limits: Limits | Non
 
     memory: to that alone, compute is not enforced.
     """
-    pair = active.mode.row.pair if active else None
-    if active is None or pair is None:
-        return None
-    if active.mode is Mode.VGPU:
+    if active and active.mode is Mode.VGPU:
         held = limits.fences() if limits else {}
         return "memory" if held.get("driver") or held.get("library") else "no"
-    return "yes" if pair.enforced and not (mps and mps["capsAdvisory"]) else "no"
+    if active and active.mode is Mode.MPS:
+        return "no" if mps and mps["capsAdvisory"] else "yes"
+    return None
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:
