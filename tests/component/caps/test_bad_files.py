@@ -31,7 +31,22 @@ def _other_layout(container: Container) -> None:
     content = bytearray(container.limits.read_bytes())
     struct.pack_into("<I", content, 8, 2)
     struct.pack_into("<I", content, 508, zlib.crc32(content[:508]))
-    _write(container.limits, 0, content)
+    _write(container.limits, 0, bytes(content))
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def _make_folder(container: Container) -> None:
+    container.limits.unlink()
+    container.limits.mkdir()
+
+
+def _make_pipe(container: Container) -> None:
+    container.limits.unlink()
+    os.mkfifo(container.limits)
 
 
 BAD: dict[str, Callable[[Container], object]] = {
@@ -50,8 +65,8 @@ BAD: dict[str, Callable[[Container], object]] = {
         )
     ),
     "limits a link": lambda it: _link(it.limits),
-    "limits a folder": lambda it: (it.limits.unlink(), it.limits.mkdir()),
-    "limits a pipe": lambda it: (it.limits.unlink(), os.mkfifo(it.limits)),
+    "limits a folder": _make_folder,
+    "limits a pipe": _make_pipe,
     "usage missing": lambda it: it.usage.unlink(),
     "usage empty": lambda it: os.truncate(it.usage, 0),
     "usage short": lambda it: os.truncate(it.usage, layout.USAGE_BYTES - 1),
@@ -62,11 +77,6 @@ BAD: dict[str, Callable[[Container], object]] = {
     "usage with a lock of another kind": lambda it: _write(it.usage, 4096 + 16, b"\x00"),
     "usage with no lock for slots": lambda it: _write(it.usage, 128 + 16, struct.pack("<I", 1)),
 }
-
-
-def _link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
 
 
 @pytest.mark.parametrize("fault", BAD)
