@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agent.model import compat, cuda
+from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 
@@ -43,7 +44,7 @@ def add_commands(
         "--driver", type=_driver, help="its number (550.144.03) or CUDA version; default: this node's"
     )
     compat.add_argument(
-        "--mode", choices=("pgpu", "vgpu", "mps"), default="pgpu", help="default: %(default)s"
+        "--mode", choices=[mode.value for mode in OFFERED_MODES], default="pgpu", help="default: %(default)s"
     )
     compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
     configuration(compat)
