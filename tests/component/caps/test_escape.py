@@ -130,8 +130,8 @@ def test_escape_16_memory_of_a_sibling_container_is_charged(
 ) -> None:
     one, two = container(1024), container(1024)
     giver, taker = programs(one, "init()"), programs(two, "init()")
-X out('cuMemExportToShareableHandle', u64(handle), 1, u64(), kind=ctypes.c_int)"
-    )
+    giver("handle = create(400)")
+    giver("at = out('cuMemExportToShareableHandle', u64(handle), 1, u64(), kind=ctypes.c_int)")
     taker(f"fd = os.open(f'/proc/{giver.pid}/fd/{giver('at')}', os.O_RDWR)")
     taker("handle = out('cuMemImportFromShareableHandle', ctypes.c_void_p(fd), 1)")
     taker("at = reserve(400); map_at(at, 400, handle)")
