@@ -109,9 +109,10 @@ def test_escape_5_visible_devices(
     started = Programs(machine, driver)
     with started.stack:
         turned = f"{gpus[1].uuid},{gpus[0].uuid}"
-        caps = [
-            started(made, "init()", **extra)("memory()[1] // MIB")
-            for extra in ({}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": turned})
+        caps = [started(made, "init()")("memory()[1] // MIB")]
+        caps += [
+            started(made, "init()", CUDA_VISIBLE_DEVICES=visible)("memory()[1] // MIB")
+            for visible in ("1", turned)
         ]
     assert caps == [1024, 2048, 2048]
 
