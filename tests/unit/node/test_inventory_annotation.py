@@ -58,8 +58,9 @@ def test_links_are_told_by_pair() -> None:
 async def test_it_is_published_on_change_only() -> None:
     inventory, assignment = Cell(Snapshot()), Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({})
+    grown: Cell[Mapping[str, int]] = Cell({})
     async with anyio.create_task_group() as group:
-        group.start_soon(follow, inventory, assignment, None, notes, Cell({}))
+        group.start_soon(follow, inventory, assignment, None, notes, grown)
         await anyio.wait_all_tasks_blocked()
         assert notes.value == {}
         inventory.publish(snapshot_of(gpu(0)))
