@@ -15,9 +15,9 @@ from agent.extender.fleet import BoundPod
 from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
-from agent.model.ids import BadDeviceId, Unit, parse
-from agent.model.modes import Mode
-from agent.model.node_inventory import INVENTORY, PAIRS, BadInventory, NodeInventory, decode
+from agent.model.ids import BadDeviceId, parse
+from agent.model.modes import PAIRS, Mode
+from agent.model.node_inventory import INVENTORY, BadInventory, NodeInventory, decode
 from agent.model.placement import ASSIGNED
 
 log = structlog.get_logger()
@@ -165,11 +165,11 @@ def _demand(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> Po
     return pod_demand(Pod("", "", tuple(containers)))
 
 
+# The mode of each unit of a pair, and its place in the pair.
 _MODES = {
-    Unit.VGPU_CORE: (Mode.VGPU, 0),
-    Unit.VGPU_MEMORY: (Mode.VGPU, 1),
-    Unit.MPS_CORE: (Mode.MPS, 0),
-    Unit.MPS_MEMORY: (Mode.MPS, 1),
+    unit: (mode, place)
+    for mode, pair in PAIRS.items()
+    for place, unit in enumerate((pair.core_unit, pair.memory_unit))
 }
 _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
@@ -211,9 +211,9 @@ def _add(
         except BadDeviceId:
             continue
         if parsed.unit in _MODES:
-            mode, half = _MODES[parsed.unit]
+            mode, place = _MODES[parsed.unit]
             one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
-            one[half].add(device.id)
+            one[place].add(device.id)
             one[2].add(container)
 
 

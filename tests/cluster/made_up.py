@@ -3,9 +3,10 @@
 import time
 from typing import Any
 
-from agent.model.demand import CORES, VGPU, ResourcePair
+from agent.model.demand import CORES, VGPU
 from agent.model.node_inventory import INVENTORY, encode
 from agent.model.placement import ASSIGNED, HINT
+from agent.model.units import ResourcePair
 from tests.bench import arrivals
 from tests.cluster.rig import Cluster
 
