@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.model import cuda
+from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -103,7 +103,7 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    hooked = settings.vgpu.enforcement in ("library", "strict")
+    hooked = compat.hooked(settings.vgpu.enforcement)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(

@@ -53,11 +53,19 @@ class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
 
 
+class _SchedulingGroup(msgspec.Struct, rename="camel", frozen=True):
+    pod_group_name: str = ""
+
+
+class _PodSpec(PodSpec, rename="camel", frozen=True):
+    scheduling_group: _SchedulingGroup | None = None  # of kube-scheduler's own gangs, since 1.36
+
+
 class WatchedPod(msgspec.Struct, frozen=True):
     """A pod, status included as far as it tells devices."""
 
     metadata: Metadata
-    spec: PodSpec = PodSpec()
+    spec: _PodSpec = _PodSpec()
     status: _PodStatus = _PodStatus()
 
 
@@ -115,6 +123,17 @@ def bound_pod(pod: WatchedPod) -> BoundPod | None:
     claim = PodClaim(demand, _held(pod, demand), chosen, f"{model.namespace}/{model.name}")
     confirmed = chosen is not None and model.annotations.get(ASSIGNED) == "true"
     return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed)
+
+
+# Of the Coscheduling plugin (kubernetes-sigs/scheduler-plugins).
+GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
+
+
+def gang_of(pod: WatchedPod) -> str:
+    """The group whose pods are scheduled together, as namespace/name; empty: the pod is scheduled alone."""
+    group = pod.spec.scheduling_group
+    name = group.pod_group_name if group else pod.metadata.labels.get(GROUP_LABEL, "")
+    return f"{pod.metadata.namespace}/{name}" if name else ""
 
 
 def as_model(pod: WatchedPod) -> Pod:
