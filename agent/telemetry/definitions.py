@@ -260,6 +260,11 @@ ENFORCED = _gauge(
 LIMITED_CONTAINERS = _gauge(
     "limited_containers", ("fence",), "vGPU containers that this fence keeps to their memory."
 )
+GROWN_MEMORY = _gauge(
+    "grown_memory_bytes",
+    _GPU,
+    "Memory that vGPU containers were resized to beyond what their pods asked for.",
+)
 CONTAINERS_ABOVE_CAP = _gauge(
     "containers_above_cap", (), "vGPU containers that are measured above their memory cap."
 )
