@@ -1,7 +1,7 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it anew."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,15 +38,6 @@ BURST_SECONDS = 3.0
 # It is given so long from its start, or from the end of an outage of the API server.
 NEW_KUBELET_SECONDS = 30.0
 
-MODE_OF_UNIT: Mapping[Unit, Mode] = {
-    Unit.WHOLE: Mode.PGPU,
-    Unit.REPLICA: Mode.PGPU,
-    Unit.VGPU_CORE: Mode.VGPU,
-    Unit.VGPU_MEMORY: Mode.VGPU,
-    Unit.MPS_CORE: Mode.MPS,
-    Unit.MPS_MEMORY: Mode.MPS,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -71,7 +62,7 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
         for text in kinds.values():
             with suppress(BadDeviceId):
                 device = parse(text)
-                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA, holding)
+                holder = Holder(device.unit.mode, device.unit is Unit.REPLICA, holding)
                 found.setdefault(device.gpu, {})[holder] = None
     return {gpu: list(holders) for gpu, holders in found.items()}
 
@@ -114,18 +105,11 @@ class HoldingsWatch:
                     pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
                     with anyio.move_on_after(pause) as waited:
                         seen = await self._allocations.wait_change(seen)
-                    if not waited.cancelled_caught:
-                        seen = await self._until_they_pause(seen)
-
-    async def _until_they_pause(self, seen: int) -> int:
-        """Pods come in bursts, and a read in the middle holds theirs up: wait for the end, within reason."""
-        with anyio.move_on_after(BURST_SECONDS):
-            while True:
-                with anyio.move_on_after(SOON_SECONDS) as pause:
-                    seen = await self._allocations.wait_change(seen)
-                if pause.cancelled_caught:
-                    break
-        return seen
+                    # Pods come in bursts, and a read in the middle holds theirs up: wait for the end.
+                    with anyio.move_on_after(BURST_SECONDS):
+                        while not waited.cancelled_caught:
+                            with anyio.move_on_after(SOON_SECONDS) as waited:
+                                seen = await self._allocations.wait_change(seen)
 
     async def _follow_pods(self) -> None:
         """A pod that has ended by the API server holds nothing from that moment on.
@@ -205,13 +189,11 @@ class HoldingsWatch:
 
     async def _kubelet(self) -> tuple[int, int] | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
-        if self._checkpoint is None:
-            return None
-        try:
-            stat = await anyio.Path(self.client.path).stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_ctime_ns
+        if self._checkpoint is not None:
+            with suppress(OSError):
+                stat = await anyio.Path(self.client.path).stat()
+                return stat.st_ino, stat.st_ctime_ns
+        return None
 
     def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
         """Whether a kubelet may not have heard of all its pods yet."""

@@ -8,6 +8,8 @@ them to their GPU. At most 63 characters, the limit that the device plugin API d
 from dataclasses import dataclass
 from enum import Enum
 
+from agent.model.modes import Mode
+
 LONGEST = 63
 SEPARATOR = "::"
 
@@ -21,6 +23,13 @@ class Unit(Enum):
     MPS_CORE = "sc"  # 1 % of a GPU
     MPS_MEMORY = "sm"  # 1 GiB
     REPLICA = "r"  # a time slice of a whole GPU
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the GPUs that have such units."""
+        if self in (Unit.VGPU_CORE, Unit.VGPU_MEMORY):
+            return Mode.VGPU
+        return Mode.MPS if self in (Unit.MPS_CORE, Unit.MPS_MEMORY) else Mode.PGPU
 
 
 @dataclass(frozen=True, slots=True)

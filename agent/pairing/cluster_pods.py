@@ -1,6 +1,7 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
 from collections.abc import Collection, Mapping, Sequence
+from http import HTTPStatus
 
 import anyio
 import structlog
@@ -20,8 +21,6 @@ from agent.pairing.ports import PodSource, PodsUnavailable, Recorder
 log = structlog.get_logger()
 
 WAITING_PATCHES = 256
-FORBIDDEN = 403
-TOO_MANY_REQUESTS = 429
 
 
 class ClusterPods(PodSource):
@@ -107,11 +106,11 @@ class ClusterRecorder(Recorder):
                 await self._api.merge_patch(path, body)
             except ApiError as error:
                 status = error.status if isinstance(error, ApiRefused) else 0
-                if status == FORBIDDEN:
+                if status == HTTPStatus.FORBIDDEN:
                     log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
                     self._write_choice = False
                     self._waiting.clear()
-                elif 400 <= status < 500 and status != TOO_MANY_REQUESTS:
+                elif 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
                 else:
                     _, newer = self._waiting.pop(pod.uid, (pod, {}))

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from agent.kubelet.holdings import MODE_OF_UNIT
 from agent.kubelet.podresources import PodList
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.gpu import Gpu
@@ -60,7 +59,7 @@ def shares_of(pods: PodList, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
             key = (holding.namespace, holding.pod, holding.container, device.gpu)
             units = found.get(key)
             if units is None:
-                units = found[key] = _Units(MODE_OF_UNIT[device.unit])
+                units = found[key] = _Units(device.unit.mode)
             if device.unit in _CORES:
                 units.cores += 1
             elif device.unit in _BLOCK_BYTES:
