@@ -84,7 +84,7 @@ class HoldingsWatch:
         # which it lists as NAME-NODE.
         self.api_away: Callable[[], bool] = lambda: False
         self.node = ""
-        self._blind_until = -math.inf  # on the event loop's clock
+        self.blind_until = -math.inf  # until then a kubelet's age says nothing; monotonic clock, seconds
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
@@ -199,9 +199,9 @@ class HoldingsWatch:
         """Whether a kubelet may not have heard of all its pods yet."""
         if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
             # The API server names all pods at once: one of them is enough.
-            self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
+            self.blind_until = monotonic() + NEW_KUBELET_SECONDS
         age = time() - kubelet[1] / 1e9
-        return age < NEW_KUBELET_SECONDS or anyio.current_time() < self._blind_until
+        return age < NEW_KUBELET_SECONDS or monotonic() < self.blind_until
 
     def _blind(self) -> str | None:
         """Why it is not known who holds what, though the kubelet answers."""

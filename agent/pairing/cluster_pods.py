@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
+from time import monotonic
 
 import anyio
 import structlog
@@ -12,7 +13,7 @@ from agent.cluster.events import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.backoff import Backoff
-from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.record import View
 from agent.model.demand import Pod
 from agent.model.placement import ASSIGNED, HINT, places
@@ -45,6 +46,7 @@ class ClusterPods(PodSource):
         reflector = self._cache.reflector
         record.view, record.pod_changes = self.view, reflector.items
         record.api_away, record.node = lambda: reflector.away, node
+        record.blind_until = monotonic() + NEW_KUBELET_SECONDS  # an outage may just have ended
 
     def _as_model(self, pods: Collection[ApiPod]) -> list[Pod]:
         known = self._converted

@@ -1,7 +1,4 @@
-"""What pairing decides: pure functions of a state and a call. `agent.pairing.actor` runs them.
-
-What others have is worked out once for each call, and is the measure of room and of picking alike.
-"""
+"""What pairing decides: pure functions of a state and a call. `agent.pairing.actor` runs them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
