@@ -20,6 +20,7 @@ from agent.extender.handlers import Serving, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election
 from agent.extender.ledger_sync import Feed
 from agent.extender.metrics import LedgerFigures, Metrics
+from agent.extender.serving_label import ServingLabel
 from agent.extender.settings import Settings
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
@@ -51,6 +52,8 @@ class Extender:
         self.https: HttpServer | None = None
         self.certificates: Certificates | None = None
         self.election = Election(api, settings.lease, namespace)
+        pod = settings.serving.pod
+        self._label = ServingLabel(api, settings.serving, pod, namespace) if pod else None
         self.feed: Feed | None = None
         self.fleet: Fleet | None = None
         self._serving: Serving | None = None
@@ -71,6 +74,11 @@ class Extender:
             return [f"another replica leads: {self.election.holder or 'not known yet'}{problem}"]
         return [self.feed.waits_for if self.feed else "it has just become leader"] if not self.serving else []
 
+    def shortcomings(self) -> list[str]:
+        """Why it could not take over; empty: it is ready, whether it leads or not."""
+        stalled = self.election.stalled()
+        return ["the extender is stopping"] if self.stopping else [stalled] if stalled else []
+
     async def follow(self) -> None:
         """Build a ledger with each lease and drop it with its end, for ever."""
         leading = self.election.leading
@@ -88,10 +96,19 @@ class Extender:
         try:
             # In the lists from here on stands all that a former leader bound: its last write is over.
             self.feed, self.fleet = Feed(self._api, fleet, self.supervisor, self.metrics.expired.inc), fleet
-            binder = Binder(self._api, fleet, policy, settings.assume_seconds, lambda: self.election.holds)
+            binder = Binder(
+                self._api,
+                fleet,
+                policy,
+                settings.assume_seconds,
+                lambda: self.election.holds,
+                gang_seconds=settings.gang_seconds,
+            )
             self._serving = Serving(Verdicts(fleet), binder)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._log_completeness, self.feed, fleet)
+                if self._label:
+                    group.start_soon(self._label.keep, self.feed.complete)
                 await self.feed.run()
         finally:
             self.feed = self.fleet = self._serving = None
@@ -105,7 +122,8 @@ class Extender:
 
     def add_routes(self) -> None:
         """Probes and metrics, and the verbs where they are wanted."""
-        Probes(self.supervisor, self.blockers).add_to(self.http)
+        Probes(self.supervisor, self.shortcomings, self.blockers).add_to(self.http)
+        self.http.add_probe("/serving", self._serving_page)
         self.http.add_route("/metrics", self._metrics_page)
         verbs = Verbs(lambda: self.serving, self.metrics)
         most = self._settings.http.most_mebibytes * MEBIBYTE
@@ -113,6 +131,10 @@ class Extender:
             verbs.add_to(self.http, most)
         if self.https:
             verbs.add_to(self.https, most)
+
+    async def _serving_page(self, _: Request) -> Reply:
+        blockers = self.blockers()
+        return Reply.text("\n".join(blockers) or "serving", 503 if blockers else 200)
 
     async def _metrics_page(self, request: Request) -> Reply:
         self.metrics.leader.set(self.election.holds)

@@ -69,6 +69,13 @@ class Lease(Section, frozen=True):
     retry_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
 
 
+class Serving(Section, frozen=True):
+    """How the Service finds the replica that serves: by the label gpu-node-agent.io/extender-serving."""
+
+    pod: Name | None = None  # the own pod; null: no label is written
+    selector: str = ""  # labels of all replicas, as the API server takes a label selector
+
+
 class Settings(Section, frozen=True):
     """The whole configuration of the extender."""
 
@@ -78,11 +85,14 @@ class Settings(Section, frozen=True):
     mix: dict[Size, Weight] = field(default_factory=lambda: {str(size): part for size, part in USUAL.items()})
     # How long a choice is kept for a pod that the watch does not show as bound.
     assume_seconds: Annotated[float, Meta(ge=5, le=600)] = 30.0
+    # How long GPUs are kept for a member of a gang between filter and bind.
+    gang_seconds: Annotated[float, Meta(ge=5, le=600)] = 60.0
     logging: Logging = Logging()
     http: Http = Http()
     tls: Tls = Tls()
     cluster: Cluster = Cluster()
     lease: Lease = Lease()
+    serving: Serving = Serving()
 
 
 def load(

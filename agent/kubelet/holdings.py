@@ -22,8 +22,9 @@ from agent.kubelet.podresources import (
     PodResourcesUnavailable,
 )
 from agent.kubelet.record import Record, View, join
-from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
-from agent.model.modes import Mode
+from agent.model.ids import SEPARATOR, BadDeviceId, parse
+from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.units import REPLICA
 
 log = structlog.get_logger()
 
@@ -62,7 +63,7 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
         for text in kinds.values():
             with suppress(BadDeviceId):
                 device = parse(text)
-                holder = Holder(device.unit.mode, device.unit is Unit.REPLICA, holding)
+                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
                 found.setdefault(device.gpu, {})[holder] = None
     return {gpu: list(holders) for gpu, holders in found.items()}
 

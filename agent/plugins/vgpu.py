@@ -8,7 +8,7 @@ import structlog
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import RecordReader
-from agent.model.compat import vgpu_warning
+from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
 from agent.model.ledger import PairMember
@@ -30,9 +30,16 @@ class VgpuPlugin(SharePlugin):
     """One member; that of the cores looks after what both share."""
 
     def __init__(
-        self, shares: Shares, member: PairMember, injector: Injector, inventory: Cell[Snapshot]
+        self,
+        shares: Shares,
+        member: PairMember,
+        injector: Injector,
+        inventory: Cell[Snapshot],
+        enforcement: str = "off",
     ) -> None:
+        """`enforcement`: the node's policy."""
         self._snapshot = inventory
+        self._enforcement = enforcement
         self._keeper = member is PairMember.CORE
         super().__init__(shares, member, injector)
 
@@ -41,9 +48,10 @@ class VgpuPlugin(SharePlugin):
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             if self._keeper:
-                log.info("vgpu_in_use", enforced="yes" if VGPU.enforced else "no")
+                log.info("vgpu_in_use", enforcement=self._enforcement)
                 group.start_soon(self._shares.run)
-                group.start_soon(self._warn)
+                if hooked(self._enforcement):
+                    group.start_soon(self._warn)
 
     async def _warn(self) -> None:
         known: Driver | None = None
@@ -75,4 +83,6 @@ def build(
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
     shares = Shares(sharing, inventory, modes, pairing, record.cell)
-    return shares, [VgpuPlugin(shares, member, injector, inventory) for member in PairMember]
+    return shares, [
+        VgpuPlugin(shares, member, injector, inventory, wish.enforcement) for member in PairMember
+    ]

@@ -108,7 +108,7 @@ async def ready(http: aiohttp.ClientSession, url: str) -> None:
     with anyio.fail_after(READY_SECONDS):
         while True:
             try:
-                async with http.get(f"{url}/readyz") as reply:
+                async with http.get(f"{url}/serving") as reply:
                     if reply.status == 200:
                         return
             except aiohttp.ClientError:

@@ -21,6 +21,8 @@ from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.service import Service
 from tests.cluster.waiting import NotYet, eventually
 
+# kube-scheduler's own gangs: alpha in 1.36.
+GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
 CONFIG = REPOSITORY / "config" / "scheduler"
 
 
@@ -60,13 +62,13 @@ class Replica:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log, env=os.environ)
         self._cluster.adopt(self._process.pid)
-        page, what = ("readyz", "the extender serves") if lead else ("healthz", "the extender runs")
+        page, what = ("serving", "the extender serves") if lead else ("healthz", "the extender runs")
         eventually(lambda: self._look(page), timeout=60, what=what)
 
     def serves(self) -> bool:
         """Whether it is ready now, as its Service would ask."""
         try:
-            self._look("readyz")
+            self._look("serving")
         except NotYet:
             return False
         return True
@@ -142,7 +144,11 @@ def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterato
         "podMaxBackoffSeconds": 2,
         "clientConnection": {"kubeconfig": f"{pki}/scheduler.kubeconfig", **limits},
     }
-    running.options = Options(scheduler_config=config)
+    running.options = Options(
+        scheduler_config=config,
+        scheduler_flags=(GANGS,),
+        apiserver_flags=(GANGS, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
+    )
     running.up()
     try:
         Authority(pki).sign("extender", "/CN=extender", usage="serverAuth", alternatives="IP:127.0.0.1")

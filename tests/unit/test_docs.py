@@ -18,7 +18,8 @@ from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+AT_THE_TOP = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = [README, *(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").glob("*.md"))]
 CHART = ROOT / "charts" / "gpu-node-agent"
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -137,3 +137,10 @@ health:
 {{- $all := include "gna.mergedConfig" . | fromYaml -}}
 {{- omit $all "defaultMode" "layouts" "modes" "whenBusy" "logging" | toYaml | sha256sum -}}
 {{- end -}}
+
+{{- /* All replicas of the extender, as a label selector in one line. */ -}}
+{{- define "gna.extenderSelector" -}}
+{{- $labels := list "app.kubernetes.io/component=extender" -}}
+{{- range $key, $value := include "gna.selector" . | fromYaml }}{{ $labels = append $labels (printf "%s=%s" $key $value) }}{{ end -}}
+{{- join "," $labels }}
+{{- end -}}

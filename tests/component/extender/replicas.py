@@ -1,7 +1,7 @@
 """A running extender beside the in-memory API server, and kube-scheduler's side of the protocol."""
 
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
@@ -63,6 +63,18 @@ class Scheduler:
         assert status == 200, answer
         return answer
 
+    async def preempt(self, pod: Object, victims: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """Nodes that count and whom they lose, by UID; `victims` are the scheduler's, by node."""
+        proposed = {
+            node: {"Pods": [{"UID": uid} for uid in uids], "NumPDBViolations": len(uids)}
+            for node, uids in victims.items()
+        }
+        status, answer = await self.post("preempt", {"Pod": pod, "NodeNameToMetaVictims": proposed})
+        assert status == 200, answer
+        found = answer["NodeNameToMetaVictims"]
+        assert all(one["NumPDBViolations"] <= len(one["Pods"]) for one in found.values())
+        return {node: [each["UID"] for each in one["Pods"]] for node, one in found.items()}
+
     async def bind(self, pod: Object, node: str) -> str:
         """The error; empty: bound."""
         metadata = pod["metadata"]
@@ -79,7 +91,7 @@ class Scheduler:
     async def ready(self) -> None:
         """Wait until it serves."""
         with anyio.fail_after(READY_SECONDS):
-            while (await self.get("/readyz"))[0] != 200:
+            while (await self.get("/serving"))[0] != 200:
                 await anyio.sleep(0.02)
 
     async def settled(self) -> None:
