@@ -9,7 +9,7 @@ Calls are served one at a time, within the time that `agent.kubelet.service` giv
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
 from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
-from agent.pairing.ports import PairRefused, Recorder
+from agent.pairing.ports import Cause, PairRefused, Recorder
 from agent.pairing.reducer import Call, Grant, Rules, State
 from agent.pairing.requester import PodKey, Records, resource_of
 from agent.pairing.resolver import RequesterResolver
@@ -111,6 +111,24 @@ class Pairing:
             self._report(member, grant)
             self._publish()
         return grant
+
+    async def set_aside(
+        self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
+        """Have `keep` take `count` free units of memory of a GPU out of its pool, while no call is served.
+
+        The highest numbers, since calls take the lowest. Raises PairRefused where there are not so many, and
+        what `keep` raises.
+        """
+        async with self._turn:
+            self._forget_late()
+            free = self._state.free_blocks(gpu)
+            if len(free) < count:
+                raise PairRefused(
+                    f"GPU {gpu} has {len(free)} free units of {self.pair.memory}, {count} more are asked for",
+                    Cause.EXHAUSTED,
+                )
+            await keep(tuple(free[-count:]))
 
     def turn_away(self, pod: Pod, message: str) -> None:
         """Take back all that a pod was granted: its admission fails as a whole."""

@@ -85,6 +85,20 @@ class State:
         """Without the promises that are over."""
         return replace(self, ledger=self.ledger.without(over))
 
+    def free_blocks(self, gpu: str) -> list[str]:
+        """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
+        pool, kept = self.ledger.pools.get(gpu), self.ledger.kept_ids
+        if pool is None or not pool.sellable:
+            return []
+        # A container that was promised a GPU, and not yet which units of it.
+        coming = sum(
+            each.needs(PairMember.MEMORY)
+            for each in self.ledger.reservations
+            if gpu in each.gpus and each.ids(PairMember.MEMORY) is None
+        )
+        free = [each for each in pool.blocks if each not in kept]
+        return free[coming:]
+
     def promised(self, promise: Reservation) -> "State":
         """With a promise."""
         return replace(self, ledger=self.ledger.promised(promise))
