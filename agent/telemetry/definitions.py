@@ -121,7 +121,8 @@ GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),
     "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
-    "among them), and of processes that cannot be told apart (unknown).",
+    "among them), and of processes that cannot be told apart (unknown). Missing while the GPU cannot be "
+    "read.",
 )
 GPU_SAMPLE_FAILURES = _counter(
     "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
