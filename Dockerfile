@@ -6,8 +6,9 @@
 ARG BUILD_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BUILD_BASE} AS build
-# A folder wheels/ in the context, where there is one, stands in for the package index.
-COPY requirements.lock wheel[s] /wheels/
+# A folder wheels/ in the context, where there is one, stands in for the package index, and a folder lib/ for building
+# the enforcement library.
+COPY requirements.lock wheel[s] li[b] /wheels/
 RUN set -eu; \
     offline=""; for wheel in /wheels/*.whl; do [ -e "$wheel" ] && offline="--no-index --find-links=/wheels"; done; \
     python3 -m pip install --quiet --no-cache-dir --no-compile --disable-pip-version-check --root-user-action=ignore \
@@ -17,6 +18,11 @@ RUN set -eu; \
     # Of the Kubernetes client only the HTTP layer is used (agent/cluster/lean.py); its models are 30 MB.
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
+# What is preloaded into vGPU containers, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
+RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
+    if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \
+    else python3 -m agent.isolation.clib.build lib; fi; \
+    rm -rf agent/isolation/clib
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
 RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image

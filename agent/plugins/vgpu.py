@@ -1,6 +1,6 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import structlog
@@ -8,7 +8,7 @@ import structlog
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import RecordReader
-from agent.model.compat import vgpu_warning
+from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
 from agent.model.ledger import PairMember
@@ -19,7 +19,7 @@ from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence
+from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence, none_grown
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 
@@ -37,7 +37,7 @@ class VgpuPlugin(SharePlugin):
         inventory: Cell[Snapshot],
         enforcement: str = "off",
     ) -> None:
-        """`enforcement`: the node's policy, for the log."""
+        """`enforcement`: the node's policy."""
         self._snapshot = inventory
         self._enforcement = enforcement
         self._keeper = member is PairMember.CORE
@@ -50,7 +50,8 @@ class VgpuPlugin(SharePlugin):
             if self._keeper:
                 log.info("vgpu_in_use", enforcement=self._enforcement)
                 group.start_soon(self._shares.run)
-                group.start_soon(self._warn)
+                if hooked(self._enforcement):
+                    group.start_soon(self._warn)
 
     async def _warn(self) -> None:
         known: Driver | None = None
@@ -71,6 +72,7 @@ def build(
     recorder: Recorder | None = None,
     node: str = "",
     fence: Fence = no_fence,
+    grown: Callable[[str], frozenset[str]] = none_grown,
 ) -> tuple[Shares, list[VgpuPlugin]]:
     """The two resources and what they share."""
 
@@ -80,7 +82,7 @@ def build(
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
-    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
+    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
     shares = Shares(sharing, inventory, modes, pairing, record.cell)
     return shares, [
         VgpuPlugin(shares, member, injector, inventory, wish.enforcement) for member in PairMember
