@@ -5,6 +5,12 @@
 # a tag may change what is built. This one is Python 3.11.16 on Debian 12.
 ARG BUILD_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
+FROM ${BUILD_BASE} AS toolkit
+# nvidia-ctk and nvidia-cdi-hook, which make the CDI specification of the GPUs (docs/injection.md). A folder
+# toolkit/ in the context, where there is one, stands in for the Go module proxy.
+COPY .ci/build-toolkit .ci/container-toolkit/go.mod .ci/container-toolkit/go.sum toolki[t] /toolkit/
+RUN sh /toolkit/build-toolkit /toolkit /usr/libexec/gpu-node-agent
+
 FROM ${BUILD_BASE} AS build
 # A folder wheels/ in the context, where there is one, stands in for the package index.
 COPY requirements.lock wheel[s] /wheels/
@@ -17,6 +23,7 @@ RUN set -eu; \
     # Of the Kubernetes client only the HTTP layer is used (agent/cluster/lean.py); its models are 30 MB.
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
+COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agent
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
 RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image

@@ -87,6 +87,19 @@ class Injection(Section, frozen=True):
     strategy: Literal["auto", "envvar", "cdi"] = "auto"
     # Also name the device nodes to the kubelet, for runtimes that are not NVIDIA's.
     device_nodes: bool = False
+    # Also mount /dev/null at /var/run/nvidia-container-devices/<UUID>, for runtimes that accept no variable.
+    volume_mounts: bool = False
+    # A folder of the HOST with the driver's files, mounted at /usr/local/nvidia (GKE's own way).
+    driver_mount: AbsolutePath | None = None
+    # Folder of NVIDIA's nvidia-ctk and nvidia-cdi-hook, which make the agent's own CDI specification of the
+    # GPUs; null: none is made.
+    toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"
+    # The HOST's driver root as the agent sees it, all of the driver's files below; null: driver.root.
+    driver_root: AbsolutePath | None = None
+    # The same folder as the host sees it; null: the same path.
+    host_driver_root: AbsolutePath | None = None
+    # Hooks of nvidia-cdi-hook that are left out, by name.
+    disabled_hooks: list[str] = msgspec.field(default_factory=list)
 
 
 class Sampling(Section, frozen=True):

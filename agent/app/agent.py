@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agent.cdi.keeper import SpecificationKeeper
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState
@@ -126,6 +127,8 @@ class Agent:
     cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
+    # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
+    gpu_specification: SpecificationKeeper | None = None
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)

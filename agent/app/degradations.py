@@ -25,6 +25,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(
             f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
         )
+    if agent.gpu_specification and (problem := agent.gpu_specification.devices.value.problem):
+        found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
     if agent.mps:
         found.extend(agent.mps.remarks())
     if agent.cordons and agent.cordons.problem:

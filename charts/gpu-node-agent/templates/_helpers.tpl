@@ -111,6 +111,11 @@ driver:
 {{- if ne .Values.driver.hostRoot "/" }}
   devRoot: {{ .Values.driver.hostRoot | quote }}
 {{- end }}
+injection:
+  {{- if not (include "gna.hostDriver" .) }}
+  driverRoot: /driver-root
+  {{- end }}
+  hostDriverRoot: {{ .Values.driver.hostRoot | quote }}
 {{- if .Values.mps.enabled }}
 host:
   cgroups: /host-cgroups

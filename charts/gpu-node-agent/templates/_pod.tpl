@@ -89,9 +89,6 @@ seccompProfile:
   {{- end }}
 - name: cdi
   mountPath: /var/run/cdi
-  {{- if not .Values.mps.enabled }}
-  readOnly: true
-  {{- end }}
 - name: cdi-static
   mountPath: /etc/cdi
   readOnly: true
@@ -102,6 +99,16 @@ seccompProfile:
   {{- if not .Values.mps.enabled }}
   readOnly: true
   {{- end }}
+{{- else }}
+# Where the driver's files are on the host, for the CDI specification: NVIDIA's runtime shows some of them only.
+- name: driver-files
+  {{- if eq .Values.driver.hostRoot "/" }}
+  mountPath: /driver-root/usr
+  {{- else }}
+  mountPath: /driver-root
+  mountPropagation: HostToContainer
+  {{- end }}
+  readOnly: true
 {{- end }}
 {{- if .Values.mps.enabled }}
 - name: cgroups
@@ -135,6 +142,9 @@ seccompProfile:
 {{- if include "gna.hostDriver" . }}
 - name: driver
   hostPath: {path: {{ .Values.driver.hostRoot | quote }}, type: Directory}
+{{- else }}
+- name: driver-files
+  hostPath: {path: {{ eq .Values.driver.hostRoot "/" | ternary "/usr" .Values.driver.hostRoot | quote }}}
 {{- end }}
 {{- if .Values.mps.enabled }}
 - name: cgroups
