@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import anyio
 import anyio.to_thread
 
 from agent.cdi.errors import GenerationFailed
 from agent.cdi.hook import NAME as HOOK
 from agent.cdi.hook import install
 from agent.cdi.specification import CLASS, VENDOR, Specification, parse
-from agent.kit import programs
+from agent.kit import programs, small_file
 
 PROGRAM = "nvidia-ctk"
 SECONDS = 30.0  # NVML without persistence mode wakes one GPU after the other
@@ -72,16 +73,31 @@ class Toolkit:
             *(f"--disable-hook={name}" for name in self._disabled_hooks),
         )
         if places.driver_root != places.host_driver_root:
-            text = await self._run(
+            text = await self._transformed(text)
+        return parse(text)
+
+    async def _transformed(self, text: bytes) -> bytes:
+        """With the host's paths in place of ours."""
+        places = self._places
+        # What it writes to its output is YAML, whatever it read; a file is of the format that its name tells.
+        async with anyio.TemporaryDirectory(prefix="gpu-node-agent-") as scratch:
+            file = Path(scratch) / "transformed.json"
+            await self._run(
                 "cdi",
                 "transform",
                 "root",
                 f"--from={places.driver_root}",
                 f"--to={places.host_driver_root}",
                 "--relative-to=host",
+                f"--output={file}",
                 stdin=text,
             )
-        return parse(text)
+            try:
+                return (await anyio.to_thread.run_sync(small_file.read_text, file, MOST_BYTES)).encode()
+            except (OSError, UnicodeDecodeError) as error:
+                raise GenerationFailed(
+                    f"{PROGRAM} cdi transform root wrote no {file.name}: {error}"
+                ) from error
 
     def _dev_root(self) -> Path:
         """Some driver roots hold files only: their device nodes are in the host's own /dev, and in ours."""

@@ -10,15 +10,16 @@ from agent.cdi.errors import BadSpecification, GenerationFailed
 from agent.cdi.toolkit import Places, Toolkit, present
 from tests.unit.cdi.test_specification import text
 
-# Notes down how it is called; a transform hands on what it reads.
+# Notes down how it is called; a transform hands on what it reads, to the file that is named last.
 PROGRAM = """#!/bin/sh
 echo "$@" >>{folder}/calls
 env >{folder}/environment
 case "$*" in
-*transform*) cat ;;
+*"cdi transform"*) {transform} ;;
 *) {generate} ;;
 esac
 """
+WRITES = 'for last; do :; done; cat >"${last#--output=}"'
 
 
 class Scene:
@@ -33,9 +34,9 @@ class Scene:
         hook.write_bytes(b"hook")
         hook.chmod(0o755)
 
-    def program(self, generate: str) -> None:
+    def program(self, generate: str, transform: str = WRITES) -> None:
         program = self.bin / "nvidia-ctk"
-        program.write_text(PROGRAM.format(folder=self.folder, generate=generate))
+        program.write_text(PROGRAM.format(folder=self.folder, generate=generate, transform=transform))
         program.chmod(0o755)
 
     def toolkit(self, root: str, host: str, hooks: tuple[str, ...] = ()) -> Toolkit:
@@ -77,10 +78,20 @@ async def test_paths_are_rewritten_for_the_host(scene: Scene) -> None:
     found = await scene.toolkit(str(root), "/").generate()
     generated, transformed = scene.calls()
     assert f"--dev-root={root}" in generated
-    assert transformed == [
+    *fixed, output = transformed
+    assert fixed == [
         "--quiet", "cdi", "transform", "root", f"--from={root}", "--to=/", "--relative-to=host",
     ]  # fmt: skip
+    assert output.startswith("--output=/")
+    assert not Path(output.removeprefix("--output=")).exists()  # noqa: ASYNC240  a test's look
     assert json.loads(found.encoded()) == json.loads(text("GPU-a"))
+
+
+@pytest.mark.parametrize("transform", ["exit 0", "exit 1", "echo >/dev/null"])
+async def test_a_transform_that_writes_nothing_is_told(scene: Scene, transform: str) -> None:
+    scene.program(f"cat {scene.folder}/spec.json", transform)
+    with pytest.raises(GenerationFailed, match="cdi transform root"):
+        await scene.toolkit("/other", "/").generate()
 
 
 async def test_a_driver_root_without_nodes_takes_those_of_the_machine(scene: Scene) -> None:
