@@ -102,6 +102,13 @@ class Injection(Section, frozen=True):
     disabled_hooks: list[str] = msgspec.field(default_factory=list)
 
 
+class Simulator(Section, frozen=True):
+    """Simulated GPUs in place of NVML, for nodes without any: to try the agent, quotas, dashboards."""
+
+    # A machine of the simulator (dgx-h200, dgx-a100, ...); null: the GPUs are real.
+    profile: str | None = None
+
+
 class Sampling(Section, frozen=True):
     """How often the moving figures of the GPUs are read."""
 
@@ -236,6 +243,7 @@ class Settings(Section, frozen=True):
     driver: DriverFiles = DriverFiles()
     host: Host = Host()
     injection: Injection = Injection()
+    simulator: Simulator = Simulator()
     sampling: Sampling = Sampling()
     metrics: Metrics = Metrics()
     health: Health = Health()

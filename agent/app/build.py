@@ -35,6 +35,7 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.conditions import Reporter
+from agent.node.labels import SIMULATED_LABEL
 from agent.node.labels import follow as follow_labels
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
@@ -178,7 +179,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.node:
-        labels: Cell[Mapping[str, str]] = Cell({})
+        fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+        labels: Cell[Mapping[str, str]] = Cell(fixed)
         group.start_soon(spawn, "node capacity", run_node, agent.node, resources)
         notes: Cell[Mapping[str, str]] = Cell({})
         agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
@@ -186,7 +188,14 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
         if settings.node_labels:
             group.start_soon(
-                spawn, "node labels", follow_labels, snapshot, own.changes, lambda: own.labels() or {}, labels
+                spawn,
+                "node labels",
+                follow_labels,
+                snapshot,
+                own.changes,
+                lambda: own.labels() or {},
+                labels,
+                fixed,
             )
 
 

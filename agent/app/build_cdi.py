@@ -24,7 +24,7 @@ async def build_cdi(agent: Agent) -> tuple[Injector, SpecificationKeeper | None]
     settings = agent.settings
     wish = settings.injection
     folder = Path(wish.toolkit) if wish.toolkit else None
-    if wish.strategy == "envvar" or folder is None:
+    if wish.strategy == "envvar" or folder is None or settings.simulator.profile:
         return Injector(settings), None
     if not await anyio.to_thread.run_sync(toolkit.present, folder):
         log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")

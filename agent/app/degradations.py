@@ -7,6 +7,8 @@ from agent.modes.state import Phase
 def remarks(agent: Agent) -> list[str]:
     """Each in a sentence; empty: all is well."""
     found = []
+    if profile := agent.settings.simulator.profile:
+        found.append(f"the GPUs are simulated (simulator.profile: {profile}): pods get none")
     if agent.cluster:
         reflectors = (agent.cluster.node.reflector, agent.cluster.pods.reflector)
         if problem := next((each.problem for each in reflectors if each.problem), None):

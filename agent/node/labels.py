@@ -12,6 +12,8 @@ from agent.kit.cell import Cell
 MIB = 1 << 20
 # GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
 GFD_MARK = "nvidia.com/gfd.timestamp"
+# Set where the GPUs are simulated.
+SIMULATED_LABEL = "gpu-node-agent.io/simulated"
 
 
 def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
@@ -37,16 +39,17 @@ async def follow(
     node: Cell[Any],
     present: Callable[[], Mapping[str, str]],
     labels: Cell[Mapping[str, str]],
+    constant: Mapping[str, str],
 ) -> None:
     """Keep the labels true in `labels`, for ever: GPU Feature Discovery may come and go, too.
 
-    `node` is published whenever the node changed, `present` answers its labels.
+    `node` is published whenever the node changed, `present` answers its labels; `constant` ones are added.
     """
 
     async def on(cell: Cell[Any]) -> None:
         async for _ in cell.values():
             found = labels_of(inventory.value, present())
-            if found and found != labels.value:
+            if found and (found := {**found, **constant}) != labels.value:
                 labels.publish(found)
 
     async with anyio.create_task_group() as group:

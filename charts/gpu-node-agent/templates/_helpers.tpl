@@ -63,7 +63,7 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 
 {{- define "gna.hostDriver" -}}
-{{- if or .Values.mps.enabled (eq .Values.driver.source "host") }}true{{ end -}}
+{{- if and (not .Values.simulator.enabled) (or .Values.mps.enabled (eq .Values.driver.source "host")) }}true{{ end -}}
 {{- end -}}
 
 {{- /* The driver root as the agent sees it: the host's own root cannot be mounted at /. */ -}}
@@ -110,6 +110,11 @@ driver:
   root: {{ include "gna.driverRoot" . | quote }}
 {{- if ne .Values.driver.hostRoot "/" }}
   devRoot: {{ .Values.driver.hostRoot | quote }}
+{{- end }}
+{{- if .Values.simulator.enabled }}
+simulator:
+  profile: {{ .Values.simulator.profile | quote }}
+defaultMode: {{ .Values.pgpu.enabled | ternary "pgpu" "vgpu" }}
 {{- end }}
 injection:
   {{- if not (include "gna.hostDriver" .) }}

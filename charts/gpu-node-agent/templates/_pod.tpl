@@ -5,9 +5,10 @@
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.affinity }}
+{{- if and .Values.affinity (not .Values.simulator.enabled) }}
+# Not with simulated GPUs: no node has a label that tells of GPUs then.
 affinity:
-  {{- toYaml . | nindent 2 }}
+  {{- toYaml .Values.affinity | nindent 2 }}
 {{- end }}
 tolerations:
   # Our own: an agent that was killed in mid-switch has left it, and the next one takes it away.
@@ -18,8 +19,8 @@ tolerations:
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .Values.runtimeClassName }}
-runtimeClassName: {{ . }}
+{{- if and .Values.runtimeClassName (not .Values.simulator.enabled) }}
+runtimeClassName: {{ .Values.runtimeClassName }}
 {{- end }}
 {{- if .Values.hostNetwork }}
 hostNetwork: true
@@ -54,7 +55,7 @@ seccompProfile:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
-{{- if not (include "gna.hostDriver" .) }}
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 # For NVIDIA's container runtime: all GPUs, and of the driver what NVML needs.
 - name: NVIDIA_VISIBLE_DEVICES
   value: all
@@ -99,7 +100,7 @@ seccompProfile:
   {{- if not .Values.mps.enabled }}
   readOnly: true
   {{- end }}
-{{- else }}
+{{- else if not .Values.simulator.enabled }}
 # Where the driver's files are on the host, for the CDI specification: NVIDIA's runtime shows some of them only.
 - name: driver-files
   {{- if eq .Values.driver.hostRoot "/" }}
@@ -142,7 +143,7 @@ seccompProfile:
 {{- if include "gna.hostDriver" . }}
 - name: driver
   hostPath: {path: {{ .Values.driver.hostRoot | quote }}, type: Directory}
-{{- else }}
+{{- else if not .Values.simulator.enabled }}
 - name: driver-files
   hostPath: {path: {{ eq .Values.driver.hostRoot "/" | ternary "/usr" .Values.driver.hostRoot | quote }}}
 {{- end }}

@@ -7,9 +7,12 @@
 {{- if not (or $v.pgpu.enabled $v.vgpu.enabled $v.mps.enabled) -}}
 {{- fail "pgpu.enabled, vgpu.enabled and mps.enabled are all false: nothing would ever be offered; set at least one to true" -}}
 {{- end -}}
-{{- range $key := list "modes" "http" "version" -}}
+{{- if and $v.simulator.enabled $v.mps.enabled -}}
+{{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
+{{- end -}}
+{{- range $key := list "modes" "http" "version" "simulator" -}}
 {{- if hasKey $v.config $key -}}
-{{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled or port instead" $key) -}}
+{{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled, port or simulator instead" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") -}}

@@ -1,0 +1,89 @@
+"""Simulated GPUs by the chart: a cluster without any GPU, the real agent, and a fault by hand."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster import manifests
+from tests.cluster.build import agent_image
+from tests.cluster.install_fixtures import an_installation, audit, open_cluster
+from tests.cluster.installation import NAMESPACE, Installation
+from tests.cluster.rig import Cluster
+from tests.cluster.waiting import NotYet, eventually
+
+__all__ = ["audit", "open_cluster"]
+
+GPU = "nvidia.com/gpu"
+SCRAPE = """
+import urllib.request
+print(urllib.request.urlopen("http://127.0.0.1:9446/metrics", timeout=10).read().decode())
+"""
+
+
+class Simulated(Installation):
+    """As the README's command installs it; nothing of the node's own is used."""
+
+    def values(self) -> dict[str, Any]:
+        repository, _, tag = agent_image.IMAGE.rpartition(":")
+        return {
+            "image": {"repository": repository, "tag": tag, "pullPolicy": "Never"},
+            "hostNetwork": True,
+            "simulator": {"enabled": True, "profile": "dgx-h200"},
+        }
+
+
+@pytest.fixture
+def simulated(open_cluster: Cluster) -> Iterator[Simulated]:
+    with an_installation(open_cluster, Simulated) as made:
+        yield made
+
+
+def _offered(cluster: Cluster, count: int) -> dict[str, Any]:
+    def offered() -> dict[str, Any]:
+        node = cluster.get("Node", cluster.node)
+        if node["status"]["allocatable"].get(GPU) != str(count):
+            raise NotYet(json.dumps(node["status"]["allocatable"]))
+        return node
+
+    return eventually(offered, timeout=60, what=f"{count} GPUs are allocatable", interval=0.2)
+
+
+def test_simulated_node_by_chart(simulated: Simulated) -> None:
+    cluster = simulated.cluster
+    simulated.install()
+    pod = simulated.ready_agent()["metadata"]["name"]
+    node = _offered(cluster, 8)
+    assert node["metadata"]["labels"]["gpu-node-agent.io/simulated"] == "true"
+    assert node["metadata"]["labels"]["gpu-node-agent.io/mode"] == "pgpu"
+
+    cluster.apply(manifests.pod("tries", manifests.container("main", limits={GPU: 3})))
+    cluster.wait_pod("tries")
+    seen = cluster.exec("tries", "main", ["sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES"]).strip().split(",")
+    assert len(seen) == 3
+
+    def ask(*words: str) -> str:
+        return cluster.exec(pod, "agent", ["gpu-node-agent", *words], namespace=NAMESPACE)
+
+    said = ask("status")
+    assert "the GPUs are simulated" in said
+    assert all(uuid in said for uuid in seen)
+    assert "done" in ask("fault", "xid", "79", "--gpu", "0")
+    _offered(cluster, 7)
+    page = subprocess.run(
+        cluster.reaching_api([sys.executable, "-c", SCRAPE]),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    ).stdout
+    series = [line for line in page.splitlines() if line and not line.startswith("#")]
+    assert all('{simulated="true"' in line for line in series)
+    assert any("gpu_agent_gpu_xids_total" in line and 'xid="79"' in line for line in series)
+
+    simulated.helm("uninstall", "gpu-node-agent", "--wait", "--timeout=100s")
+    labels = cluster.get("Node", cluster.node)["metadata"]["labels"]
+    assert "gpu-node-agent.io/simulated" not in labels
