@@ -97,7 +97,7 @@ def test_what_cannot_fail_is_told(
 
 
 def test_without_an_agent_there_is_nothing_to_fail(tmp_path: Path) -> None:
-    with pytest.raises(NotSimulated, match="no agent with simulated GPUs runs here"):
+    with pytest.raises(NotSimulated, match="no agent simulates GPUs here"):
         attached(_settings(tmp_path))
 
 
