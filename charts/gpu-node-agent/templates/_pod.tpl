@@ -19,8 +19,8 @@ tolerations:
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- if and .Values.runtimeClassName (not .Values.simulator.enabled) }}
-runtimeClassName: {{ .Values.runtimeClassName }}
+{{- with include "gna.runtimeClass" . }}
+runtimeClassName: {{ . }}
 {{- end }}
 {{- if .Values.hostNetwork }}
 hostNetwork: true
@@ -93,6 +93,12 @@ seccompProfile:
 - name: cdi-static
   mountPath: /etc/cdi
   readOnly: true
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
+# All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others pass it by.
+- name: all-gpus
+  mountPath: /var/run/nvidia-container-devices/all
+  readOnly: true
+{{- end }}
 {{- if include "gna.hostDriver" . }}
 - name: driver
   mountPath: {{ include "gna.driverRoot" . }}
@@ -103,7 +109,7 @@ seccompProfile:
 {{- else if not .Values.simulator.enabled }}
 # Where the driver's files are on the host, for the CDI specification: NVIDIA's runtime shows some of them only.
 - name: driver-files
-  {{- if eq .Values.driver.hostRoot "/" }}
+  {{- if eq (include "gna.hostRoot" .) "/" }}
   mountPath: /driver-root/usr
   {{- else }}
   mountPath: /driver-root
@@ -140,12 +146,16 @@ seccompProfile:
   hostPath: {path: /var/run/cdi, type: DirectoryOrCreate}
 - name: cdi-static
   hostPath: {path: /etc/cdi, type: DirectoryOrCreate}
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
+- name: all-gpus
+  hostPath: {path: /dev/null}
+{{- end }}
 {{- if include "gna.hostDriver" . }}
 - name: driver
-  hostPath: {path: {{ .Values.driver.hostRoot | quote }}, type: Directory}
+  hostPath: {path: {{ include "gna.hostRoot" . | quote }}, type: Directory}
 {{- else if not .Values.simulator.enabled }}
 - name: driver-files
-  hostPath: {path: {{ eq .Values.driver.hostRoot "/" | ternary "/usr" .Values.driver.hostRoot | quote }}}
+  hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
 {{- end }}
 {{- if .Values.mps.enabled }}
 - name: cgroups

@@ -60,7 +60,7 @@
 {{- if and $v.networkPolicy.enabled $v.hostNetwork -}}
 {{- fail "networkPolicy does not apply to pods on the host's network: set hostNetwork: false, or networkPolicy.enabled: false" -}}
 {{- end -}}
-{{- if and $v.priorityClassQuota.enabled (not $v.priorityClassName) (not (and $v.extender.enabled $v.extender.priorityClassName)) -}}
+{{- if and (include "gna.quota" .) (not $v.priorityClassName) (not (and $v.extender.enabled $v.extender.priorityClassName)) -}}
 {{- fail "priorityClassQuota.enabled is true, but no pod has a priority class: leave it off, or set priorityClassName" -}}
 {{- end -}}
 {{- if eq $v.serviceAccount.name "default" -}}
@@ -70,7 +70,7 @@
 {{- fail "serviceAccount.create is false and serviceAccount.name is empty: name the account to use; the namespace's default one must not get these rights" -}}
 {{- end -}}
 {{- if and (include "gna.hostDriver" .) $v.runtimeClassName -}}
-{{- fail (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" "driver.source: host" $v.mps.enabled)) -}}
+{{- fail (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" (ternary "driver.source: host" (printf "preset: %s" $v.preset) (eq $v.driver.source "host")) $v.mps.enabled)) -}}
 {{- end -}}
 {{- range $key := list "nameOverride" "fullnameOverride" -}}
 {{- $name := get $v $key -}}
@@ -114,10 +114,10 @@
 {{- end -}}
 {{- end -}}
 {{- $nodes := dig "injection" "deviceNodes" false $v.config -}}
-{{- if and (not (include "gna.hostDriver" .)) (ne $v.driver.hostRoot "/") (not $nodes) -}}
+{{- if and (not (include "gna.hostDriver" .)) (not (has $v.driver.hostRoot (list "" "/"))) (eq $v.driver.source "runtime") (not $nodes) -}}
 {{- fail "driver.hostRoot is set and driver.source is runtime, which takes the driver from NVIDIA's container runtime and not from there: set driver.source: host, or leave hostRoot out" -}}
 {{- end -}}
-{{- if and $v.mps.enabled (ne $v.driver.source "host") (ne $v.driver.hostRoot "/") -}}
+{{- if and $v.mps.enabled (ne (include "gna.source" .) "host") (not (has $v.driver.hostRoot (list "" "/"))) -}}
 {{- fail "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host" -}}
 {{- end -}}
 {{- end -}}
