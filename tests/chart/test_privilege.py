@@ -85,6 +85,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
         "device-plugins",
         "cdi-static",
         "driver-files",
+        "all-gpus",
     }
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}

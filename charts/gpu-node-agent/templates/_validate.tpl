@@ -113,10 +113,6 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $nodes := dig "injection" "deviceNodes" false $v.config -}}
-{{- if and (not (include "gna.hostDriver" .)) (not (has $v.driver.hostRoot (list "" "/"))) (eq $v.driver.source "runtime") (not $nodes) -}}
-{{- fail "driver.hostRoot is set and driver.source is runtime, which takes the driver from NVIDIA's container runtime and not from there: set driver.source: host, or leave hostRoot out" -}}
-{{- end -}}
 {{- if and $v.mps.enabled (ne (include "gna.source" .) "host") (not (has $v.driver.hostRoot (list "" "/"))) -}}
 {{- fail "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host" -}}
 {{- end -}}
