@@ -12,6 +12,7 @@ from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.model.layout import Entry, faults_of
 from agent.model.modes import ALIASES, FOREIGN_VALUES, SWITCHING, Mode
+from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
@@ -87,26 +88,19 @@ class Injection(Section, frozen=True):
     strategy: Literal["auto", "envvar", "cdi"] = "auto"
     # Also name the device nodes to the kubelet, for runtimes that are not NVIDIA's.
     device_nodes: bool = False
-    # Also mount /dev/null at /var/run/nvidia-container-devices/<UUID>, for runtimes that accept no variable.
-    volume_mounts: bool = False
-    # A folder of the HOST with the driver's files, mounted at /usr/local/nvidia (GKE's own way).
-    driver_mount: AbsolutePath | None = None
-    # Folder of NVIDIA's nvidia-ctk and nvidia-cdi-hook, which make the agent's own CDI specification of the
-    # GPUs; null: none is made.
+    volume_mounts: bool = False  # also name them by mounts, for runtimes that accept no variable
+    driver_mount: AbsolutePath | None = None  # a folder of the HOST for /usr/local/nvidia (GKE)
+    # Folder of nvidia-ctk and nvidia-cdi-hook, for our own CDI specification of the GPUs; null: none is made.
     toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"
-    # The HOST's driver root as the agent sees it, all of the driver's files below; null: driver.root.
-    driver_root: AbsolutePath | None = None
-    # The same folder as the host sees it; null: the same path.
-    host_driver_root: AbsolutePath | None = None
-    # Hooks of nvidia-cdi-hook that are left out, by name.
+    driver_root: AbsolutePath | None = None  # the HOST's driver root as the agent sees it; null: driver.root
+    host_driver_root: AbsolutePath | None = None  # the same as the host sees it; null: the same path
     disabled_hooks: list[str] = msgspec.field(default_factory=list)
 
 
 class Simulator(Section, frozen=True):
     """Simulated GPUs in place of NVML, for nodes without any: to try the agent, quotas, dashboards."""
 
-    # A machine of the simulator (dgx-h200, dgx-a100, ...); null: the GPUs are real.
-    profile: str | None = None
+    profile: str | None = None  # a machine of the simulator (dgx-h200, ...); null: the GPUs are real
 
 
 class Sampling(Section, frozen=True):
@@ -178,6 +172,11 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
+    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
+    enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # The enforcement library by full path, as the agent sees it; null: that of the image.
+    library: AbsolutePath | None = None
 
 
 class Mps(Section, frozen=True):
@@ -293,13 +292,7 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
-    longest = len(os.fsencode(settings.host.run)) + len(CONTROL_SOCKET)
-    if longest > LONGEST_SOCKET_PATH:
-        sentence = (
-            f"makes the path of the agent's socket {longest} bytes long, and the kernel takes "
-            f"{LONGEST_SOCKET_PATH}; name a shorter folder"
-        )
-        faults.append(("host.run", sentence))
+    faults += _long_socket_path(settings)
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:
         sentence = (
@@ -308,6 +301,21 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
         )
         faults.append(("sampling.windowSeconds", sentence))
     return faults
+
+
+def _long_socket_path(settings: Settings) -> list[tuple[str, str]]:
+    """A run folder below which a socket cannot be made: the task that makes it would fail for ever."""
+    owner, below, remedy = "the agent's socket", CONTROL_SOCKET, "name a shorter folder"
+    if settings.modes.mps:
+        owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
+        remedy += ", or set modes.mps: false"
+    length = len(os.fsencode(settings.host.run)) + len(below)
+    if length <= LONGEST_SOCKET_PATH:
+        return []
+    sentence = (
+        f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
+    )
+    return [("host.run", sentence)]
 
 
 def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:

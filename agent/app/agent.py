@@ -20,7 +20,7 @@ from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import Fleet
 from agent.node.capacity import Capacity
-from agent.node.conditions import Reporter
+from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
+    from agent.isolation.room import Isolation
 
 
 @dataclass
@@ -123,12 +124,13 @@ class Agent:
     desired: DesiredSource | None = None
     switcher: ModeSwitcher | None = None
     node: NodeParts | None = None
-    reporter: Reporter | None = None
+    state_writer: NodeStateWriter | None = None
     cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
     gpu_specification: SpecificationKeeper | None = None
+    isolation: "Isolation | None" = None  # of vGPU; None: it is off
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)

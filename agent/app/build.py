@@ -34,12 +34,12 @@ from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
-from agent.node.conditions import Reporter
-from agent.node.labels import SIMULATED_LABEL
-from agent.node.labels import follow as follow_labels
+from agent.node.conditions import NodeStateWriter
+from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
+from agent.plugins.fractions import Fence, no_fence
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
@@ -75,9 +75,9 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
         group.start_soon(spawn, "node watch", agent.cluster.node.run)
-        from agent.pairing.cluster_pods import inform  # noqa: PLC0415  loads the client
+        from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the client
 
-        inform(agent.holdings, agent.cluster.pods, agent.cluster.node.name)
+        ClusterPods(agent.cluster.pods).inform(agent.holdings, agent.cluster.node.name)
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))
@@ -134,7 +134,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     plugins = {
         **_plugins(agent, assignment, injector),
-        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder),
+        Mode.VGPU: _vgpu_plugins(
+            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group)
+        ),
         Mode.MPS: agent.mps.plugins,
     }
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(agent), agent.supervisor, group)
@@ -179,24 +181,21 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
     if agent.cluster and agent.node:
-        fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
-        labels: Cell[Mapping[str, str]] = Cell(fixed)
         group.start_soon(spawn, "node capacity", run_node, agent.node, resources)
-        notes: Cell[Mapping[str, str]] = Cell({})
-        agent.reporter = writers["report"] = Reporter(own, agent.switcher.state, labels, notes)
-        group.start_soon(spawn, "node report", agent.reporter.run)
-        group.start_soon(spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, notes)
-        if settings.node_labels:
-            group.start_soon(
-                spawn,
-                "node labels",
-                follow_labels,
-                snapshot,
-                own.changes,
-                lambda: own.labels() or {},
-                labels,
-                fixed,
-            )
+        annotations: Cell[Mapping[str, str]] = Cell({})
+
+        fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+
+        def labels(present: Mapping[str, str]) -> Mapping[str, str]:
+            return {**(labels_of(snapshot.value, present) if settings.node_labels else {}), **fixed}
+
+        agent.state_writer = writers["report"] = NodeStateWriter(
+            own, agent.switcher.state, labels=labels, annotations=annotations, wake_on=(snapshot,)
+        )
+        group.start_soon(spawn, "node report", agent.state_writer.run)
+        group.start_soon(
+            spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, annotations
+        )
 
 
 def vocabulary_of(settings: Settings) -> Vocabulary:
@@ -252,6 +251,7 @@ def _vgpu_plugins(
     injector: Injector,
     source: PodSource | None,
     recorder: Recorder | None,
+    fence: Fence,
 ) -> list[ResourcePlugin]:
     settings = agent.settings
     shares, plugins = vgpu.build(
@@ -263,11 +263,23 @@ def _vgpu_plugins(
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
+        fence,
     )
     agent.metric_parts.append(
         pairs.part("vgpu", shares.pairing.stats, lambda: VGPU.enforced, lambda: shares.pairing.waiting)
     )
     return list(plugins)
+
+
+async def _vgpu_fence(agent: Agent, group: TaskGroup) -> Fence:
+    """What keeps vGPU containers to their memory, where the configuration wants that."""
+    settings = agent.settings
+    if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
+        return no_fence
+    from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
+
+    agent.isolation = await build_isolation(agent, group)
+    return VgpuFence(agent.isolation)
 
 
 def _endpoint_of(agent: Agent) -> EndpointFactory:

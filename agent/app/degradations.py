@@ -20,7 +20,7 @@ def remarks(agent: Agent) -> list[str]:
             writers = [
                 ("node.status", agent.node.capacity if agent.node else None),
                 ("the node's taint", agent.node.taint if agent.node else None),
-                ("the Node object", agent.reporter),
+                ("the Node object", agent.state_writer),
             ]
             found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)
     if agent.configuration_problem:
@@ -31,6 +31,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
     if agent.mps:
         found.extend(agent.mps.remarks())
+    if agent.isolation and agent.isolation.problem:
+        found.append(f"vGPU containers start without the enforcement library: {agent.isolation.problem}")
     if agent.cordons and agent.cordons.problem:
         found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):

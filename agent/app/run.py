@@ -86,7 +86,8 @@ async def running(
                     # Nothing is offered any more before the lists end; bounded in time.
                     if agent.node and agent.switcher:
                         with anyio.CancelScope(shield=True):
-                            gives_back = agent.reporter is not None and agent.reporter.nothing_to_give_back
+                            writer = agent.state_writer
+                            gives_back = writer is not None and writer.nothing_to_give_back
                             await agent.node.withdrawals.stop(agent.switcher.close)
                     withdrawn()
                     inner.cancel_scope.cancel()

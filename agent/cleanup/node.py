@@ -6,7 +6,6 @@ Safe to run again: each step looks for what is left.
 from collections.abc import AsyncIterator
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,9 +78,9 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
     if known:
-        from agent.pairing.cluster_pods import view_of  # noqa: PLC0415  loads the API client
+        from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the API client
 
-        record.view = partial(view_of, known)
+        record.view = ClusterPods(known).view
         with anyio.move_on_after(SYNC_SECONDS):
             while not record.view().complete:
                 await anyio.sleep(POLL_SECONDS / 10)

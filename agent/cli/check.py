@@ -91,9 +91,10 @@ def _configmaps(options: argparse.Namespace) -> int:
 def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
     from agent.nvml.errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
 
+    settings = load(options)
     driver: cuda.DriverFacts | None = options.driver
     if driver is None:
-        library = nvml(load(options))
+        library = nvml(settings)
         try:
             found = library.open()
         except NvmlError as error:
@@ -101,7 +102,8 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability)
+    hooked = settings.vgpu.enforcement in ("library", "strict")
+    findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(
         f"{verdict.name.lower()}: CUDA {cuda.told(options.runtime)} in mode {options.mode} on a driver for "

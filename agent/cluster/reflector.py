@@ -100,7 +100,7 @@ class Reflector(Generic[Item]):
         self._path = path
         self._selector = dict(selector)
         self._decoder = msgspec.json.Decoder(kind)
-        self._name = name
+        self.name = name
         self._version = ""
         self._streaming_list = True
         self.items: Cell[Mapping[str, Item]] = Cell(MappingProxyType({}))
@@ -109,6 +109,9 @@ class Reflector(Generic[Item]):
         self.away = True  # the server does not answer, or not for now; one that refuses us is there
         self._told: str | None = None  # the kind of failure that the log knows of
         self._silent = False  # the last watch ended for want of any event
+        # When the server last showed that the complete copy is being kept true: an event, a bookmark or a
+        # watch that it opened. On anyio's clock, in seconds; None: never.
+        self.heard: float | None = None
         # Called after each publication of `items`.
         self.on_change: Callable[[], None] | None = None
 
@@ -127,7 +130,7 @@ class Reflector(Generic[Item]):
                 if failure.status in (400, 422) and self._streaming_list and not self._version:
                     # Servers before 1.32, or with the gate off.
                     self._streaming_list = False
-                    log.info("streaming_list_unsupported", of=self._name, answer=str(failure))
+                    log.info("streaming_list_unsupported", of=self.name, answer=str(failure))
                     continue
                 asked = min(failure.retry_after or 0.0, LONGEST_RETRY_AFTER_SECONDS)
             resumed = bool(self._version)
@@ -145,7 +148,7 @@ class Reflector(Generic[Item]):
     def _failed(self, error: Exception) -> None:
         kind = f"{type(error).__name__} {getattr(error, 'status', '')}"
         if kind != self._told:
-            log.warning("watch_interrupted", of=self._name, problem=str(error))
+            log.warning("watch_interrupted", of=self.name, problem=str(error))
         self._told, self.problem = kind, str(error)
         status = error.status if isinstance(error, ApiRefused) else 0
         self.away = isinstance(error, ApiUnavailable) or status >= 500 or status == TOO_MANY_REQUESTS
@@ -180,12 +183,14 @@ class Reflector(Generic[Item]):
                     break
                 self._silent = False
                 fresh = self._take(msgspec.json.decode(line, type=_Event), fresh)
+                if fresh is None:
+                    self.heard = anyio.current_time()
         if fresh is not None:
             raise ApiUnavailable(f"{self._path}: the server ended the list before it was complete")
 
     def _fell_silent(self) -> None:
         if not self._silent:
-            log.info("watch_silent", of=self._name, seconds=SILENCE_SECONDS, action="it is opened anew")
+            log.info("watch_silent", of=self.name, seconds=SILENCE_SECONDS, action="it is opened anew")
         self._silent = True
 
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
@@ -250,10 +255,11 @@ class Reflector(Generic[Item]):
 
     def _well(self) -> None:
         if self.problem is not None:
-            log.info("watch_established", of=self._name)
+            log.info("watch_established", of=self.name)
         self.problem = self._told = None
         self.away = False
         self.synced = True
+        self.heard = anyio.current_time()
 
 
 def is_newer(version: str, than: str) -> bool:

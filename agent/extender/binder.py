@@ -12,7 +12,8 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.extender.fleet import Fleet, PodClaim
+from agent.extender.fleet import Fleet
+from agent.extender.free_capacity import PodClaim
 from agent.extender.objects import as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand, annotations_of
 from agent.extender.wire import Binding

@@ -1,8 +1,11 @@
-"""What would have to go from a node so that a pod fits: pure."""
+"""Which pods would have to go from a node so that another one fits, GPU by GPU: pure."""
 
+from collections.abc import Collection, Mapping, Sequence
+
+from agent.extender.choice import fits
 from agent.extender.fleet import Fleet
-from agent.extender.fleet_choice import fits
-from agent.extender.fleet_rooms import PodClaim, rooms_of
+from agent.extender.free_capacity import PodClaim, free_capacity
+from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand
 from agent.model.node_inventory import NodeInventory
 
@@ -11,27 +14,45 @@ def would_have_to_go(
     fleet: Fleet, name: str, inventory: NodeInventory, demand: PodDemand
 ) -> list[PodClaim] | None:
     """Bound pods without which the demand fits, few and small; None: not even on the empty node."""
-    claims = sorted(fleet.claims(name).values(), key=_size)
-    if not fits(rooms_of(inventory, ()), demand):
+    claims = fleet.claims(name)
+    by_size = sorted(claims, key=lambda uid: _size(claims[uid]))
+    if not _fits_without(inventory, claims, claims, demand):
         return None
-    for claim in claims:
-        if fits(rooms_of(inventory, (one for one in claims if one is not claim)), demand):
-            return [claim]
-    going: list[PodClaim] = []
-    for claim in claims:
-        going.append(claim)
-        if fits(rooms_of(inventory, (one for one in claims if not _among(one, going))), demand):
+    for uid in by_size:
+        if _fits_without(inventory, claims, {uid}, demand):
+            return [claims[uid]]
+    going: list[str] = []
+    for uid in by_size:
+        going.append(uid)
+        if _fits_without(inventory, claims, going, demand):
             break
     # What went on the way without need may stay, large ones first.
-    for claim in sorted(going, key=_size, reverse=True):
-        fewer = [one for one in going if one is not claim]
-        if fits(rooms_of(inventory, (one for one in claims if not _among(one, fewer))), demand):
+    needed = still_needed(inventory, claims, sorted(going, key=lambda uid: _size(claims[uid]))[::-1], demand)
+    return [claims[uid] for uid in needed or ()]
+
+
+def still_needed(
+    inventory: NodeInventory, claims: Mapping[str, PodClaim], victims: Sequence[str], demand: PodDemand
+) -> list[str] | None:
+    """Those of the victims that must go, by UID; None: the demand does not fit without all of them.
+
+    The first ones are kept where they can be. Victims that hold no GPU are none of ours: they stay victims.
+    """
+    if not _fits_without(inventory, claims, victims, demand):
+        return None
+    going = list(victims)
+    for uid in victims:
+        fewer = [one for one in going if one != uid]
+        if uid in claims and _fits_without(inventory, claims, fewer, demand):
             going = fewer
     return going
 
 
-def _among(claim: PodClaim, others: list[PodClaim]) -> bool:
-    return any(claim is other for other in others)
+def _fits_without(
+    inventory: NodeInventory, claims: Mapping[str, PodClaim], going: Collection[str], demand: PodDemand
+) -> bool:
+    staying = (claim for uid, claim in claims.items() if uid not in going)
+    return fits(free_capacity(inventory, staying), demand, inventory.topology, Work())
 
 
 def _size(claim: PodClaim) -> tuple[int, str]:

@@ -10,13 +10,22 @@ from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.eviction import would_have_to_go
 from agent.extender.fleet import Fleet
-from agent.extender.fleet_rooms import PodClaim
+from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
-from agent.extender.objects import NodeFacts, as_model, decode_pod, demand_for, read_node, read_pod
+from agent.extender.objects import (
+    NodeFacts,
+    as_model,
+    asks_for_share,
+    decode_pod,
+    demand_for,
+    read_node,
+    read_pod,
+)
 from agent.extender.pod_demand import PodDemand
-from agent.model.demand import Impossible
+from agent.model.demand import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
+MIRROR = "kubernetes.io/config.mirror"  # the kubelet sets it on the object of a static pod
 MOST_NODES = 3  # of which it is told what would have to go
 
 
@@ -47,7 +56,10 @@ async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     """The same over a connection. Raises ApiError, msgspec.DecodeError."""
     pod = decode_pod(await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}"))
     if pod.spec.node_name:
-        return [f"pod {namespace}/{name} is bound to node {pod.spec.node_name}"]
+        lines = [f"pod {namespace}/{name} is bound to node {pod.spec.node_name}"]
+        if MIRROR in pod.metadata.annotations and asks_for_share(as_model(pod)):
+            lines.append(STATIC_PODS)
+        return lines
     try:
         demand = demand_for(as_model(pod))
     except Impossible as error:

@@ -4,17 +4,18 @@ Built from the nodes' inventories and the bound pods. A choice counts from the m
 the API server confirms it; the watch then takes over, or a deadline lets go of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from agent.extender.fleet_choice import Picked, default_mix, fits, pick, refusal
-from agent.extender.fleet_rooms import PodClaim, Rooms, rooms_of
-from agent.extender.pod_demand import Chosen, PodDemand
+from agent.extender.choice import Picked, judge, pick
+from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
+from agent.extender.packing import Work
+from agent.extender.pod_demand import PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import Policy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 
@@ -44,14 +45,14 @@ class _Node:
     totals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     known: bool = False
     claims: dict[str, PodClaim] = field(default_factory=dict)
-    rooms: Rooms | None = None
+    free: FreeCapacity | None = None
 
 
 class Fleet:
     """Who holds what. `on_change` is told the name of every node whose room may have changed."""
 
     def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
-        self.mix = mix or default_mix()
+        self.mix = mix or usual_mix()
         self.on_change = on_change
         self._nodes: dict[str, _Node] = {}
         self._pods: dict[str, BoundPod] = {}
@@ -144,51 +145,70 @@ class Fleet:
         node = self._nodes.get(name)
         return bool(node and node.inventory)
 
-    def rooms(self, name: str) -> Rooms:
+    def free(self, name: str) -> FreeCapacity:
         """What the GPUs of a node have left."""
         node = self._nodes[name]
-        if node.rooms is None:
-            node.rooms = rooms_of(node.inventory or NodeInventory(), node.claims.values())
-        return node.rooms
+        if node.free is None:
+            node.free = free_capacity(node.inventory or NodeInventory(), node.claims.values())
+        return node.free
 
     def claims(self, name: str) -> Mapping[str, PodClaim]:
         """Who holds what on a node, by UID."""
         node = self._nodes.get(name)
         return MappingProxyType(node.claims if node else {})
 
-    def verdict(self, name: str, demand: PodDemand) -> str:
-        """Why a demand does not fit on a node; empty: it fits."""
+    def verdict(
+        self,
+        name: str,
+        demand: PodDemand,
+        work: Work | None = None,
+        alike: dict[Summary, str] | None = None,
+    ) -> str:
+        """Why a demand does not fit on a node; empty: it fits, and `pick` finds a choice.
+
+        `work` counts what it takes. `alike` keeps what was found for nodes that are alike, for one demand.
+        """
         node = self._nodes.get(name)
         if node is None or not node.known:
             return UNKNOWN_NODE
         if node.inventory is None:
             return _by_totals(node, demand)
-        rooms = node.rooms or self.rooms(name)
-        return "" if fits(rooms, demand) else refusal(rooms, demand)
+        free = node.free or self.free(name)
+        if alike is not None and free.summary in alike and len(demand.slots) == 1:
+            return alike[free.summary]
+        topology = node.inventory.topology
+        return judge(free, demand, topology, work or Work(), {} if alike is None else alike)
 
-    def pick(self, name: str, demand: PodDemand, policy: Policy) -> Picked | None:
+    def pick(self, name: str, demand: PodDemand, policy: Policy, work: Work | None = None) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         node = self._nodes.get(name)
         if node is None or not node.known:
             return None
         if node.inventory is None:
             return None if _by_totals(node, demand) else Picked((), (float("inf"),))
-        return pick(self.rooms(name), demand, policy, self.mix, node.inventory.topology)
+        topology = node.inventory.topology
+        return pick(self.free(name), demand, policy, self.mix, topology, work or Work())
 
-    def sold(self) -> tuple[int, int]:
-        """Hundredths of GPUs that are held, and all there are, on nodes with an inventory."""
+    @property
+    def without_inventory(self) -> int:
+        """Nodes that offer GPU resources and have no inventory that can be used."""
+        return sum(bool(node.totals) and node.inventory is None for node in self._nodes.values())
+
+    def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
+        """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.
+
+        `names`: of these nodes alone; None: of all.
+        """
         held = there = 0
-        for name, gpus, rooms in self._every():
-            del name
-            there += gpus
-            held += gpus - sum(room.cores for room in rooms.gpus) - CORES * rooms.units
+        for name in list(self._nodes) if names is None else names:
+            node = self._nodes.get(name)
+            if node and node.inventory:
+                free = self.free(name)
+                gpus = free.gpus
+                capacity = CORES * (len(gpus) + free.all_units)
+                there += capacity
+                held += capacity - sum(gpu.cores for gpu in gpus) - CORES * free.units
         return held, there
-
-    def _every(self) -> Iterator[tuple[str, int, Rooms]]:
-        for name, node in self._nodes.items():
-            if node.inventory:
-                rooms = self.rooms(name)
-                yield name, CORES * (len(rooms.gpus) + rooms.all_units), rooms
 
     # Inside
 
@@ -214,7 +234,7 @@ class Fleet:
                 del self._nodes[name]
 
     def _touch(self, name: str) -> None:
-        self._nodes[name].rooms = None
+        self._nodes[name].free = None
         self.on_change(name)
 
 
@@ -225,6 +245,3 @@ def _by_totals(node: _Node, demand: PodDemand) -> str:
         if count > free:
             return f"{free} of {count} {resource} free by totals (no inventory)"
     return ""
-
-
-__all__ = ["Assumed", "BoundPod", "Chosen", "Fleet", "PodClaim"]

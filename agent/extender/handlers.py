@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import anyio.to_thread
 import structlog
+from anyio import get_cancelled_exc_class
 
 from agent.extender import wire
 from agent.extender.binder import Binder, NotBound
@@ -52,7 +53,7 @@ class Verbs:
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
         """Take the paths that gpu-admission's users know, and two more."""
         for path, act in (("predicates", self.filter), ("priorities", self.prioritize), ("bind", self.bind)):
-            server.add_post(f"{FOLDER}/{path}", self._told(path, act), most_bytes)
+            server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
     async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Nodes that the pod fits on, and why not the others."""
@@ -64,10 +65,10 @@ class Verbs:
             return _json(wire.filtered(asked, [], refused, unresolvable=True)), "impossible"
         if wish.demand.nothing:
             return _json(wire.filtered(asked, list(asked.names), {})), "ok"
-        fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+        fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
         if not fitting and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
-            fitting, refused = serving.verdicts.judge(wish.demand, asked.names)
+            fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
         return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
@@ -86,7 +87,7 @@ class Verbs:
             wish = serving.binder.wish(as_model(asked.pod))
         except Impossible:
             return _json(wire.prioritized(asked.names, [0] * len(asked.names))), "impossible"
-        scores = serving.verdicts.rank(wish.demand, wish.policy, asked.names)
+        scores = await serving.verdicts.rank(wish.demand, wish.policy, asked.names)
         return _json(wire.prioritized(asked.names, scores)), "ok"
 
     async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
@@ -104,13 +105,22 @@ class Verbs:
             return _json(wire.bound(str(error))), "refused"
         return _json(wire.bound()), "ok"
 
-    def _told(self, verb: str, act: Act) -> Handler:
+    def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: Request) -> Reply:
             started = time.perf_counter()
-            reply, result = await self._answer(request, act)
-            self._metrics.requests.labels(verb, result).inc()
-            self._metrics.seconds.labels(verb).observe(time.perf_counter() - started)
-            return reply
+            # What is counted where no answer is made: too late, or a fault, which the server answers.
+            code, result = 500, "error"
+            try:
+                reply, result = await self._answer(request, act)
+                code = reply.status
+                return reply
+            except get_cancelled_exc_class():
+                code, result = 503, "late"
+                raise
+            finally:
+                self._metrics.requests.labels(verb, result).inc()
+                self._metrics.responses.labels(verb, str(code)).inc()
+                self._metrics.seconds.labels(verb).observe(time.perf_counter() - started)
 
         return handle
 

@@ -58,6 +58,7 @@ class Election:
         self.leading: Cell[bool] = Cell(False)
         self.holder = ""  # as last seen
         self.problem: str | None = None
+        self.answered: float | None = None  # when the API server last answered, on the clock; None: never
         self._seen: tuple[str, float] = ("", float("-inf"))  # version of the lease, and since when
         self._until = float("-inf")
 
@@ -65,6 +66,15 @@ class Election:
     def holds(self) -> bool:
         """Whether nobody else can be leader now. It ends by itself when renewals fail."""
         return self._clock() < self._until
+
+    def stalled(self) -> str:
+        """Why this replica could not take over now; empty: it takes part in the election."""
+        if self.answered is None:
+            return self.problem or "the API server has not answered yet"
+        age = self._clock() - self.answered
+        if age <= self._settings.duration_seconds:
+            return ""
+        return f"the election has stood still for {age:.0f} s: {self.problem or 'no attempt was made'}"
 
     async def run(self) -> None:
         """Take or renew the lease, for ever; gives it up on the way out."""
@@ -93,6 +103,7 @@ class Election:
                 self.problem = "the API server did not answer in time"
             else:
                 self.problem = None
+                self.answered = self._clock()
         except (ApiError, msgspec.DecodeError) as error:
             if self.problem is None:
                 log.warning("lease_not_renewed", problem=str(error))

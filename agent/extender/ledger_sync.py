@@ -1,6 +1,6 @@
 """Keeps the ledger true: one watch for the nodes, one for the bound pods that have not ended."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import anyio
 
@@ -13,6 +13,9 @@ from agent.kit.supervise import Supervisor
 
 BOUND = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
 EXPIRY_SECONDS = 1.0
+# An API server sends a bookmark about once a minute, and a watch that brings nothing for 90 s is opened anew:
+# one that shows no life for so long is dead, and pods that others bind would be missing from the ledger.
+DEAD_WATCH_SECONDS = 120.0
 
 
 class _Nodes:
@@ -68,17 +71,24 @@ class _Pods:
 class Feed:
     """Two watches into one ledger. It starts from nothing, with lists that are not older than its start."""
 
-    def __init__(self, api: KubeApi, fleet: Fleet, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        fleet: Fleet,
+        supervisor: Supervisor,
+        expired: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`expired` is called with the number of choices that were just dropped."""
         self._fleet = fleet
         self._supervisor = supervisor
+        self._expired = expired
         self._listener = _Nodes(fleet)
         self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, self._listener, "nodes")
         self.pods = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": BOUND}, read_pod, _Pods(fleet), "bound pods"
         )
         self.complete: Cell[bool] = Cell(False)
-        self.expired = 0
-        self.nodes.on_change = self.pods.on_change = self._look
+        self.nodes.on_change = self.pods.on_change = self.look
 
     @property
     def problems(self) -> Mapping[str, str]:
@@ -86,10 +96,23 @@ class Feed:
         return self._listener.problems
 
     @property
+    def ages(self) -> Mapping[str, float]:
+        """Seconds since each watch last showed a sign of life, by resource; without those that never did."""
+        now = anyio.current_time()
+        watches = (("nodes", self.nodes), ("pods", self.pods))
+        return {name: now - watch.heard for name, watch in watches if watch.heard is not None}
+
+    @property
     def waits_for(self) -> str:
-        """What is not known yet, in words; empty: all is."""
-        missing = [one for one, known in self._parts() if not known]
-        return f"the list of {' and '.join(missing)} is not complete yet" if missing else ""
+        """What the ledger lacks, in words; empty: nothing."""
+        missing = [one.name for one in (self.nodes, self.pods) if not one.synced]
+        if missing:
+            return f"the list of {' and '.join(missing)} is not complete yet"
+        return "; ".join(
+            f"the watch of {name} has been dead for {age:.0f} s"
+            for name, age in self.ages.items()
+            if age > DEAD_WATCH_SECONDS
+        )
 
     async def run(self) -> None:
         """Follow both until cancelled."""
@@ -98,14 +121,13 @@ class Feed:
             group.start_soon(self._supervisor.restarting, "pod watch", self.pods.run)
             while True:
                 await anyio.sleep(EXPIRY_SECONDS)
-                self._look()
+                self.look()
                 # While the watch is down nothing can show a pod as bound: its choice must stay.
                 if self.pods.problem is None:
-                    self.expired += len(self._fleet.expire(anyio.current_time()))
+                    self._expired(len(self._fleet.expire(anyio.current_time())))
 
-    def _parts(self) -> list[tuple[str, bool]]:
-        return [("nodes", self.nodes.synced), ("bound pods", self.pods.synced)]
-
-    def _look(self) -> None:
-        if not self.complete.value and self.nodes.synced and self.pods.synced:
-            self.complete.publish(True)
+    def look(self) -> None:
+        """Publish `complete`: both lists are known, and both watches have shown life lately."""
+        complete = not self.waits_for
+        if complete != self.complete.value:
+            self.complete.publish(complete)

@@ -1,7 +1,16 @@
-"""What the extender tells Prometheus. It shares no metric with the node agent."""
+"""The extender's metrics. It shares no metric with the node agent.
+
+Figures of the ledger are there only while this replica leads: a former leader's last ones would be summed up
+with those of its successor.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import anyio.to_thread
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from agent.web.server import Reply, Request
 
@@ -9,8 +18,21 @@ PREFIX = "gpu_agent_extender_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
+@dataclass(frozen=True, slots=True)
+class LedgerFigures:
+    """The ledger of a leader, as one scrape shows it. `watch_ages`: seconds by resource."""
+
+    nodes: int
+    without_inventory: int
+    bad_inventories: int
+    pods: int
+    assumed: int
+    sold_ratio: float | None  # None: no node has an inventory
+    watch_ages: Mapping[str, float]
+
+
 class Metrics:
-    """Counters that verbs raise, and gauges that are set when somebody looks."""
+    """Counters that the verbs raise, and gauges that are set at each scrape."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -18,25 +40,86 @@ class Metrics:
             PREFIX + "requests", "Calls of kube-scheduler by verb and result.", ["verb", "result"],
             registry=registry,
         )  # fmt: skip
+        self.responses = Counter(
+            PREFIX + "responses", "Answers to kube-scheduler by verb and HTTP status.", ["verb", "code"],
+            registry=registry,
+        )  # fmt: skip
         self.seconds = Histogram(
             PREFIX + "request_seconds", "Time to answer, by verb.", ["verb"], buckets=_SECONDS,
             registry=registry,
         )  # fmt: skip
+        self.expired = Counter(
+            PREFIX + "expired_choices", "Choices dropped because no watch showed them as bound in time.",
+            registry=registry,
+        )  # fmt: skip
+        self.leader = Gauge(PREFIX + "leader", "1 if this replica leads.", registry=registry)
+        self.ready = Gauge(PREFIX + "ready", "1 if it leads and its ledger is complete.", registry=registry)
+        self.ledger = LedgerCollector()
+        registry.register(self.ledger)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(PREFIX + name, text, registry=registry)
-
-        self.leader = gauge("leader", "1 if this replica serves.")
-        self.ready = gauge("ready", "1 if it leads and its ledger is complete.")
-        self.nodes = gauge("nodes", "Nodes that there are.")
-        self.without_inventory = gauge("nodes_without_inventory", "Of those, judged by totals alone.")
-        self.bad_inventories = gauge("nodes_bad_inventory", "Nodes whose inventory cannot be understood.")
-        self.pods = gauge("pods", "Bound pods with GPUs, those about to be bound included.")
-        self.assumed = gauge("assumed_pods", "Choices that the watch has not shown yet.")
-        self.expired = gauge("expired_choices", "Choices dropped since the start: never shown as bound.")
-        self.sold = gauge("sold_ratio", "Share of all GPUs that is held, on nodes with an inventory.")
-
-    async def reply(self, _: Request) -> Reply:
-        """The page."""
+    async def reply(self, _: Request, ledger: LedgerFigures | None) -> Reply:
+        """The page; `ledger`: None while this replica does not lead."""
+        self.ledger.figures = ledger
         text = await anyio.to_thread.run_sync(generate_latest, self.registry)
         return Reply(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+class LedgerCollector(Collector):
+    """Gauges of the ledger that is there now."""
+
+    def __init__(self) -> None:
+        self.figures: LedgerFigures | None = None
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """All families, without samples."""
+        for name, text, _ in _GAUGES:
+            yield GaugeMetricFamily(PREFIX + name, text)
+        yield _watch_ages()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Families with samples; none while there is no ledger."""
+        figures = self.figures
+        if figures is None:
+            return
+        for name, text, value_of in _GAUGES:
+            value = value_of(figures)
+            if value is not None:
+                yield GaugeMetricFamily(PREFIX + name, text, value)
+        ages = _watch_ages()
+        for resource, age in figures.watch_ages.items():
+            ages.add_metric([resource], age)
+        yield ages
+
+
+_GAUGES: Sequence[tuple[str, str, Callable[[LedgerFigures], float | None]]] = (
+    ("nodes", "Nodes of the cluster.", lambda figures: figures.nodes),
+    (
+        "nodes_without_inventory",
+        "Nodes that offer GPU resources and have no usable inventory: judged by totals alone.",
+        lambda figures: figures.without_inventory,
+    ),
+    (
+        "nodes_bad_inventory",
+        "Nodes whose inventory cannot be understood.",
+        lambda figures: figures.bad_inventories,
+    ),
+    (
+        "pods",
+        "Bound pods with GPUs, those about to be bound included.",
+        lambda figures: figures.pods,
+    ),
+    ("assumed_pods", "Choices that the watch has not shown yet.", lambda figures: figures.assumed),
+    (
+        "sold_ratio",
+        "Share of all GPUs that is held, on nodes with an inventory.",
+        lambda figures: figures.sold_ratio,
+    ),
+)
+
+
+def _watch_ages() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        PREFIX + "watch_age_seconds",
+        "Seconds since the API server last showed that the watch lives; about 60 on a quiet cluster.",
+        labels=["resource"],
+    )

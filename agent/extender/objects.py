@@ -11,8 +11,8 @@ from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodSpec, PodStatus
 from agent.cluster.reflector import Metadata
-from agent.extender.fleet import BoundPod, PodClaim
-from agent.extender.fleet_rooms import Held
+from agent.extender.fleet import BoundPod
+from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.ids import BadDeviceId, Unit, parse
@@ -153,6 +153,11 @@ _MODES = {
     Unit.MPS_MEMORY: (Mode.MPS, 1),
 }
 _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
+
+
+def asks_for_share(pod: Pod) -> bool:
+    """Whether any of its containers asks for a share of a GPU."""
+    return any(_FRACTIONS & each.limits.keys() for each in pod.containers)
 
 
 def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:

@@ -69,6 +69,13 @@ class Lease(Section, frozen=True):
     retry_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
 
 
+class Serving(Section, frozen=True):
+    """How the Service finds the replica that serves: by the label gpu-node-agent.io/extender-serving."""
+
+    pod: Name | None = None  # the own pod; null: no label is written
+    selector: str = ""  # labels of all replicas, as the API server takes a label selector
+
+
 class Settings(Section, frozen=True):
     """The whole configuration of the extender."""
 
@@ -83,6 +90,7 @@ class Settings(Section, frozen=True):
     tls: Tls = Tls()
     cluster: Cluster = Cluster()
     lease: Lease = Lease()
+    serving: Serving = Serving()
 
 
 def load(

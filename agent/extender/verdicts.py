@@ -5,19 +5,39 @@ Pods come in a few shapes. For each shape the verdict on every node is kept unti
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import anyio.lowlevel
+
+from agent.extender.choice import Worth
 from agent.extender.fleet import Fleet
-from agent.extender.fleet_choice import Worth
+from agent.extender.free_capacity import Summary
+from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand
 from agent.model.placement import Policy
 
 SHAPES = 32
 BEST = 10  # kube-scheduler's MaxExtenderPriority
+# Work for one request, in steps of `packing` (about 5 us each), and after how much of it others run. Nodes
+# that are left over are looked at with the next request for a pod of the same shape.
+REQUEST_STEPS = 5000
+PAUSE_STEPS = 400
+NODES_AT_ONCE = 2048
+PICK_STEPS = 8  # of a choice with its worth, whatever the search takes
+NOT_REACHED = "not reached: containers of such sizes take long to place; the next attempt goes on from here"
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What is known for one demand."""
+
+    by_node: dict[str, str] = field(default_factory=dict)
+    alike: dict[Summary, str] = field(default_factory=dict)
 
 
 class Verdicts:
@@ -25,53 +45,85 @@ class Verdicts:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._verdicts: OrderedDict[PodDemand, dict[str, str]] = OrderedDict()
+        self._verdicts: OrderedDict[PodDemand, _Shape] = OrderedDict()
         self._worths: OrderedDict[tuple[PodDemand, Policy], dict[str, Worth | None]] = OrderedDict()
         fleet.on_change = self._changed
 
-    def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    async def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         """Nodes that a demand fits on, and the others with the reason."""
-        known = _shape(self._verdicts, demand)
+        shape = _kept(self._verdicts, demand, _Shape)
+        known, alike = shape.by_node, shape.alike
         fitting: list[str] = []
         refused: dict[str, str] = {}
         verdict = self._fleet.verdict
+        work, pause = Work(), _Pause()
         for name in names:
             reason = known.get(name)
             if reason is None:
-                reason = known[name] = verdict(name, demand)
+                if work.steps >= REQUEST_STEPS:
+                    refused[name] = NOT_REACHED
+                    continue
+                reason = known[name] = verdict(name, demand, work, alike)
+                if pause.due(work):
+                    await anyio.lowlevel.checkpoint()
             if reason:
                 refused[name] = reason
             else:
                 fitting.append(name)
         return fitting, refused
 
-    def rank(self, demand: PodDemand, policy: Policy, names: Sequence[str]) -> list[int]:
+    async def rank(self, demand: PodDemand, policy: Policy, names: Sequence[str]) -> list[int]:
         """0 to 10 for each node: 10 for the best, 9 for the next in worth, and so on.
 
         A score in proportion would let the ten best of a thousand nodes look alike.
         """
-        known = _shape(self._worths, (demand, policy))
+        known = _kept(self._worths, (demand, policy), dict[str, Worth | None])
         pick = self._fleet.pick
+        work, pause = Work(), _Pause()
+        worths: list[Worth | None] = []
         for name in names:
             if name not in known:
-                found = pick(name, demand, policy)
+                if work.steps >= REQUEST_STEPS:
+                    worths.append(None)
+                    continue
+                work.steps += PICK_STEPS
+                found = pick(name, demand, policy, work)
                 known[name] = found.worth if found else None
-        worths = [known[name] for name in names]
+                worths.append(known[name])
+                if pause.due(work):
+                    await anyio.lowlevel.checkpoint()
+            else:
+                worths.append(known[name])
         distinct = {worth for worth in worths if worth is not None and worth[0] != float("inf")}
         scores = {worth: BEST - place for place, worth in enumerate(heapq.nsmallest(BEST, distinct))}
         return [0 if worth is None else scores.get(worth, 0) for worth in worths]
 
     def _changed(self, name: str) -> None:
-        for verdicts in self._verdicts.values():
-            verdicts.pop(name, None)
+        for shape in self._verdicts.values():
+            shape.by_node.pop(name, None)
         for worths in self._worths.values():
             worths.pop(name, None)
 
 
-def _shape(cache: OrderedDict[K, dict[str, V]], key: K) -> dict[str, V]:
+class _Pause:
+    """Tells when others should run: leases and bindings must not wait for a pod that is hard to place."""
+
+    def __init__(self) -> None:
+        self._nodes = 0
+        self._steps = 0
+
+    def due(self, work: Work) -> bool:
+        self._nodes += 1
+        if self._nodes % NODES_AT_ONCE and work.steps - self._steps < PAUSE_STEPS:
+            return False
+        self._steps = work.steps
+        return True
+
+
+def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     found = cache.get(key)
     if found is None:
-        found = cache[key] = {}
+        found = cache[key] = make()
         if len(cache) > SHAPES:
             cache.popitem(last=False)
     else:

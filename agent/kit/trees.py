@@ -36,8 +36,8 @@ def empty(folder: int, seconds: float = SECONDS) -> None:
     TimeoutError, an OSError, says that it was not done within `seconds`: somebody fills it meanwhile.
     """
     until = time.monotonic() + seconds
-    while names := _names(folder):
-        for name in names:
+    while found := names(folder, _AT_ONCE):
+        for name in found:
             _remove(folder, name)
             _check(until)
 
@@ -65,9 +65,10 @@ def _check(until: float) -> None:
         raise TimeoutError(errno.ETIMEDOUT, "it could not be emptied in time: somebody fills it meanwhile")
 
 
-def _names(folder: int) -> list[str]:
+def names(folder: int, most: int | None = None) -> list[str]:
+    """What an open folder holds, `most` entries of it. Blocks. Raises OSError."""
     with os.scandir(folder) as entries:
-        return [entry.name for entry in islice(entries, _AT_ONCE)]
+        return [entry.name for entry in islice(entries, most)]
 
 
 def _remove(folder: int, name: str) -> None:
@@ -81,7 +82,7 @@ def _remove(folder: int, name: str) -> None:
             return  # it is another thing by now
         raise
     try:
-        for each in _names(inner):
+        for each in names(inner, _AT_ONCE):
             if not _unlinked(inner, each):
                 _move_up(inner, each, folder)
     finally:

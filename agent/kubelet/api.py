@@ -38,6 +38,17 @@ class Allocation:
     cdi_devices: tuple[str, ...] = ()  # qualified names, vendor/class=device
 
 
+def joined(*parts: Allocation) -> Allocation:
+    """All that the parts give; of a variable or an annotation that several give, the last one's."""
+    return Allocation(
+        environment={name: value for part in parts for name, value in part.environment.items()},
+        mounts=tuple(each for part in parts for each in part.mounts),
+        device_nodes=tuple(each for part in parts for each in part.device_nodes),
+        annotations={name: value for part in parts for name, value in part.annotations.items()},
+        cdi_devices=tuple(each for part in parts for each in part.cdi_devices),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PreferenceRequest:
     """The kubelet asks which `size` of the `available` IDs a container should get; advice, not law."""

@@ -1,10 +1,11 @@
-"""Keeps the record of who holds what at hand for whoever reports on pods; decisions ask anew."""
+"""Keeps the record of who holds what at hand for reports on pods; decisions read it anew."""
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import anyio
@@ -20,7 +21,7 @@ from agent.kubelet.podresources import (
     PodResources,
     PodResourcesUnavailable,
 )
-from agent.kubelet.record import Record, View, entries_of, join
+from agent.kubelet.record import Record, View, join
 from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
 from agent.model.modes import Mode
 
@@ -63,22 +64,16 @@ class Holder:
 
 def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
     """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
-    found: dict[str, list[Holder]] = {}
+    found: dict[str, dict[Holder, None]] = {}
     for holding in pods.holdings:
-        # A container may hold hundreds of units: one of each kind and GPU is looked at.
-        kinds: dict[str, str] = {}
-        for text in holding.ids:
-            kinds.setdefault(text.rstrip("0123456789") if SEPARATOR in text else text, text)
-        shares: dict[tuple[str, Mode, bool], None] = {}
+        # A container may hold hundreds of units: one of each kind and GPU is taken apart.
+        kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
         for text in kinds.values():
-            try:
+            with suppress(BadDeviceId):
                 device = parse(text)
-            except BadDeviceId:
-                continue
-            shares[device.gpu, MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA] = None
-        for gpu, mode, replica in shares:
-            found.setdefault(gpu, []).append(Holder(mode, replica, holding))
-    return found
+                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA, holding)
+                found.setdefault(device.gpu, {})[holder] = None
+    return {gpu: list(holders) for gpu, holders in found.items()}
 
 
 class HoldingsWatch:
@@ -91,9 +86,7 @@ class HoldingsWatch:
         self._believed: tuple[int, int] | None = None  # the socket of a kubelet that has heard of its pods
         self._heard = False  # whether the last answer was of such a one
         self._record = Record()
-        self._looks = 0  # begun so far
-        self._newest = 0  # the look that the record is of
-        # The pods of this node by the API server, and what is published when they change.
+        # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
         # Whether the API server does not answer: a new kubelet then knows the pods of its own files only,
@@ -135,9 +128,9 @@ class HoldingsWatch:
         return seen
 
     async def _follow_pods(self) -> None:
-        """A pod that the API server tells to have ended holds nothing from that moment on.
+        """A pod that has ended by the API server holds nothing from that moment on.
 
-        Whoever waits for its units is bound by the same word, and may be here before the next look.
+        The next one is bound by the same event, and may be here before the next reading.
         """
         seen: frozenset[str] = frozenset()
         async for _ in self.pod_changes.values():
@@ -150,9 +143,8 @@ class HoldingsWatch:
             )
             if not gone and ended <= record.joined.ended:
                 continue
-            entries = entries_of(record.pods)
-            record = join(record, record.listed, entries, view, believed=self._heard, fresh=False)
-            # What was granted a moment ago is in no record yet: pairing drops it by the UID.
+            record = join(record, record.listed, record.entries, view, believed=self._heard, fresh=False)
+            # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
             self._record = replace(record, joined=replace(record.joined, ended=ended))
             if self.problem is None:
                 self._publish()
@@ -161,14 +153,18 @@ class HoldingsWatch:
         """Read anew now; None: it is not known who holds what, `problem` says why."""
         try:
             await self.look()
+            problem = self._blind()
         except PodResourcesUnavailable as error:
-            self._told(str(error))
+            problem = str(error)
             if self.cell.value is not None:
                 self.cell.publish(None)
-            return None
-        blind = self._blind()
-        self._told(blind)
-        if blind:
+        if problem != self.problem:
+            if problem:
+                log.warning("pod_resources_unavailable", problem=problem)
+            else:
+                log.info("pod_resources_readable")
+            self.problem = problem
+        if problem:
             return None
         self._publish()
         return self._record.joined
@@ -178,10 +174,9 @@ class HoldingsWatch:
 
         The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
         """
-        self._looks += 1
-        mine = self._looks
+        began = monotonic()
         entries = await self._entries()
-        listed = await self.client.list(deadline)
+        listed = replace(await self.client.list(deadline), began=began)
         kubelet = await self._kubelet()
         heard = kubelet is None or kubelet == self._believed
         view = self.view()
@@ -190,12 +185,12 @@ class HoldingsWatch:
         if kubelet and not heard and (complete or not self._young(kubelet, listed)):
             self._believed, heard = kubelet, True
             record = join(record, listed, entries, view, believed=True, fresh=True)
-        if mine > self._newest:  # else one that began later was answered before
-            self._newest, self._record, self._heard = mine, record, heard
+        if began >= self._record.listed.began:  # else one that began later was answered before
+            self._record, self._heard = record, heard
         return record.joined
 
     async def _entries(self) -> Entries:
-        """What the checkpoint says, or said before it became unreadable."""
+        """The checkpoint's entries, as they were when it could be read last."""
         if self._checkpoint is None:
             return {}
         try:
@@ -204,7 +199,7 @@ class HoldingsWatch:
             if self._unreadable is None:
                 log.warning("checkpoint_unreadable", problem=str(error))
             self._unreadable = str(error)
-            return entries_of(self._record.pods)
+            return self._record.entries
         self._unreadable = None
         return entries
 
@@ -220,7 +215,7 @@ class HoldingsWatch:
 
     def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
         """Whether a kubelet may not have heard of all its pods yet."""
-        if self.api_away() and not any(not pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
+        if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
             # The API server names all pods at once: one of them is enough.
             self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
         age = time() - kubelet[1] / 1e9
@@ -232,26 +227,14 @@ class HoldingsWatch:
             return None
         if not self._heard:
             return f"the kubelet has just started, and {self._unreadable}"
-        pods = self.view().pods
         hiding = [
             "/".join(pod.key)
-            for uid, pod in pods.items()
-            if pod.hides and not pod.finished and uid not in self._record.pods
+            for uid, pod in self.view().pods.items()
+            if pod.init_devices and not pod.finished and uid not in self._record.pods
         ]
-        if hiding:
-            return (
-                f"what init containers of {', '.join(sorted(hiding))} hold is not known: {self._unreadable}"
-            )
-        return None
+        names = ", ".join(sorted(hiding))
+        return f"what init containers of {names} hold is not known: {self._unreadable}" if hiding else None
 
     def _publish(self) -> None:
         if self._record.joined != self.cell.value:
             self.cell.publish(self._record.joined)
-
-    def _told(self, problem: str | None) -> None:
-        if problem != self.problem:
-            if problem:
-                log.warning("pod_resources_unavailable", problem=problem)
-            else:
-                log.info("pod_resources_readable")
-            self.problem = problem

@@ -1,6 +1,7 @@
 """From a process to its pod and container, by the cgroup that the kubelet put it into."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from agent.model.cgroup import ContainerRef, container_of
@@ -33,13 +34,9 @@ class Owners:
         """The containers of these processes (None: in no pod); unreadable ones are left out. Blocks."""
         found: dict[int, ContainerRef | None] = {}
         for pid in pids:
-            if pid in self._known:
-                found[pid] = self._known[pid]
-                continue
-            try:
-                found[pid] = container_of_process(pid, self._proc)
-            except ProcessUnreadable:
-                continue
-        # Whoever is not asked about has ended, and its number may be another's next time.
+            with suppress(ProcessUnreadable):
+                known = pid in self._known
+                found[pid] = self._known[pid] if known else container_of_process(pid, self._proc)
+        # One that is not asked about has ended, and its number may be another's next time.
         self._known = found
         return found

@@ -1,8 +1,10 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -13,6 +15,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
 from agent.kit.backoff import Backoff
+from agent.kit.cell import Cell
 from agent.kubelet import wire
 
 T = TypeVar("T")
@@ -20,6 +23,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 # The socket takes 100 calls a second, burst 10, from everybody on the node together.
 LIST_SECONDS = 2.0
+# Within a call of the kubelet, which sets no deadline: late answers delay pods, a refusal ends one for good.
+PATIENCE_SECONDS = 15.0
 
 
 # What a kubelet says to a call that it has not, or that is turned off in it (1.21, 1.22: a plain Go error).
@@ -35,7 +40,7 @@ class PodResourcesUnavailable(Exception):
         super().__init__(message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Holding:
     """What one container holds of one resource. A container that holds nothing of any has no entry."""
 
@@ -47,6 +52,11 @@ class Holding:
     # False: only the kubelet's checkpoint shows it, as with plain init containers (`agent.kubelet.record`).
     listed: bool = True
 
+    @cached_property
+    def id_set(self) -> frozenset[str]:
+        """The IDs, to look up in."""
+        return frozenset(self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class PodList:
@@ -57,11 +67,22 @@ class PodList:
     containers: tuple[tuple[str, str, str], ...]
     # UIDs of pods that the API server tells to be over; the kubelet knows nothing of it.
     ended: frozenset[str] = frozenset()
+    # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
+    began: float = field(default=-math.inf, compare=False)
 
     @classmethod
     def parse(cls, data: bytes) -> "PodList":
         """Read the message; raises wire.MalformedMessage."""
         return _joined(_read_pod(data, start, end) for start, end in wire.submessages(data, 0, len(data), 1))
+
+
+class RecordReader(Protocol):
+    """Who holds what (`agent.kubelet.holdings`)."""
+
+    cell: Cell[PodList | None]
+
+    async def look(self, deadline: float = PATIENCE_SECONDS) -> PodList:
+        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 # What one pod's part of a list says: holdings, and all containers.

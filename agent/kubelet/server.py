@@ -23,7 +23,7 @@ from grpclib.server import Server
 
 from agent.kubelet.wire import Codec
 
-# A call that is under way at the stop has its own deadline of 2 s: it may use that up.
+# For a call that is under way at the stop. One that waits for a kubelet that is busy for longer is given up.
 DRAIN_SECONDS = 2.0
 CLOSE_SECONDS = 0.5
 

@@ -25,8 +25,10 @@ log = structlog.get_logger()
 M = TypeVar("M")
 
 API_VERSION = "v1beta1"
-# The kubelet sets no deadline on calls that hold up every pod of the node, so the agent does.
+# The kubelet sets no deadline on calls that hold up every pod of the node, so the agent does: on the request,
 CALL_SECONDS = 2.0
+# and on the answer, which may have to wait for a busy kubelet's own answer (`podresources.PATIENCE_SECONDS`).
+ANSWER_SECONDS = 20.0
 PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
 SEND_SECONDS = 30.0
 # PodResources shows a container's devices some milliseconds after Allocate; this is ample.
@@ -192,7 +194,7 @@ class DevicePluginService:
                 ]
             )
 
-        await _send(stream, await self._bounded("GetPreferredAllocation", CALL_SECONDS, answer))
+        await _send(stream, await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer))
 
     async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
         requests = await _received(stream)
@@ -204,7 +206,7 @@ class DevicePluginService:
                 container_responses=[wire.encode_allocation(allocation) for allocation in granted]
             )
 
-        await _send(stream, await self._bounded("Allocate", CALL_SECONDS, answer))
+        await _send(stream, await self._bounded("Allocate", ANSWER_SECONDS, answer))
         self._allocated()
         for ids in requests.containers:
             gpus = sorted({device.partition(SEPARATOR)[0] for device in ids})

@@ -76,11 +76,24 @@ def parse_driver(text: str) -> DriverFacts:
 
 
 def findings(
-    runtime: Version, driver: DriverFacts, mode: SharingMode, capability: Version | None = None
+    runtime: Version,
+    driver: DriverFacts,
+    mode: SharingMode,
+    capability: Version | None = None,
+    *,
+    hooked: bool = True,
 ) -> list[Finding]:
-    """What every rule that applies says, in the order in which people should read it."""
+    """What every rule that applies says, in the order in which people should read it.
+
+    `hooked`: a library stands between vGPU containers and the driver, which knows the CUDA of the baseline.
+    """
     found = _base(runtime, driver)
-    if mode == "vgpu" and runtime[0] == driver.cuda[0] and driver.cuda[0] == VGPU_BASELINE[0]:
+    if mode == "vgpu" and not hooked:
+        text = (
+            f"no library is loaded (vgpu.enforcement), so the baseline {told(VGPU_BASELINE)} does not apply"
+        )
+        found.append(Finding(Level.ALLOWED, "product", text))
+    elif mode == "vgpu" and runtime[0] == driver.cuda[0] and driver.cuda[0] == VGPU_BASELINE[0]:
         found.append(_within_baseline(runtime))
     elif mode == "vgpu":
         found.append(_other_major(runtime, driver))

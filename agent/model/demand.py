@@ -57,6 +57,11 @@ MPS = ResourcePair(
 )
 
 
+STATIC_PODS = (
+    "a static pod cannot have a share, since its spec is not to be seen before it runs; use a DaemonSet"
+)
+
+
 class Impossible(Exception):
     """A request that no state of the node can grant; the text names the remedy."""
 
@@ -115,6 +120,11 @@ class Pod:
     def finished(self) -> bool:
         """Whether it runs no more, and so holds nothing."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def init_devices(self) -> bool:
+        """Whether plain init containers ask for devices, which PodResources never shows."""
+        return any(each.stage is Stage.INIT and each.limits for each in self.containers)
 
     def container(self, name: str) -> Container | None:
         """The container of that name."""

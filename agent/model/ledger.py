@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Self
 
 from agent.model.demand import CORES, Demand, Pod, ResourcePair
+from agent.model.free_gpu import FreeGpu
 from agent.model.ids import SEPARATOR
 
 
@@ -157,22 +158,6 @@ class Reservation:
         return replace(self, granted=self.granted | {member})
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What one GPU has left, after all that is held and promised."""
-
-    gpu: str
-    index: int
-    cores: int
-    blocks: int
-    all_blocks: int
-    untouched: bool  # nothing of it is held or promised
-
-    def fits(self, demand: Demand) -> bool:
-        """Whether a share fits."""
-        return self.cores >= demand.cores and self.blocks >= demand.blocks
-
-
 @dataclass(frozen=True)
 class Ledger:
     """Stocks, holdings and reservations of one pair of resources on one node."""
@@ -245,7 +230,7 @@ class Ledger:
 
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
-    ) -> dict[str, Room]:
+    ) -> dict[str, FreeGpu]:
         """What each sellable GPU has left for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
@@ -262,10 +247,10 @@ class Ledger:
         }
 
 
-def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> Room:
+def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> FreeGpu:
     if shut:
-        return Room(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
+        return FreeGpu(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
     cores = len(pool.core_set - taken) - owed[0]
     blocks = len(pool.block_set - taken) - owed[1]
     untouched = cores == len(pool.cores) and blocks == len(pool.blocks)
-    return Room(pool.gpu, pool.index, max(0, cores), max(0, blocks), len(pool.blocks), untouched)
+    return FreeGpu(pool.gpu, pool.index, max(0, cores), max(0, blocks), len(pool.blocks), untouched)

@@ -14,6 +14,9 @@ LEAST_CUDA = (11, 5)
 # (least compute capability, least CUDA version of the driver) -> clients, the first row that fits counts.
 CLIENT_CEILINGS = (((7, 0), (13, 1), 60), ((7, 0), (0, 0), 48), ((0, 0), (0, 0), 16))
 
+# The longest path of a control daemon's sockets below the agent's run folder; UUIDs of GPUs are equally long.
+LONGEST_SOCKET = "/mps/GPU-00000000-0000-0000-0000-000000000000/pipe/control_privileged"
+
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
 THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -1,11 +1,16 @@
-"""On which GPU a share goes: pure, deterministic policies over the room that each GPU has left."""
+"""On which GPU a share goes: pure, deterministic policies over what each GPU has left.
+
+The agent and the extender order GPUs by the same function.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
-from agent.model.demand import CORES, Demand, Pod, Stage
-from agent.model.ledger import Room
+from agent.model.demand import Demand, Pod, Stage
+from agent.model.fragmentation import Free, Mix
+from agent.model.free_gpu import FreeGpu
 
 # Free GPUs by UUID, which of them must be among the chosen, how many are wanted -> the best set.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
@@ -81,14 +86,17 @@ def policy_of(pod: Pod | None, default: Policy) -> Policy:
 
 
 def place(
-    rooms: Mapping[str, Room],
+    rooms: Mapping[str, FreeGpu],
     demand: Demand,
     policy: Policy = Policy.BINPACK,
     hint: Hint | None = None,
     whole: WholeChooser | None = None,
     tied: Collection[str] = (),
+    mix: Mix | None = None,
 ) -> Choice:
     """GPUs for a demand. `tied`: GPUs that must be among them, since the container has units there.
+
+    `mix`: what `fragmentation` goes by; None: the usual one.
 
     Raises NoRoom.
     """
@@ -104,7 +112,9 @@ def place(
         if hinted:
             return Choice((hinted[0].gpu,))
         ignored = f"the scheduler chose GPU {_listed(hint.indices)}, which has no room for {demand.told()}"
-    return Choice((min(fitting, key=_order(policy, demand)).gpu,), ignored)
+    return Choice(
+        (min(fitting, key=order(policy, demand, list(rooms.values()), mix or usual_mix())).gpu,), ignored
+    )
 
 
 def lowest(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
@@ -113,7 +123,7 @@ def lowest(free: Sequence[str], must_include: Sequence[str], size: int) -> Seque
 
 
 def _whole(
-    rooms: Mapping[str, Room],
+    rooms: Mapping[str, FreeGpu],
     demand: Demand,
     hint: Hint | None,
     chooser: WholeChooser,
@@ -134,37 +144,53 @@ def _whole(
     return Choice(tuple(uuid for uuid in uuids if uuid in chosen), ignored)
 
 
-def _order(policy: Policy, demand: Demand) -> Callable[[Room], tuple[float, ...]]:
+def order(
+    policy: Policy, demand: Demand, gpus: Sequence[FreeGpu], mix: Mix
+) -> Callable[[FreeGpu], tuple[float, ...]]:
+    """How a policy orders GPUs for a share, the best first. `gpus`: all of the node that are in its mode."""
     if policy is Policy.SPREAD:
-        return lambda room: (-room.cores, -room.blocks, room.index)
+        return lambda gpu: (-gpu.cores, -gpu.blocks, gpu.index)
     if policy is Policy.FRAGMENTATION:
-        return lambda room: (_loss(room, demand), room.cores, room.blocks, room.index)
-    return lambda room: (room.cores, room.blocks, room.index)
+        before = free_of(gpus)
+        return lambda gpu: (
+            _growth(gpu, gpu.after(demand), before, mix),
+            gpu.cores,
+            gpu.blocks,
+            gpu.index,
+        )
+    return lambda gpu: (gpu.cores, gpu.blocks, gpu.index)
 
 
-# Shares that people commonly ask for, as a part of a GPU, and what weight each has: a convention, not a
-# measurement; a node whose pods ask for other shares loses little by it.
-COMMON = ((1.0, 2.0), (0.5, 3.0), (0.25, 3.0), (0.1, 1.0))
+def free_of(gpus: Sequence[FreeGpu]) -> Free:
+    """Free hundredths of the GPUs of a node."""
+    return Free(sum(gpu.cores for gpu in gpus if not gpu.untouched), sum(gpu.untouched for gpu in gpus))
 
 
-def _loss(room: Room, demand: Demand) -> float:
-    """How many common demands, weighted by their size, fit no longer once `demand` is placed.
-
-    The idea of fragmentation gradient descent (Weng and others, USENIX ATC 2023).
-    """
-    left = (room.cores - demand.cores, room.blocks - demand.blocks)
-
-    def usable(cores: int, blocks: int) -> float:
-        total = 0.0
-        for part, weight in COMMON:
-            count = min(cores // round(part * CORES), blocks // max(1, round(part * room.all_blocks)))
-            total += weight * part * count
-        return total
-
-    return round(usable(room.cores, room.blocks) - usable(*left), 6)
+def unusable(gpus: Sequence[FreeGpu], mix: Mix) -> float:
+    """Free hundredths of a node's GPUs that pods of the mix cannot use."""
+    return sum(mix.share_loss(gpu.cores, gpu.largest_share) for gpu in gpus) + mix.whole_loss(free_of(gpus))
 
 
-def _no_room(rooms: Mapping[str, Room], demand: Demand, tied: Collection[str]) -> str:
+def _growth(before: FreeGpu, after: FreeGpu, free: Free, mix: Mix) -> float:
+    """How much more of the node the mix cannot use once one GPU has changed."""
+    left = (
+        Free(free.partly + after.cores, free.untouched - 1)
+        if before.untouched
+        else Free(free.partly - before.cores + after.cores, free.untouched)
+    )
+    shares = mix.share_loss(after.cores, after.largest_share) - mix.share_loss(
+        before.cores, before.largest_share
+    )
+    return round(shares + mix.whole_loss(left) - mix.whole_loss(free), 6)
+
+
+@lru_cache(maxsize=1)
+def usual_mix() -> Mix:
+    """The usual mix of pods."""
+    return Mix()
+
+
+def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]) -> str:
     candidates = [room for room in rooms.values() if not tied or room.gpu in tied]
     if len(tied) > 1:
         return f"the container has units of {len(tied)} GPUs, and {demand.told()} must lie on one"
@@ -172,7 +198,7 @@ def _no_room(rooms: Mapping[str, Room], demand: Demand, tied: Collection[str]) -
         where = f"GPU {next(iter(tied))}, where the pod has units already, is not sold now" if tied else ""
         return f"no room for {demand.told()}: {where or 'no GPU of this node is sold in this mode now'}"
 
-    def share(room: Room) -> tuple[float, int, int]:
+    def share(room: FreeGpu) -> tuple[float, int, int]:
         parts = [
             have / want for have, want in ((room.cores, demand.cores), (room.blocks, demand.blocks)) if want
         ]

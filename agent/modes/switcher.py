@@ -266,14 +266,17 @@ class ModeSwitcher:
         self._states |= changed
         before = self.assignment.value
         listed = {uuid: state.listed for uuid, state in changed.items()}
+        alike: dict[tuple[Stage, GpuMode], list[str]] = {}
         for uuid, mode in listed.items():
             was = before.of(uuid)
             if mode != was:
-                told = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
-                log.info("gpu_mode", gpu=uuid, stage=self._states[uuid].stage.value, **told)
+                alike.setdefault((self._states[uuid].stage, mode), []).append(uuid)
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
                 self.switches += mode.mode is not was.mode
+        for (stage, mode), gpus in alike.items():  # one line for GPUs that change together
+            details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
+            log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
         if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):
             self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **listed})))
             self._resources.refresh()

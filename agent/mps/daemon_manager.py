@@ -29,6 +29,7 @@ log = structlog.get_logger()
 SET_UP_SECONDS = 30.0
 RETRY_SECONDS = 5.0  # of a daemon that another agent still looks after
 LEFTOVER_SECONDS = 10.0
+SETTLED_SECONDS = 1.0  # after a change of modes, until leftovers are looked for
 NOBODY = DaemonStatus(reason="no MPS control daemon is set up for this GPU")
 
 Finder = Callable[[], Program]
@@ -250,8 +251,8 @@ class Fleet:
             version = assignment.version
             with anyio.move_on_after(LEFTOVER_SECONDS):
                 await assignment.wait_change(version)
-                if seen_off:
-                    await anyio.sleep(LEFTOVER_SECONDS)
+                # Not in the middle of a switch: dozens of trips to other threads would hold up its lists.
+                await anyio.sleep(LEFTOVER_SECONDS if seen_off else min(SETTLED_SECONDS, LEFTOVER_SECONDS))
 
     async def _look_at_modes(self, assignment: Assignment) -> None:
         """Put compute modes right on GPUs in other modes, where an earlier try failed; tell of others'."""

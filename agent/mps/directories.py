@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Self
 
 from agent.kit import trees
+from agent.kit.selinux import label_for_pods
 from agent.mps.errors import BadFolder
 
 # sun_path holds 108 bytes with its end; the longest socket below the pipe folder is control_privileged.
 LONGEST_SOCKET_PATH = 107
 SOCKETS = ("control", "control_privileged")
-# The type of what pods write to, and no category, so that those of every pod may: container-selinux's policy.
-SELINUX, POD_LABEL = "security.selinux", b"system_u:object_r:container_file_t:s0\0"
 PIPE_FILES = (*SOCKETS, "log")  # what clients need of a pipe folder: sockets and a fifo
 KINDS = (stat.S_IFSOCK, stat.S_IFIFO)
 TAKEN_IN = "taken-in"
@@ -99,16 +98,7 @@ class Directories:
 
     def label(self) -> str | None:
         """Have SELinux let pods through to the daemon. Blocks. What stands in the way; None: nothing."""
-        try:
-            os.getxattr(self.root, SELINUX)
-        except OSError:
-            return None  # this kernel has no SELinux
-        for folder in (self.own, self.pipe, self.shm):
-            try:
-                os.setxattr(folder, SELINUX, POD_LABEL)
-            except OSError as error:
-                return f"{folder} cannot be labelled for pods: {error.strerror}"
-        return None
+        return label_for_pods(self.root, self.own, self.pipe, self.shm)
 
     def clear(self) -> None:
         """Empty the daemon's and the pods' pipe folder. Blocks. Only while no daemon runs. Raises BadFolder.

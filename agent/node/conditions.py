@@ -1,7 +1,8 @@
-"""Tells the Node object how far the mode is: a label, an annotation, a condition, events."""
+"""Writes on the Node object how far the mode is: a label, an annotation, a condition, events."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
 import structlog
@@ -33,62 +34,72 @@ EVENT_REASONS = {
 CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 
-class Reporter:
+# The labels that a node with certain labels is to have.
+Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
+
+
+class NodeStateWriter:
     """Level-triggered: writes what differs from what the Node object says, at most once a second."""
 
     def __init__(
         self,
         node: OwnNode,
         state: Cell[SwitchState],
-        extra_labels: Cell[Mapping[str, str]],
-        extra_notes: Cell[Mapping[str, str]] | None = None,
+        *,
+        labels: Labels = lambda _: {},
+        annotations: Cell[Mapping[str, str]] | None = None,
+        wake_on: Sequence[Cell[Any]] = (),
     ) -> None:
-        """`extra_labels`, `extra_notes`: further labels and annotations of the node, of other rooms."""
+        """`labels`, `annotations`: further ones, of other rooms.
+
+        Labels are computed at each comparison from those of the node, so that none is written over a label
+        that has become somebody else's. `wake_on`: what else they depend on.
+        """
         self._node = node
         self._state = state
-        self._extra = extra_labels
-        self._notes = extra_notes or Cell[Mapping[str, str]]({})
+        self._labels = labels
+        self._annotations = annotations or Cell[Mapping[str, str]]({})
+        self._wake_on = (state, node.changes, self._annotations, *wake_on)
         self._condition: tuple[str, str, str] | None = None
         self._changed_at = ""
-        self._told: tuple[Phase, str, str] | None = None
+        self._recorded: tuple[Phase, str, str] | None = None
         self._retry = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self.problem: str | None = None  # why the Node object could not be written last
         self.patches = 0
         self.failures = 0
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Write for ever."""
         async with anyio.create_task_group() as group:
             wake = [anyio.Event()]
 
-            async def follow(cell: Cell[SwitchState] | Cell[object] | Cell[Mapping[str, str]]) -> None:
+            async def follow(cell: Cell[Any]) -> None:
                 async for _ in cell.values():
                     wake[0].set()
 
-            group.start_soon(follow, self._state)
-            group.start_soon(follow, self._node.changes)
-            group.start_soon(follow, self._extra)
-            group.start_soon(follow, self._notes)
+            for cell in self._wake_on:
+                group.start_soon(follow, cell)
             while True:
                 wake[0] = anyio.Event()
-                pause = await self._report()
+                pause = await self._write()
                 await anyio.sleep(pause)
                 if not pause or self.problem is None:  # without a pause there was nothing to write
                     await wake[0].wait()
 
-    async def _report(self) -> float:
+    async def _write(self) -> float:
         """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""
         state = self._state.value
-        self._tell_event(state)
+        self._record_event(state)
         known = self._node.labels()
         if known is None:
             return 0.0
         if MODE_LABEL not in known:
             self._condition = None  # the node was made anew, or is new to us: it lacks the condition, too
-        labels = {MODE_LABEL: mode_in_force(state), **self._extra.value}
+        labels = {MODE_LABEL: mode_in_force(state), **self._labels(known)}
         wrong = {key: value for key, value in labels.items() if known.get(key) != value}
-        notes, there = {STATE_ANNOTATION: encode(state), **self._notes.value}, self._node.annotations()
-        stale = {key: text for key, text in notes.items() if there.get(key) != text}
+        annotations = {STATE_ANNOTATION: encode(state), **self._annotations.value}
+        there = self._node.annotations()
+        stale = {key: text for key, text in annotations.items() if there.get(key) != text}
         condition = (
             "True" if state.phase is Phase.APPLIED else "False",
             CONDITION_REASONS[state.phase],
@@ -123,11 +134,11 @@ class Reporter:
         state = self._state.value
         return (state.phase, state.desired, state.applied) == (Phase.APPLIED, NONE, NONE)
 
-    def _tell_event(self, state: SwitchState) -> None:
-        told = (state.phase, state.desired, state.message)
-        if told == self._told:
+    def _record_event(self, state: SwitchState) -> None:
+        shown = (state.phase, state.desired, state.message)
+        if shown == self._recorded:
             return
-        self._told = told
+        self._recorded = shown
         text = f"mode {state.desired}: {state.message}" if state.message else f"mode {state.desired}"
         self._node.event(EVENT_REASONS[state.phase], text, state.phase in (Phase.BLOCKED, Phase.FAILED))
 
@@ -151,15 +162,15 @@ def encode(state: SwitchState) -> str:
 
 
 def _gpu(gpu: GpuSwitch) -> dict[str, object]:
-    told: dict[str, object] = {"active": gpu.active.mode.value}
+    entry: dict[str, object] = {"active": gpu.active.mode.value}
     if gpu.active.replicas > 1:
-        told["replicas"] = gpu.active.replicas
+        entry["replicas"] = gpu.active.replicas
     if gpu.wanted.mode is not gpu.active.mode:
-        told["desired"] = gpu.wanted.mode.value
+        entry["desired"] = gpu.wanted.mode.value
     if gpu.waiting_for:
-        told["waitingFor"] = list(gpu.waiting_for[:5])
+        entry["waitingFor"] = list(gpu.waiting_for[:5])
     refused = gpu.wanted.reason if gpu.wanted.refused else ""  # while it still drains, too
     reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else refused)
     if reason:
-        told["reason"] = reason[:120]
-    return told
+        entry["reason"] = reason[:120]
+    return entry

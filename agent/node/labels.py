@@ -1,13 +1,9 @@
 """Labels that describe driver and GPUs, for people's node selectors."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import anyio
+from collections.abc import Mapping
 
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
 
 MIB = 1 << 20
 # GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
@@ -17,7 +13,10 @@ SIMULATED_LABEL = "gpu-node-agent.io/simulated"
 
 
 def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
-    """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver."""
+    """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver.
+
+    `present`: the labels that the node has now; GPU Feature Discovery may come and go at any time.
+    """
     if snapshot.driver is None or not snapshot.gpus:
         return {}
     major, minor = snapshot.driver.cuda_version
@@ -32,29 +31,6 @@ def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
             "nvidia.com/gpu.compute.minor": str(first.compute_capability[1]),
         }
     return labels
-
-
-async def follow(
-    inventory: Cell[Snapshot],
-    node: Cell[Any],
-    present: Callable[[], Mapping[str, str]],
-    labels: Cell[Mapping[str, str]],
-    constant: Mapping[str, str],
-) -> None:
-    """Keep the labels true in `labels`, for ever: GPU Feature Discovery may come and go, too.
-
-    `node` is published whenever the node changed, `present` answers its labels; `constant` ones are added.
-    """
-
-    async def on(cell: Cell[Any]) -> None:
-        async for _ in cell.values():
-            found = labels_of(inventory.value, present())
-            if found and (found := {**found, **constant}) != labels.value:
-                labels.publish(found)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(on, inventory)
-        group.start_soon(on, node)
 
 
 def label_value(text: str) -> str:

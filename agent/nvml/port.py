@@ -6,6 +6,7 @@ Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated mach
 except in `describe`, which is how UUIDs are learnt.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -89,12 +90,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleWish:
-    """What a reading shall hold. `since_us`: microseconds since 1970 after which processes' work counts."""
+    """What a reading shall hold. Processes' work counts after `since_us` and up to `until_us`, since 1970."""
 
     since_us: int
     pcie: bool = False  # throughput; each reading blocks for 40 ms
     # Also what moves slowly: power limit, energy, ECC and NVLink counters, which are half of the calls' time.
     counters: bool = True
+    # A clock that was set back leaves samples of the driver that lie in the future: they are old ones.
+    until_us: int = sys.maxsize
 
 
 class PcieLevel(IntEnum):

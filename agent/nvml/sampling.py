@@ -1,5 +1,6 @@
 """One reading of a GPU's moving figures, call by call. Each may be missing on its own."""
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import pynvml
@@ -53,7 +54,7 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
         fields = read_fields(handle, _FIELDS)
     energy = fields.get(_ENERGY)
     processes = _processes(handle)
-    busy, newest = _busy(handle, wish.since_us)
+    busy, newest = _busy(handle, wish)
     return Sample(
         gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
         memory_utilization_ratio=None if rates is None else rates.memory / 100,
@@ -132,9 +133,9 @@ def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
     return tuple(found.values())
 
 
-def _busy(handle: Opaque, since_us: int) -> tuple[tuple[tuple[int, float], ...] | None, int]:
+def _busy(handle: Opaque, wish: SampleWish) -> tuple[tuple[tuple[int, float], ...] | None, int]:
     try:
-        samples = call("nvmlDeviceGetProcessUtilization", handle, since_us)
+        samples = call("nvmlDeviceGetProcessUtilization", handle, wish.since_us)
     except NvmlNotSupported:
         return None, 0
     except NvmlError as error:
@@ -142,10 +143,12 @@ def _busy(handle: Opaque, since_us: int) -> tuple[tuple[tuple[int, float], ...] 
         if error.code in (NvmlCode.NOT_FOUND, pynvml.NVML_SUCCESS):
             return (), 0
         raise
-    return mean_use([(one.pid, one.timeStamp, one.smUtil) for one in samples], since_us)
+    return mean_use([(one.pid, one.timeStamp, one.smUtil) for one in samples], wish.since_us, wish.until_us)
 
 
-def mean_use(samples: list[tuple[int, int, int]], since_us: int) -> tuple[tuple[tuple[int, float], ...], int]:
+def mean_use(
+    samples: list[tuple[int, int, int]], since_us: int, until_us: int = sys.maxsize
+) -> tuple[tuple[tuple[int, float], ...], int]:
     """Of (pid, microseconds, percent): the mean of each process, 0..1, and the newest time stamp (0: none).
 
     Entries of the ring that were never filled carry an old time stamp, and some drivers report percentages
@@ -154,7 +157,7 @@ def mean_use(samples: list[tuple[int, int, int]], since_us: int) -> tuple[tuple[
     sums: dict[int, list[int]] = {}
     newest = 0
     for pid, stamp, percent in samples:
-        if stamp > since_us:
+        if since_us < stamp <= until_us:
             sums.setdefault(pid, []).append(min(percent, 100))
             newest = max(newest, stamp)
     return tuple((pid, sum(values) / len(values) / 100) for pid, values in sums.items()), newest

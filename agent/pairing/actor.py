@@ -5,12 +5,11 @@ says of neither whose they are. The first call of a container finds out who asks
 both and promises the pair; the second round keeps the promise. Nothing here outlives the process: the
 record of who holds what (`agent.kubelet.record`) shows all that was granted.
 
-Calls are served one at a time. Each ends within the two seconds that `agent.kubelet.service` gives it.
+Calls are served one at a time, within the time that `agent.kubelet.service` gives to each.
 """
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,15 +18,14 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
+from agent.model.demand import Pod
 from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
-from agent.pairing.ports import LogRecorder, PairRefused, Recorder
+from agent.pairing.ports import PairRefused, Recorder
 from agent.pairing.reducer import Call, Grant, Rules, State
-from agent.pairing.requester import resource_of
+from agent.pairing.requester import PodKey, Records, resource_of
 from agent.pairing.resolver import RequesterResolver
 
 log = structlog.get_logger()
-
-READ_SECONDS = 3.0  # a record that is at hand was read within so many seconds of its being published
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Pairing:
         # Published when something changed that lists may depend on; `ledger` has the news.
         self.changes: Cell[int] = Cell(0)
         self._resolver = resolver
-        self._recorder: Recorder = recorder or LogRecorder()
+        self._recorder = recorder or Recorder()
         self._clock = clock
         self._state = State()
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
@@ -76,17 +74,14 @@ class Pairing:
 
     def observe(self, record: PodList) -> None:
         """Take in who holds what, by a reading that may be older than the last grant."""
-        read = self._resolver.read(record)
-        state = self._state.observed(read, self._covers(self._clock() - READ_SECONDS))
-        self._become(state.ended(record.ended))
+        self._take_in(Records.of(self.pair, record))
+        self._become(self._state.ended(record.ended))
         self._forget_late()
 
     async def reconcile(self) -> None:
         """Read who holds what now."""
-        began = self._clock()
-        records = await self._resolver.records()
-        if records is not None:
-            self._become(self._state.observed(records, self._covers(began)))
+        if records := await self._resolver.records():
+            self._take_in(records)
 
     async def prefer(
         self, member: PairMember, size: int, available: Collection[str], inherited: Collection[str] = ()
@@ -112,26 +107,33 @@ class Pairing:
                 promise = next(promised, None) or await self._found(call)
                 self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
-            self._tell(member, grant)
+            self._report(member, grant)
             self._publish()
         return grant
+
+    def turn_away(self, pod: Pod, message: str) -> None:
+        """Take back all that a pod was granted: its admission fails as a whole."""
+        self.stats.refused += 1
+        self._become(self._state.turned_away(pod))
+        self._recorder.refused(pod, message)
 
     async def _found(self, call: Call) -> Reservation:
         """A promise for whoever asks: the open one of that container, or a new one."""
         refused = self._state.refused
         facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
         if facts.records is not None:
-            self._become(self._state.observed(facts.records, math.inf, facts.pods))
+            self._take_in(facts.records, facts.pods)
         promise, hint_ignored = self.rules.promise(self._state, call, asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return promise
 
-    def _covers(self, began: float) -> float:
-        """When promises expire at the latest that were made before a reading of the record began."""
-        return began + self.rules.reservation_seconds
+    def _take_in(self, records: Records, pods: Mapping[PodKey, Pod] | None = None) -> None:
+        # When promises expire at the latest that were made before the reading began.
+        covers = records.began + self.rules.reservation_seconds
+        self._become(self._state.observed(records, covers, pods))
 
-    def _tell(self, member: PairMember, grant: Grant) -> None:
+    def _report(self, member: PairMember, grant: Grant) -> None:
         self.stats.granted += 1
         log.info(
             "pair_granted",
@@ -150,10 +152,10 @@ class Pairing:
         try:
             yield
         except PairRefused as refusal:
-            self.stats.refused += 1
-            if refusal.pod is not None:
-                self._become(self._state.turned_away(refusal.pod))
-                self._recorder.refused(refusal.pod, str(refusal))
+            if refusal.pod is None:
+                self.stats.refused += 1
+            else:
+                self.turn_away(refusal.pod, str(refusal))
             raise
 
     def _forget_late(self) -> None:

@@ -1,7 +1,6 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import anyio
 import structlog
@@ -13,10 +12,10 @@ from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.backoff import Backoff
 from agent.kubelet.holdings import HoldingsWatch
-from agent.kubelet.record import KnownPod, View
+from agent.kubelet.record import View
 from agent.model.demand import Pod
 from agent.model.placement import ASSIGNED, HINT, places
-from agent.pairing.ports import LogRecorder, PodsUnavailable
+from agent.pairing.ports import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 
@@ -25,45 +24,33 @@ FORBIDDEN = 403
 TOO_MANY_REQUESTS = 429
 
 
-def view_of(cache: PodCache) -> View:
-    """The node's pods as the record of who holds what needs them."""
-    known = cache.cgroup_uids()
-    pods = {
-        uid: KnownPod(
-            (pod.metadata.namespace, pod.metadata.name),
-            pod.finished,
-            pod.metadata.deletion_timestamp is not None,
-            any(
-                each.restart_policy != "Always" and any("/" in name for name in each.resources.limits)
-                for each in pod.spec.init_containers
-            ),
-        )
-        for uid, pod in known.pods.items()
-    }
-    return View(pods, cache.reflector.synced and cache.reflector.problem is None, known.contested)
-
-
-def inform(record: HoldingsWatch, cache: PodCache, node: str) -> None:
-    """Have the record of who holds what know the pods of its node."""
-    record.view, record.pod_changes = partial(view_of, cache), cache.reflector.items
-    record.api_away, record.node = lambda: cache.reflector.away, node
-
-
-class ClusterPods:
-    """A `PodSource` over the watch cache of this node."""
+class ClusterPods(PodSource):
+    """The node's pods from the watch, for pairing and for the record of who holds what."""
 
     def __init__(self, cache: PodCache) -> None:
         self._cache = cache
-        self._converted: dict[str, tuple[ApiPod, Pod]] = {}
+        self._converted: dict[int, tuple[ApiPod, Pod]] = {}  # each is converted once per change
+
+    def view(self) -> View:
+        """The pods by the UIDs that their cgroups carry."""
+        known, reflector = self._cache.cgroup_uids(), self._cache.reflector
+        pods = dict(zip(known.pods, self._as_model(known.pods.values()), strict=True))
+        return View(pods, reflector.synced and reflector.problem is None, known.contested)
 
     def pods_on_node(self) -> Collection[Pod]:
-        """The pods as the watch last told; each is converted once per change."""
-        fresh: dict[str, tuple[ApiPod, Pod]] = {}
-        for uid, pod in self._cache.pods().items():
-            known = self._converted.get(uid)
-            fresh[uid] = known if known and known[0] is pod else (pod, convert(pod))
-        self._converted = fresh
-        return [pod for _, pod in fresh.values()]
+        """The pods as last seen by the watch."""
+        return self._as_model(self._cache.pods().values())
+
+    def inform(self, record: HoldingsWatch, node: str) -> None:
+        """Have the record of who holds what know the pods of its node."""
+        reflector = self._cache.reflector
+        record.view, record.pod_changes = self.view, reflector.items
+        record.api_away, record.node = lambda: reflector.away, node
+
+    def _as_model(self, pods: Collection[ApiPod]) -> list[Pod]:
+        known = self._converted
+        self._converted = {id(pod): known.get(id(pod)) or (pod, convert(pod)) for pod in pods}
+        return [self._converted[id(pod)][1] for pod in pods]
 
     async def get(self, namespace: str, name: str) -> Pod | None:
         """One pod by a GET, unless the watch has told of it meanwhile."""
@@ -74,7 +61,7 @@ class ClusterPods:
         return convert(found) if found else None
 
 
-class ClusterRecorder(LogRecorder):
+class ClusterRecorder(Recorder):
     """Events for what was refused or passed over; the choice as gpu-admission's annotations on the pod."""
 
     def __init__(self, api: KubeApi, events: EventRecorder, write_choice: bool) -> None:

@@ -2,16 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import Protocol
 
 import structlog
 
-from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
 
 log = structlog.get_logger()
-
-LIST_SECONDS = 1.0  # of the two seconds that a call may take
 
 
 class Cause(Enum):
@@ -32,64 +28,31 @@ class PairRefused(Exception):
         super().__init__(message)
 
 
-class Record(Protocol):
-    """Who holds what (`agent.kubelet.holdings`)."""
-
-    async def look(self, deadline: float = LIST_SECONDS) -> PodList:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
-
-
 class PodsUnavailable(Exception):
     """A pod's spec cannot be read now; the text says why."""
 
 
-class PodSource(Protocol):
-    """Specs of the pods that are bound to this node."""
+class PodSource:
+    """Specs of the pods that are bound to this node. This one has no API server behind it."""
 
     def pods_on_node(self) -> Collection[Pod]:
         """The pods as last seen; never waits."""
-
-    async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod, asked anew, within a second; None: there is none. Raises PodsUnavailable."""
-
-
-class NoPods:
-    """A source without an API server behind it."""
-
-    def pods_on_node(self) -> Collection[Pod]:
-        """None are known."""
         return ()
 
     async def get(self, namespace: str, name: str) -> Pod | None:
-        """Always unavailable."""
+        """One pod, read anew, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 
 
-class Recorder(Protocol):
-    """Tells pods' owners what happened; never waits."""
+class Recorder:
+    """Reports to pods' owners; never waits. This one writes to the log alone."""
 
     def refused(self, pod: Pod, message: str) -> None:
-        """A request of the pod was refused (event AllocationRefused)."""
+        """A request of the pod was refused; the socket's service logs it."""
 
     def hint_ignored(self, pod: Pod, message: str) -> None:
-        """The scheduler's choice was not followed (event PlacementHintIgnored)."""
-
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
-        """A container has its GPUs; to be written to the pod's annotations in the background.
-
-        `last`: no later container of the pod asks for GPUs of this kind.
-        """
-
-
-class LogRecorder:
-    """Tells the log alone."""
-
-    def refused(self, pod: Pod, message: str) -> None:
-        """Logged by the socket's service already."""
-
-    def hint_ignored(self, pod: Pod, message: str) -> None:
-        """One warning."""
+        """The scheduler's choice was not followed."""
         log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
 
     def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
-        """Nothing to write back."""
+        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair."""

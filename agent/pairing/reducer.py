@@ -78,27 +78,20 @@ class State:
             gone = key not in records.pods or (key in known and known[key].uid != promise.pod.uid)
             return gone and promise.expires <= covers
 
-        ledger, refused = self.ledger.observed(records.held, over), self.refused
-        if refused and pods is not None:
-            refused &= {pod.uid for pod in pods.values()}
-        if ledger is self.ledger and refused == self.refused:
-            return self
-        return replace(self, ledger=ledger, refused=refused)
+        refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
+        return replace(self, ledger=self.ledger.observed(records.held, over), refused=refused)
 
     def turned_away(self, pod: Pod) -> "State":
         """Without anything of a pod that was refused: its admission fails as a whole."""
-        ledger = self.ledger.without(lambda each: each.pod.uid == pod.uid)
-        return replace(self, ledger=ledger, refused=self.refused | {pod.uid})
+        return replace(self.ended({pod.uid}), refused=self.refused | {pod.uid})
 
-    def ended(self, uids: frozenset[str]) -> "State":
+    def ended(self, uids: Collection[str]) -> "State":
         """Without promises to pods that are over: one may end before any record shows what it was granted."""
-        ledger = self.ledger.without(lambda each: each.pod.uid in uids)
-        return self if ledger is self.ledger else replace(self, ledger=ledger)
+        return replace(self, ledger=self.ledger.without(lambda each: each.pod.uid in uids))
 
     def expired(self, now: float) -> "State":
         """Without promises that are late."""
-        ledger = self.ledger.expired(now)
-        return self if ledger is self.ledger else replace(self, ledger=ledger)
+        return replace(self, ledger=self.ledger.expired(now))
 
     def promised(self, promise: Reservation) -> "State":
         """With a promise."""

@@ -5,14 +5,16 @@ containers in order. So the container that asks is the first of its pod that lac
 pods in the records only the one that is being admitted has such a container.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.podresources import PodList
 from agent.model.demand import (
     Container,
     Demand,
+    Impossible,
     InitContainerGroup,
     Pod,
     ResourcePair,
@@ -49,41 +51,26 @@ class Asker:
         return group if group and self.container.name in group.containers else None
 
 
-class Known:
-    """Entries made of the last answer: a holding that comes again as the same object keeps its entry."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Holding, Held]] = {}
-
-    def entries(self, pair: ResourcePair, listed: PodList) -> tuple[Held, ...]:
-        """The holdings of the pair."""
-        members = {pair.core: PairMember.CORE, pair.memory: PairMember.MEMORY}
-        made: dict[int, tuple[Holding, Held]] = {}
-        for each in listed.holdings:
-            # Of a pod that nobody can name only the checkpoint speaks: the kubelet's offer is newer.
-            if each.namespace and (member := members.get(each.resource)):
-                before = self._made.get(id(each))
-                if before is None or before[0] is not each:
-                    holder = Holder(each.namespace, each.pod, each.container)
-                    before = (each, Held(holder, member, frozenset(each.ids), not each.listed))
-                made[id(each)] = before
-        self._made = made
-        return tuple(held for _, held in made.values())
-
-
 @dataclass(frozen=True)
 class Records:
     """What the record says about one pair of resources."""
 
     held: Holdings
     containers: frozenset[Holder]  # all that the kubelet lists: no plain init containers
+    began: float = -math.inf  # when the reading began
 
     @classmethod
-    def of(cls, pair: ResourcePair, listed: PodList, known: Known) -> "Records":
-        """The records for `pair`; `known` keeps what did not change."""
-        return cls(
-            Holdings(known.entries(pair, listed)), frozenset(Holder(*names) for names in listed.containers)
-        )
+    def of(cls, pair: ResourcePair, listed: PodList) -> "Records":
+        """The part of a record that concerns `pair`."""
+        members = {resource_of(pair, member): member for member in PairMember}
+        held = [
+            Held(Holder(each.namespace, each.pod, each.container), member, each.id_set, not each.listed)
+            for each in listed.holdings
+            # Of a pod whose names are not known only the checkpoint speaks: the kubelet's offer is newer.
+            if each.namespace and (member := members.get(each.resource))
+        ]
+        containers = frozenset(Holder(*names) for names in listed.containers)
+        return cls(Holdings(tuple(held)), containers, listed.began)
 
     @cached_property
     def pods(self) -> frozenset[PodKey]:
@@ -107,62 +94,51 @@ def askers(
     member: PairMember,
     size: int,
     records: Records | None,
-    pods: Mapping[PodKey, Pod],
+    pods: Collection[Pod],
     reservations: Collection[Reservation],
 ) -> list[Asker]:
     """Containers that may be asking for `size` units. What is granted and not in the records yet counts, too.
 
     Without records every waiting pod of the node may be asking.
     """
-    served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
-    found = [
-        asker
-        for key, pod in pods.items()
-        if not pod.finished
-        and not pod.ending
-        and (records is None or key in records.pods)
-        and (asker := _asker(pair, member, size, records, pod, served))
-    ]
-    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
-    waiting = [asker for asker in found if asker.pod.phase == "Pending"]
-    return waiting or found
-
-
-def _asker(
-    pair: ResourcePair,
-    member: PairMember,
-    size: int,
-    records: Records | None,
-    pod: Pod,
-    served: Collection[tuple[str, str]],
-) -> Asker | None:
     resource = resource_of(pair, member)
-    wanting = [each for each in pod.containers if each.limits.get(resource)]
-    if records is not None:
-        holding = [
-            place
-            for place, each in enumerate(wanting)
-            if (Holder(pod.namespace, pod.name, each.name), member) in records.held.by_place
-        ]
-        # Containers before one that holds the resource were served.
-        wanting = wanting[max(holding) + 1 :] if holding else wanting
-    for container in wanting:
-        if (pod.uid, container.name) in served:
+    served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
+    found: list[Asker] = []
+    for pod in pods:
+        if pod.finished or pod.ending or (records is not None and pod.key not in records.pods):
             continue
-        if container.limits[resource] == size:
-            return Asker(pod, container)
-        if container.stage is not Stage.INIT:
-            return None
-        # Without a readable checkpoint the records do not show it: it may have been served before.
-    return None
+        wanting = [each for each in pod.containers if each.limits.get(resource)]
+        held = records.held.by_place if records is not None else {}
+        # Containers before one that holds the resource were served.
+        first = max(
+            (n for n, each in enumerate(wanting, 1) if (Holder(*pod.key, each.name), member) in held),
+            default=0,
+        )
+        for container in wanting[first:]:
+            if (pod.uid, container.name) in served:
+                continue
+            if container.limits[resource] == size:
+                found.append(Asker(pod, container))
+                break
+            # That of a plain init container may be served: no record shows it without a readable checkpoint.
+            if container.stage is not Stage.INIT:
+                break
+    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
+    return [asker for asker in found if asker.pod.phase == "Pending"] or found
 
 
 def same_outcome(pair: ResourcePair, candidates: Collection[Asker]) -> bool:
-    """Whether it makes no difference which of them is asking. Raises Impossible."""
-    outcomes = {(each.demand(pair), each.group(pair), _wishes(each.pod)) for each in candidates}
-    return len(outcomes) == 1
-
-
-def _wishes(pod: Pod) -> frozenset[tuple[str, str]]:
+    """Whether it makes no difference which of them is asking."""
     prefixes = ("tencent.com/", "gpu-node-agent.io/")
-    return frozenset(item for item in pod.annotations.items() if item[0].startswith(prefixes))
+    try:
+        outcomes = {
+            (
+                each.demand(pair),
+                each.group(pair),
+                frozenset(item for item in each.pod.annotations.items() if item[0].startswith(prefixes)),
+            )
+            for each in candidates
+        }
+    except Impossible:
+        return False
+    return len(outcomes) == 1

@@ -1,16 +1,16 @@
 """Finding out who is asking, from inside a call: one look at the record, a GET for a pod not known yet."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import anyio
 import structlog
 
-from agent.kubelet.podresources import PodList, PodResourcesUnavailable
-from agent.model.demand import Impossible, Pod, ResourcePair
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
+from agent.model.demand import STATIC_PODS, Pod, ResourcePair
 from agent.model.ledger import PairMember, Reservation
-from agent.pairing.ports import LIST_SECONDS, Cause, PairRefused, PodSource, PodsUnavailable, Record
-from agent.pairing.requester import Asker, Known, PodKey, Records, askers, resource_of, same_outcome
+from agent.pairing.ports import Cause, PairRefused, PodSource, PodsUnavailable
+from agent.pairing.requester import Asker, PodKey, Records, askers, resource_of, same_outcome
 
 log = structlog.get_logger()
 
@@ -18,6 +18,7 @@ MISS_SECONDS = 1.0
 # A pod that was just rejected lingers in the records for a moment, and so may look like one that asks.
 TRIES = 4
 PAUSE_SECONDS = 0.02
+RETRY = "create the pod anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,18 @@ class Facts:
 class RequesterResolver:
     """Names the container behind a request."""
 
-    def __init__(self, pair: ResourcePair, record: Record, source: PodSource) -> None:
+    def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
         self._pair = pair
         self._record = record
         self._source = source
-        self._known = Known()
 
-    async def records(self) -> Records | None:
+    async def records(self, deadline: float = PATIENCE_SECONDS) -> Records | None:
         """The records now; None if they cannot be read."""
         try:
-            return self.read(await self._record.look(LIST_SECONDS))
+            return Records.of(self._pair, await self._record.look(deadline))
         except PodResourcesUnavailable as error:
             log.warning("records_unavailable", problem=str(error))
             return None
-
-    def read(self, listed: PodList) -> Records:
-        """What a record says about the pair."""
-        return Records.of(self._pair, listed, self._known)
 
     async def resolve(
         self, member: PairMember, size: int, reservations: Collection[Reservation], refused: Collection[str]
@@ -59,83 +55,42 @@ class RequesterResolver:
         `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. Raises
         PairRefused when nobody or more than one may be asking.
         """
-        began = anyio.current_time()
+        give_up = anyio.current_time() + PATIENCE_SECONDS
         for attempt in range(TRIES):
             if attempt:
                 await anyio.sleep(PAUSE_SECONDS)
-            facts = await self._facts(member)
-            found = self._askers(facts, member, size, reservations, refused)
+            facts = await self._facts(member, give_up - anyio.current_time())
+            found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
             if not found and facts.records:
-                facts = await self._asked_anew(facts, facts.records, member)
-                found = self._askers(facts, member, size, reservations, refused)
+                # A listed pod whose known copy is over may have a namesake by now.
+                over = [key for key, pod in facts.pods.items() if pod.finished or pod.ending]
+                facts = await self._fetched(facts, facts.records, over, member)
+                found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
+            found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) == 1 and not facts.unknown:
                 return facts, found[0]
-            if facts.unknown or (facts.records is None and anyio.current_time() - began >= LIST_SECONDS):
-                break  # whoever took that long to say nothing leaves no time to be asked again
-        if found and not facts.unknown and self._same(found):
+            if facts.unknown or anyio.current_time() >= give_up:
+                break
+        if found and not facts.unknown and same_outcome(self._pair, found):
             return facts, found[0]
-        raise self._nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
+        raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
 
-    def _nobody(self, facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
-        names = [f"{each.pod.namespace}/{each.pod.name}" for each in found]
-        names += ["/".join(key) for key in sorted(facts.unknown)]
-        if names:
-            text = f"{asked} may be asked for by any of {', '.join(names)}: nothing is guessed; "
-            remedy = "restore the connection to the API server and " if facts.unknown else ""
-            text += remedy + "create the pod anew"
-        else:
-            text = f"no pod of this node is known to wait for {asked}; create the pod anew"
-            if facts.absent:
-                static = ", ".join("/".join(key) for key in sorted(facts.absent))
-                text += (
-                    f". The API server does not know {static}: a static pod cannot have a share, "
-                    "since its spec is not to be seen before it runs; use a DaemonSet"
-                )
-        return PairRefused(text, Cause.UNAVAILABLE)
-
-    def _same(self, found: Collection[Asker]) -> bool:
-        try:
-            return same_outcome(self._pair, found)
-        except Impossible:
-            return False
-
-    def _askers(
-        self,
-        facts: Facts,
-        member: PairMember,
-        size: int,
-        reservations: Collection[Reservation],
-        refused: Collection[str],
-    ) -> list[Asker]:
-        found = askers(self._pair, member, size, facts.records, facts.pods, reservations)
-        return [each for each in found if each.pod.uid not in refused] or found
-
-    async def _facts(self, member: PairMember) -> Facts:
-        records = await self.records()
+    async def _facts(self, member: PairMember, deadline: float) -> Facts:
+        records = await self.records(deadline)
         pods: dict[PodKey, Pod] = {}
         for pod in self._source.pods_on_node():
             known = pods.get(pod.key)
             # A pod may have followed another of the same name: the one that goes is not asking.
             if known is None or known.finished or known.ending:
                 pods[pod.key] = pod
-        if records is None:
-            return Facts(None, pods)
-        missing = [key for key in records.pods - pods.keys() if records.lacks(key, member)]
-        return await self._filled(Facts(records, pods), missing)
+        facts = Facts(records, pods)
+        return await self._fetched(facts, records, records.pods - pods.keys(), member) if records else facts
 
-    async def _asked_anew(self, facts: Facts, records: Records, member: PairMember) -> Facts:
-        """With fresh copies of listed pods whose known copy is over: they may have a namesake by now."""
-        over = [
-            key
-            for key, pod in facts.pods.items()
-            if (pod.finished or pod.ending) and key in records.pods and records.lacks(key, member)
-        ]
-        filled = await self._filled(facts, over)
-        return replace(filled, unknown=facts.unknown)
-
-    async def _filled(self, facts: Facts, missing: Collection[PodKey]) -> Facts:
-        if not missing:
-            return facts
+    async def _fetched(
+        self, facts: Facts, records: Records, keys: Collection[PodKey], member: PairMember
+    ) -> Facts:
+        """With fresh copies of those pods that are listed and lack something of a member."""
+        missing = [key for key in keys if records.lacks(key, member)]
         found: dict[PodKey, Pod | None] = {}
 
         async def fetch(key: PodKey) -> None:
@@ -149,6 +104,24 @@ class RequesterResolver:
                 for key in missing:
                     group.start_soon(fetch, key)
         fresh = {key: pod for key, pod in found.items() if pod is not None}
-        unknown = frozenset(key for key in missing if key not in found)
-        absent = frozenset(key for key, pod in found.items() if pod is None)
-        return replace(facts, pods={**facts.pods, **fresh}, unknown=unknown, absent=facts.absent | absent)
+        unknown = frozenset(missing) - found.keys() - facts.pods.keys()
+        return Facts(
+            facts.records,
+            {**facts.pods, **fresh},
+            facts.unknown | unknown,
+            facts.absent | (found.keys() - fresh.keys()),
+        )
+
+
+def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
+    names = [f"{each.pod.namespace}/{each.pod.name}" for each in found]
+    names += ["/".join(key) for key in sorted(facts.unknown)]
+    if names:
+        remedy = "restore the connection to the API server and " if facts.unknown else ""
+        text = f"{asked} may be asked for by any of {', '.join(names)}: nothing is guessed; {remedy}{RETRY}"
+    else:
+        text = f"no pod of this node is known to wait for {asked}; {RETRY}"
+        if facts.absent:
+            static = ", ".join("/".join(key) for key in sorted(facts.absent))
+            text += f". The API server does not know {static}: {STATIC_PODS}"
+    return PairRefused(text, Cause.UNAVAILABLE)

@@ -1,23 +1,11 @@
-"""What plugins follow: the record of who holds what, and doing something again when a cell changes."""
+"""Doing something again when a cell changes."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
-
-LOOK_SECONDS = 1.0  # of the two seconds that an RPC may take
-
-
-class Record(Protocol):
-    """Who holds what (`agent.kubelet.holdings`)."""
-
-    cell: Cell[PodList | None]
-
-    async def look(self, deadline: float = LOOK_SECONDS) -> PodList:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 async def follow(action: Callable[[], None], *cells: Cell[Any]) -> None:

@@ -4,12 +4,12 @@ Neutral to the mode: vGPU is made of it here, MPS hands its own conditions and a
 NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
+from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.kubelet.podresources import PodList
 from agent.model.demand import ResourcePair
 from agent.model.gpu import Gpu
@@ -17,10 +17,13 @@ from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.reducer import Grant
 from agent.pairing.requester import resource_of
 from agent.plugins import encode
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
+
+Fence = Callable[[PairMember, Grant], Awaitable[Allocation]]
 
 _REASONS = {
     Cause.INVALID: Reason.INVALID,
@@ -30,6 +33,11 @@ _REASONS = {
 
 
 def _no_extras(member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
+    return Allocation()
+
+
+async def no_fence(member: PairMember, grant: Grant) -> Allocation:  # noqa: ARG001
+    """Nothing keeps the container to its share."""
     return Allocation()
 
 
@@ -52,6 +60,8 @@ class Sharing:
     full: Callable[[str], str] = _no_obstacle
     # What a container gets for a member beside its GPUs. Keys of the two members must differ.
     extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
+    # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
+    fence: Fence = no_fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +146,30 @@ class SharePlugin:
         # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
         self._whole: dict[tuple[str, bool], _Chunk] = {}
         shares.restock()
+        self._seen = self._versions()  # what the list was made from
         self.lists: Cell[bytes] = Cell(self._encoded())
 
     async def run(self) -> None:
         """Keep the list true: one publication for each change that the kubelet would notice."""
         shares = self._shares
-        await follow(self.refresh, shares.inventory, shares.modes, shares.pairing.changes)
+        await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
 
     def refresh(self) -> None:
         """Bring the list up to date now; only parts of GPUs that changed are made anew."""
         self._shares.restock()
+        self._seen = self._versions()
         encoded = self._encoded()
         if encoded != self.lists.value:
             self.lists.publish(encoded)
+
+    def _refresh_if_changed(self) -> None:
+        """A switch has refreshed the list itself before the cells wake whoever follows them."""
+        if self._versions() != self._seen:
+            self.refresh()
+
+    def _versions(self) -> tuple[int, ...]:
+        shares = self._shares
+        return tuple(cell.version for cell in (shares.inventory, shares.modes, shares.pairing.changes))
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
         """Capacity and allocatable as the kubelet will count them under an assignment."""
@@ -172,14 +193,13 @@ class SharePlugin:
             raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
         by_uuid = self._shares.inventory.value.by_uuid
         gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
-        seen, extra = self._injector.allocation(gpus), self._shares.sharing.extras(self._member, ids, gpus)
-        return Allocation(
-            environment={**seen.environment, **extra.environment},
-            mounts=(*seen.mounts, *extra.mounts),
-            device_nodes=(*seen.device_nodes, *extra.device_nodes),
-            annotations={**seen.annotations, **extra.annotations},
-            cdi_devices=(*seen.cdi_devices, *extra.cdi_devices),
-        )
+        sharing = self._shares.sharing
+        try:
+            fence = await sharing.fence(self._member, grant)
+        except Refused as refusal:
+            self._shares.pairing.turn_away(grant.pod, str(refusal))
+            raise
+        return joined(self._injector.allocation(gpus), sharing.extras(self._member, ids, gpus), fence)
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""

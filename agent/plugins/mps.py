@@ -13,6 +13,7 @@ import anyio
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
+from agent.kubelet.podresources import RecordReader
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.ids import BadDeviceId, parse
@@ -21,11 +22,11 @@ from agent.model.modes import Assignment, Mode
 from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.ports import NoPods, PodSource, Recorder
+from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
-from agent.plugins.follow import Record, follow
+from agent.plugins.follow import follow
 from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
 from agent.settings import Settings
@@ -249,7 +250,7 @@ def build(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     injector: Injector,
-    record: Record,
+    record: RecordReader,
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
@@ -257,7 +258,7 @@ def build(
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     """The two resources and what they share."""
     rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
-    pairing = Pairing(rules, RequesterResolver(MPS, record, source or NoPods()), recorder)
+    pairing = Pairing(rules, RequesterResolver(MPS, record, source or PodSource()), recorder)
     conditions = Conditions(
         daemons,
         inventory,

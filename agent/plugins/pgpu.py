@@ -4,16 +4,23 @@ A GPU may be time-sliced instead: it is then listed as N replicas, here or as `n
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from time import monotonic
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
-from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.kubelet.podresources import (
+    PATIENCE_SECONDS,
+    Holding,
+    PodList,
+    PodResourcesUnavailable,
+    RecordReader,
+)
 from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
 from agent.plugins import encode
-from agent.plugins.follow import LOOK_SECONDS, Record, follow
+from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
 RESOURCE = "nvidia.com/gpu"
@@ -33,7 +40,7 @@ class PgpuPlugin:
         self,
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
-        record: Record,
+        record: RecordReader,
         injector: Injector,
         *,
         resource: str = RESOURCE,
@@ -46,8 +53,8 @@ class PgpuPlugin:
         self._modes = modes
         self._record = record
         self._known = PodList((), ())  # as read last: while nobody can read it the lists stay as they are
-        # Handed out since the record was read last, which it may not show yet.
-        self._granted: frozenset[str] = frozenset()
+        # Handed out, by the monotonic clock, and not shown by any later reading of the record.
+        self._granted: dict[str, float] = {}
         self._injector = injector
         self._whole = whole
         self._replicas = replicas
@@ -112,7 +119,7 @@ class PgpuPlugin:
         taken, record = await self._taken(ids)
         if refused := {text: held for text, held in taken.items() if not self._inherited(held, record)}:
             raise self._held_already(refused)
-        self._granted |= frozenset(ids)
+        self._granted |= dict.fromkeys(ids, monotonic())
         return self._injector.allocation(list(dict.fromkeys(state.gpu for state in states)))
 
     async def pre_start(self, ids: Sequence[str]) -> None:
@@ -121,19 +128,21 @@ class PgpuPlugin:
     async def _taken(self, ids: Collection[str]) -> tuple[Mapping[str, Holding], PodList]:
         """Those of `ids` that somebody holds, and the record that says so. Raises Refused.
 
-        It is read only where the last one, or what was handed out since, gives reason to.
+        A reading is made only for IDs whose last holder is not known to have ended: those that the record at
+        hand shows as held, and those that were handed out and that no record has shown since.
         """
-        if not (self._held() | self._granted).intersection(ids):
+        if not (self._held() | self._granted.keys()).intersection(ids):
             return {}, self._known
         try:
-            record = self._known = await self._record.look(LOOK_SECONDS)
+            record = self._known = await self._record.look(PATIENCE_SECONDS)
         except PodResourcesUnavailable as error:
             text = f"whether GPUs of {self.resource} are still held is not known: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
         # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
         named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
         holders = {text: held for held in named for text in held.ids}
-        self._granted &= holders.keys()
+        # What the kubelet does not show by now was refused elsewhere, or its holder has ended.
+        self._granted = {text: when for text, when in self._granted.items() if when >= record.began}
         return {text: holders[text] for text in ids if text in holders}, record
 
     def _inherited(self, held: Holding, record: PodList) -> bool:
@@ -201,10 +210,17 @@ class PgpuPlugin:
                     yield text, False, state.gpu.numa_node
 
     def _held(self) -> frozenset[str]:
-        self._known = self._record.cell.value or self._known
-        return frozenset(
+        """What the newest record shows as held. From now on it speaks for grants that it is newer than."""
+        record = self._record.cell.value
+        if record is not None and record.began >= self._known.began:
+            self._known = record
+        held = frozenset(
             text for held in self._known.holdings if held.resource == self.resource for text in held.ids
         )
+        for text in held & self._granted.keys():
+            if self._granted[text] < self._known.began:
+                del self._granted[text]
+        return held
 
     def _encoded(self, assignment: Assignment) -> bytes:
         return b"".join(encode.device(*device) for device in self._devices(assignment))

@@ -7,6 +7,7 @@ import structlog
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kubelet.podresources import RecordReader
 from agent.model.compat import vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
@@ -15,11 +16,10 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy
 from agent.model.preference import choose
 from agent.pairing.actor import Pairing
-from agent.pairing.ports import NoPods, PodSource, Recorder
+from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.follow import Record
-from agent.plugins.fractions import SharePlugin, Shares, Sharing
+from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 
@@ -59,10 +59,11 @@ def build(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     injector: Injector,
-    record: Record,
+    record: RecordReader,
     source: PodSource | None = None,
     recorder: Recorder | None = None,
     node: str = "",
+    fence: Fence = no_fence,
 ) -> tuple[Shares, list[VgpuPlugin]]:
     """The two resources and what they share."""
 
@@ -71,8 +72,7 @@ def build(
 
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
-    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or NoPods()), recorder)
-    shares = Shares(
-        Sharing(VGPU, Mode.VGPU, not settings.cluster.extender), inventory, modes, pairing, record.cell
-    )
+    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
+    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
+    shares = Shares(sharing, inventory, modes, pairing, record.cell)
     return shares, [VgpuPlugin(shares, member, injector, inventory) for member in PairMember]

@@ -40,7 +40,7 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offe
         )
         fields = offered("nvmlDeviceGetFieldValues", slot)
     processes = _processes(mapping, slot, offered)
-    busy, newest = _busy(mapping, slot, wish.since_us, offered)
+    busy, newest = _busy(mapping, slot, wish, offered)
     return Sample(
         gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
         memory_utilization_ratio=gpu.memory_utilization / 100 if rates else None,
@@ -98,7 +98,7 @@ def _processes(mapping: Mapping, slot: int, offered: Offered) -> tuple[GpuProces
 
 
 def _busy(
-    mapping: Mapping, slot: int, since_us: int, offered: Offered
+    mapping: Mapping, slot: int, wish: SampleWish, offered: Offered
 ) -> tuple[tuple[tuple[int, float], ...] | None, int]:
     try:
         if not offered("nvmlDeviceGetProcessUtilization", slot, has=not mapping.gpu(slot).mig_mode):
@@ -107,7 +107,11 @@ def _busy(
         if error.code != NvmlCode.NOT_FOUND:
             raise
         return (), 0
-    worked = [each for each in _on(mapping, slot) if each.sampled_us > since_us and _used_anything(each)]
+    worked = [
+        each
+        for each in _on(mapping, slot)
+        if wish.since_us < each.sampled_us <= wish.until_us and _used_anything(each)
+    ]
     newest = max((each.sampled_us for each in worked), default=0)
     return tuple((each.pid, min(each.sm_utilization, 100) / 100) for each in worked), newest
 

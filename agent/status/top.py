@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import ContainerUse
 from agent.telemetry.gpus import THROTTLE_REASONS
 from agent.telemetry.reading import Reading, Sources
@@ -23,7 +24,7 @@ def add_to(server: ControlServer, sources: Sources, modes: Modes) -> None:
 
 
 def document(reading: Reading, modes: Mapping[str, str]) -> Document:
-    """The newest sampling round. Figures that a GPU does not have are null."""
+    """The newest sampling round. Figures that a GPU does not have, or that cannot be read now, are null."""
     return {
         "gpus": [
             {
@@ -63,18 +64,19 @@ def _figures(taken: TakenSample | None) -> Document:
 
 def _container(each: ContainerUse) -> Document:
     use, share = each.use, each.use.share
+    memory_known = use.memory_grade is not Grade.ALLOCATED
     return {
         "namespace": share.namespace,
         "pod": share.pod,
         "container": share.container,
         "gpu": share.index,
         "mode": share.mode.value,
-        "memoryUsedBytes": use.memory,
+        "memoryUsedBytes": use.memory if memory_known else None,
         "memoryLimitBytes": share.memory_limit,
         "memoryAttribution": use.memory_grade.value,
-        "utilizationRatio": use.utilization,
-        "utilizationMaxRatio": each.utilization.most,
+        "utilizationRatio": None if use.utilization_grade is Grade.ALLOCATED else use.utilization,
+        "utilizationMaxRatio": each.utilization.most if each.utilization else None,
         "coreLimitRatio": share.core_limit,
         "utilizationAttribution": use.utilization_grade.value,
-        "processes": use.processes,
+        "processes": use.processes if memory_known else None,
     }

@@ -42,7 +42,7 @@ def _lines(shown: Document) -> Iterator[str]:
         yield "no container holds a GPU"
         return
     title = ("NAMESPACE/POD", "CONTAINER", "GPU", "MODE", "USE", "OF", "PEAK", "MEMORY GiB", "OF", "PROC")
-    rows = sorted(shown["containers"], key=lambda each: (-each["utilizationRatio"], -each["memoryUsedBytes"]))
+    rows = sorted(shown["containers"], key=_busiest_first)
     yield from _table([title, *(_container_row(each) for each in rows)])
     grades = {each["utilizationAttribution"] for each in rows} | {each["memoryAttribution"] for each in rows}
     if "estimated" in grades:
@@ -73,6 +73,10 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
     )
 
 
+def _busiest_first(each: Document) -> tuple[float, float]:
+    return (-(each["utilizationRatio"] or 0), -(each["memoryUsedBytes"] or 0))
+
+
 def _container_row(each: Document) -> tuple[str, ...]:
     return (
         f"{each['namespace']}/{each['pod']}",
@@ -82,14 +86,18 @@ def _container_row(each: Document) -> tuple[str, ...]:
         _GRADE_MARK[each["utilizationAttribution"]] + _percent(each["utilizationRatio"]),
         _percent(each["coreLimitRatio"]),
         _percent(each["utilizationMaxRatio"]),
-        f"{_GRADE_MARK[each['memoryAttribution']]}{each['memoryUsedBytes'] / GIB:.1f}",
+        _GRADE_MARK[each["memoryAttribution"]] + _gib(each["memoryUsedBytes"]),
         f"{each['memoryLimitBytes'] / GIB:.1f}",
-        str(each["processes"]),
+        _number(each["processes"]),
     )
 
 
 def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio * 100:.0f} %"
+
+
+def _gib(size: float | None) -> str:
+    return "-" if size is None else f"{size / GIB:.1f}"
 
 
 def _number(value: float | None) -> str:

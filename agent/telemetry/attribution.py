@@ -2,7 +2,7 @@
 
 Three grades, told with each figure. *Measured*: the driver tells it by process, and every process is known.
 *Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
-limit. *Allocated*: the driver tells nothing, only what was promised is known; the use stands as 0.
+limit. *Allocated*: the driver tells nothing, only what was promised is known; there is no figure of the use.
 
 NVIDIA documents memory of each client of an MPS server but not their use of the multiprocessors, which
 drivers may put down to the server: then the server's use is what is shared out among its clients.
@@ -44,7 +44,7 @@ class KnownPod:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a container uses of a GPU now."""
+    """What a container uses of a GPU now. A figure whose grade is ALLOCATED is not known; it stands as 0."""
 
     share: Share
     memory: int = 0  # bytes

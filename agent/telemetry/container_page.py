@@ -7,24 +7,38 @@ it. Gauges are written alike in Prometheus' text format and in OpenMetrics, but 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from agent.telemetry import definitions as d
+from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import ContainerUse
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 Value = Callable[[ContainerUse], float | None]
+
+
+def _memory_known(each: ContainerUse) -> bool:
+    return each.use.memory_grade is not Grade.ALLOCATED
+
+
+def _utilization_known(each: ContainerUse) -> bool:
+    return each.use.utilization_grade is not Grade.ALLOCATED
+
+
 _VALUES: Sequence[tuple[d.Definition, Value]] = (
-    (d.CONTAINER_MEMORY_USED, lambda each: each.use.memory),
-    (d.CONTAINER_MEMORY_MOST, lambda each: int(each.memory.most)),
+    (d.CONTAINER_MEMORY_USED, lambda each: each.use.memory if _memory_known(each) else None),
+    (d.CONTAINER_MEMORY_MOST, lambda each: int(each.memory.most) if each.memory else None),
     (d.CONTAINER_MEMORY_LIMIT, lambda each: each.use.share.memory_limit),
-    (d.CONTAINER_UTILIZATION, lambda each: each.use.utilization),
-    (d.CONTAINER_UTILIZATION_MEAN, lambda each: each.utilization.mean),
-    (d.CONTAINER_UTILIZATION_MOST, lambda each: each.utilization.most),
+    (d.CONTAINER_UTILIZATION, lambda each: each.use.utilization if _utilization_known(each) else None),
+    (d.CONTAINER_UTILIZATION_MEAN, lambda each: each.utilization.mean if each.utilization else None),
+    (d.CONTAINER_UTILIZATION_MOST, lambda each: each.utilization.most if each.utilization else None),
     (d.CONTAINER_CORE_LIMIT, lambda each: each.use.share.core_limit),
-    (d.CONTAINER_PROCESSES, lambda each: each.use.processes),
+    (d.CONTAINER_PROCESSES, lambda each: each.use.processes if _memory_known(each) else None),
 )
 _GRADE: dict[str, Callable[[ContainerUse], str]] = {
     d.CONTAINER_MEMORY_USED.name: lambda each: each.use.memory_grade.value,
+    d.CONTAINER_MEMORY_MOST.name: lambda each: each.memory_grade.value,
     d.CONTAINER_UTILIZATION.name: lambda each: each.use.utilization_grade.value,
+    d.CONTAINER_UTILIZATION_MEAN.name: lambda each: each.utilization_grade.value,
+    d.CONTAINER_UTILIZATION_MOST.name: lambda each: each.utilization_grade.value,
 }
 
 
@@ -74,7 +88,10 @@ COMPATIBLE = (
 
 
 def compatible_page(uses: Sequence[ContainerUse], node: str) -> Iterator[str]:
-    """gpu-manager's four metrics. Requests come as `total` only, uses by GPU and as `total`."""
+    """gpu-manager's four metrics. Requests come as `total` only, uses by GPU and as `total`.
+
+    A GPU that cannot be read has no use, nor has then the total.
+    """
     by_container: dict[tuple[str, str, str], list[ContainerUse]] = {}
     for each in uses:
         share = each.use.share
@@ -87,20 +104,23 @@ def compatible_page(uses: Sequence[ContainerUse], node: str) -> Iterator[str]:
                 f'node="{_escaped(node)}",container_name="{_escaped(container)}"'
             )
             values = [_compatible(each)[number] for each in held]
+            known = [value for value in values if value is not None]
             if number <= 1:
                 lines += [
                     f'{name}{{{base},{label}="gpu{each.use.share.index}"}} {value!r}'
                     for each, value in zip(held, values, strict=True)
+                    if value is not None
                 ]
-            lines.append(f'{name}{{{base},{label}="total"}} {sum(values)!r}')
+            if len(known) == len(values):
+                lines.append(f'{name}{{{base},{label}="total"}} {sum(known)!r}')
         yield "\n".join(lines) + "\n"
 
 
-def _compatible(each: ContainerUse) -> tuple[float, float, float, float]:
+def _compatible(each: ContainerUse) -> tuple[float | None, float | None, float, float]:
     use, share = each.use, each.use.share
     return (
-        use.utilization * 100,
-        use.memory / _MIB,
+        use.utilization * 100 if _utilization_known(each) else None,
+        use.memory / _MIB if _memory_known(each) else None,
         share.core_limit or 0.0,
         share.memory_limit / _MIB,
     )

@@ -23,11 +23,16 @@ Pods = Callable[[], Mapping[str, KnownPod]]
 
 @dataclass(frozen=True, slots=True)
 class ContainerUse:
-    """A container's use of one GPU, now and over the window."""
+    """A container's use of one GPU, now and over the window.
+
+    A span is made of the readings that there were, None without any; its grade is that of the weakest.
+    """
 
     use: Use
-    memory: Span
-    utilization: Span
+    memory: Span | None
+    utilization: Span | None
+    memory_grade: Grade = Grade.MEASURED
+    utilization_grade: Grade = Grade.MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class ContainerWatch:
         self._owners = owners
         self._pods = pods
         self._window = window_seconds
-        self._windows: dict[tuple[str, str, str, str], tuple[Window, Window]] = {}
+        self._windows: dict[tuple[str, str, str, str], tuple[_GradedWindow, _GradedWindow]] = {}
         # Device IDs are taken apart only when the records changed: there may be thousands.
         self._read: tuple[PodList | None, Snapshot | None] = (None, None)
         self._shares: tuple[Share, ...] = ()
@@ -104,20 +109,52 @@ class ContainerWatch:
             sample, work = (taken.sample, taken.work) if taken else (None, None)
             found = attribute(shares.get(uuid, []), sample, work, owners, pods)
             other[uuid] = (found.foreign_memory, found.unknown_memory)
-            containers += [self._windowed(use, now) for use in found.uses]
+            containers += [self.windowed(use, now) for use in found.uses]
         known = {each.use.share.key for each in containers}
         for key in self._windows.keys() - known:
             del self._windows[key]
         return Uses(tuple(containers), other)
 
-    def _windowed(self, use: Use, now: float) -> ContainerUse:
+    def windowed(self, use: Use, now: float) -> ContainerUse:
+        """The use of a round, with what its window then holds."""
         windows = self._windows.get(use.share.key)
         if windows is None:
-            windows = self._windows[use.share.key] = (Window(self._window), Window(self._window))
+            windows = (_GradedWindow(self._window), _GradedWindow(self._window))
+            self._windows[use.share.key] = windows
         memory, utilization = windows
-        memory.add(use.memory, now)
-        utilization.add(use.utilization, now)
-        return ContainerUse(use, memory.span, utilization.span)
+        memory.add(use.memory, use.memory_grade, now)
+        utilization.add(use.utilization, use.utilization_grade, now)
+        return ContainerUse(use, memory.span, utilization.span, memory.grade, utilization.grade)
+
+
+class _GradedWindow:
+    """The readings of one figure of a container, and how far they can be trusted."""
+
+    __slots__ = ("_estimates", "_readings")
+
+    def __init__(self, seconds: float) -> None:
+        self._readings = Window(seconds)
+        self._estimates = Window(seconds)
+
+    def add(self, value: float, grade: Grade, now: float) -> None:
+        """One more round. A GPU that could not be read adds nothing: it is not known to have been idle."""
+        self._estimates.forget(now)
+        if grade is Grade.ALLOCATED:
+            self._readings.forget(now)
+            return
+        self._readings.add(value, now)
+        if grade is Grade.ESTIMATED:
+            self._estimates.add(value, now)
+
+    @property
+    def span(self) -> Span | None:
+        return None if self._readings.empty else self._readings.span
+
+    @property
+    def grade(self) -> Grade:
+        if self._readings.empty:
+            return Grade.ALLOCATED
+        return Grade.MEASURED if self._estimates.empty else Grade.ESTIMATED
 
 
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:

@@ -153,14 +153,15 @@ GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates
 _SHARE = ("namespace", "pod", "container", *_GPU, "mode")
 _GRADED = (*_SHARE, "attribution")
 _GRADES = (
-    "attribution tells how it was come by: measured (by process), estimated (the rest of the GPU's figure, "
-    "shared out by limits), allocated (the driver tells nothing; the value is 0)."
+    "attribution is its grade: measured (by process) or estimated (the rest of the GPU's figure, "
+    "shared out by limits). Missing while the GPU cannot be read."
 )
+_WEAKEST = "of the readings that there were, with the grade of the weakest."
 CONTAINER_MEMORY_USED = _gauge(
     "container_memory_used_bytes", _GRADED, f"Device memory in use by the container; {_GRADES}"
 )
 CONTAINER_MEMORY_MOST = _gauge(
-    "container_memory_used_max_bytes", _SHARE, "The most of it over sampling.windowSeconds."
+    "container_memory_used_max_bytes", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_MEMORY_LIMIT = _gauge(
     "container_memory_limit_bytes", _SHARE, "Device memory that the container was given."
@@ -171,10 +172,10 @@ CONTAINER_UTILIZATION = _gauge(
     "Share of the GPU's time in which kernels of the container ran; attribution as for memory.",
 )
 CONTAINER_UTILIZATION_MEAN = _gauge(
-    "container_utilization_mean_ratio", _SHARE, "Mean of it over sampling.windowSeconds."
+    "container_utilization_mean_ratio", _GRADED, f"Mean of it over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_UTILIZATION_MOST = _gauge(
-    "container_utilization_max_ratio", _SHARE, "The most of it over sampling.windowSeconds."
+    "container_utilization_max_ratio", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_CORE_LIMIT = _gauge(
     "container_core_limit_ratio",

@@ -22,6 +22,8 @@ NO_SPANS: Mapping[str, Span] = MappingProxyType({})
 NO_WORK: Mapping[int, float] = MappingProxyType({})
 # The driver samples processes about once a second, so that a round may find nothing new of a busy one.
 HELD_SECONDS = 2.0
+# How far ahead of the clock the driver's time stamps may be before the clock must have been set back.
+CLOCK_SLACK_US = 1_000_000
 # Limits and counters are read less often than once a second: nobody scrapes faster.
 COUNTERS_SECONDS = 5.0
 
@@ -105,15 +107,19 @@ class Sampler:
 
     def sample(self, uuid: str) -> Sample:
         """One reading; blocks, for the lane."""
-        since = self._since.get(uuid) or time.time_ns() // 1000 - int(self._interval * 1_000_000)
+        present = time.time_ns() // 1000
+        since = self._since.get(uuid) or present - int(self._interval * 1_000_000)
+        if since > present + CLOCK_SLACK_US:  # the clock was set back: nothing is newer for as long
+            since = present - int(self._interval * 1_000_000)
+        until = present + CLOCK_SLACK_US
         now = time.monotonic()
         due, last = self._counted.get(uuid, (now, None))
         if last is None or now >= due:
-            sample = self._nvml.sample(uuid, SampleWish(since, self._pcie))
+            sample = self._nvml.sample(uuid, SampleWish(since, self._pcie, until_us=until))
             self._counted[uuid] = (now + COUNTERS_SECONDS, sample)
             return sample
         return replace(
-            self._nvml.sample(uuid, SampleWish(since, self._pcie, counters=False)),
+            self._nvml.sample(uuid, SampleWish(since, self._pcie, counters=False, until_us=until)),
             power_limit_watts=last.power_limit_watts,
             energy_joules=last.energy_joules,
             ecc_corrected=last.ecc_corrected,

@@ -30,9 +30,8 @@ class Window:
 
     def add(self, value: float, now: float) -> None:
         """One more reading, at `now` in seconds of any steady clock."""
+        self.forget(now)
         buckets = self._buckets
-        while buckets and buckets[0][0] <= now - self._seconds - self._width:
-            buckets.popleft()
         if not buckets or now - buckets[-1][0] >= self._width:
             buckets.append([now, value, 1, value])
             return
@@ -40,6 +39,17 @@ class Window:
         newest[1] += value
         newest[2] += 1
         newest[3] = max(newest[3], value)
+
+    def forget(self, now: float) -> None:
+        """Drop the readings that are too old at `now`: for a round without a reading."""
+        buckets = self._buckets
+        while buckets and buckets[0][0] <= now - self._seconds - self._width:
+            buckets.popleft()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no reading lies within the window."""
+        return not self._buckets
 
     @property
     def span(self) -> Span:

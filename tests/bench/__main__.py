@@ -1,7 +1,7 @@
 """`python -m tests.bench [--list] [--only NAME ...] [--output FILE]`.
 
-Exit code 0 when every figure was taken (a budget that does not hold is told, not punished: the machine may
-be busy), 1 when one could not be taken, 2 for a wrong command line.
+Exit code 0 when every figure was taken (a budget that does not hold is reported and no failure), 1 when one
+could not be taken, 2 for a wrong command line.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import structlog
 
 from agent.kit.supervise import describe
 from tests.bench import report
+from tests.bench.calibration import calibrator
 from tests.bench.conditions import ROOT, Conditions, load_average
 from tests.bench.registry import Measurement, discover
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description="Figures beside their budgets."
     )
-    parser.add_argument("--list", action="store_true", help="tell the figures and take none")
+    parser.add_argument("--list", action="store_true", help="list the figures and take none")
     parser.add_argument("--only", action="append", metavar="NAME", choices=sorted(known), default=[])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
     options = parser.parse_args(arguments)
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for figure in one.figures:
                 print(f"{figure.name}: {figure.what}")
         return 0
-    # The embedded kubelet runs in this process and tells every move.
+    # The embedded kubelet runs in this process and logs every move.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     chosen = [known[name] for name in dict.fromkeys(options.only)] or list(measurements)
     try:
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(measurements: Sequence[Measurement]) -> list[report.Row]:
     conditions = Conditions.prepare()
     await conditions.warm_up()
-    return await report.run(measurements, conditions)
+    with calibrator() as calibrated:
+        return await report.run(measurements, conditions, calibrated)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.extender.fleet import Fleet
-from agent.extender.fleet_rooms import PodClaim
+from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
 from agent.model.fragmentation import USUAL

@@ -17,6 +17,11 @@ class Figure:
     budget: float | None
     what: str
 
+    @property
+    def tail(self) -> bool:
+        """Whether it is a high percentile."""
+        return "_p99" in self.name or "99th percentile" in self.what
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from agent.extender import settings
-from agent.extender.metrics import PREFIX, Metrics
+from agent.extender.metrics import PREFIX, LedgerFigures, Metrics
+from agent.extender.serving_label import LABEL
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -84,10 +85,24 @@ def test_its_lease_goes_with_the_release() -> None:
     assert "spec" not in lease, "whoever leads writes it"
 
 
-def test_replicas_that_wait_never_make_the_roll_out_fail() -> None:
-    spec = helm.one(made(), "Deployment")["spec"]
-    assert spec["progressDeadlineSeconds"] == 2**31 - 1  # none, to the deployment controller
-    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": "100%"}
+def test_every_replica_is_ready_and_the_services_find_the_one_that_serves(tmp_path: Path) -> None:
+    objects = made()
+    spec = helm.one(objects, "Deployment")["spec"]
+    assert "progressDeadlineSeconds" not in spec
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    labels = spec["template"]["metadata"]["labels"]
+    assert LABEL not in labels
+    budget = helm.one(objects, "PodDisruptionBudget")["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": spec["selector"]}
+    services = [each for each in objects if each["kind"] == "Service" and "selector" in each["spec"]]
+    serving = [each["spec"]["selector"] for each in services if LABEL in each["spec"]["selector"]]
+    assert serving == [spec["selector"]["matchLabels"] | {LABEL: "true"}] * 3
+    config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
+    (tmp_path / "c.yaml").write_text(config["data"]["extender.yaml"])
+    wanted = dict(
+        part.split("=") for part in settings.load(tmp_path / "c.yaml", {}).serving.selector.split(",")
+    )
+    assert wanted == spec["selector"]["matchLabels"]
 
 
 def test_it_may_do_what_it_does_and_no_more() -> None:
@@ -102,6 +117,7 @@ def test_it_may_do_what_it_does_and_no_more() -> None:
         *(("pods", verb) for verb in ("get", "list", "watch")),
         ("pods/binding", "create"),
         *(("leases", verb) for verb in ("create", "get", "patch")),
+        ("pods", "patch"),  # one label of its own replicas, by an admission policy
     }
     (container,) = pod(objects)["containers"]
     security = container["securityContext"]
@@ -164,7 +180,9 @@ def test_every_metric_stands_in_the_document() -> None:
                 told[name] = (kind, set(re.findall(r"`(\w+)`", labels)))
     metrics = Metrics()
     metrics.requests.labels("bind", "ok")
+    metrics.responses.labels("bind", "200")
     metrics.seconds.labels("bind")
+    metrics.ledger.figures = LedgerFigures(1, 0, 0, 0, 0, 0.5, {"nodes": 1.0})
     served = {}
     for family in metrics.registry.collect():
         name = family.name.removeprefix(PREFIX) + ("_total" if family.type == "counter" else "")

@@ -10,7 +10,11 @@ from tests.chart import helm
 from tests.chart.helm import Manifest
 
 FILES = helm.CHART / "files"
-BOARDS = {"gpu-node-monitoring": "GPU / Node Monitoring", "gpu-pod-monitoring": "GPU / Pod Monitoring"}
+BOARDS = {
+    "gpu-capacity": "GPU / Capacity and Quota",
+    "gpu-node-monitoring": "GPU / Node Monitoring",
+    "gpu-pod-monitoring": "GPU / Pod Monitoring",
+}
 
 
 @pytest.fixture
@@ -25,9 +29,74 @@ def kind(objects: tuple[Manifest, ...], name: str) -> list[Manifest]:
 def test_rules_come_as_they_are(platform: tuple[Manifest, ...]) -> None:
     rules = kind(platform, "PrometheusRule")
     assert {json.dumps(each["spec"]) for each in rules} == {
-        json.dumps(yaml.safe_load(path.read_text())) for path in (FILES / "rules").glob("*.yaml")
+        json.dumps(yaml.safe_load(path.read_text()))
+        for path in (FILES / "rules").glob("*.yaml")
+        if path.stem != "extender"
     }
     assert all(each["metadata"]["labels"]["prometheus"] == "kube-prometheus" for each in rules)
+
+
+def test_rules_of_the_extender_come_with_the_extender() -> None:
+    """No extender is a fault only where there should be one."""
+    found = {
+        on: [
+            rule.get("alert")
+            for each in kind(
+                tuple(helm.template(settings=("metrics.rules.enabled=true", f"extender.enabled={on}"))),
+                "PrometheusRule",
+            )
+            for group in each["spec"]["groups"]
+            for rule in group["rules"]
+        ]
+        for on in ("true", "false")
+    }
+    assert "GPUExtenderNotServing" in found["true"]
+    assert "GPUExtenderNotServing" not in found["false"]
+    assert "GPUAgentGone" in found["false"]
+
+
+def test_labels_that_a_prometheus_selects_by_are_set_in_one_place() -> None:
+    """kube-prometheus-stack selects monitors and rules by `release`: the name of its own release."""
+    for way in ("podMonitor", "serviceMonitor"):
+        objects = tuple(
+            helm.template(
+                settings=(
+                    'metrics.labels.release="monitoring"',
+                    f"metrics.{way}.enabled=true",
+                    "metrics.rules.enabled=true",
+                    "extender.enabled=true",
+                )
+            )
+        )
+        selected = [*kind(objects, f"{way[0].upper()}{way[1:]}"), *kind(objects, "PrometheusRule")]
+        assert len(selected) == 2 + len(list((FILES / "rules").glob("*.yaml")))
+        for each in selected:
+            assert (
+                each["metadata"]["labels"].items()
+                >= {
+                    "release": "monitoring",
+                    "prometheus": "kube-prometheus",
+                }.items()
+            )
+            assert each["metadata"]["labels"]["app.kubernetes.io/name"] == "gpu-node-agent"
+
+
+def test_each_alert_has_a_page_to_turn_to() -> None:
+    headings = (helm.CHART.parents[1] / "docs" / "runbooks.md").read_text().lower().splitlines()
+    on = ("metrics.rules.enabled=true", "extender.enabled=true")
+    prefix = "https://git.example.org/gpu/blob/main/"
+    objects = tuple(helm.template(settings=(*on, f'metrics.rules.runbookPrefix="{prefix}"')))
+    alerts = [
+        rule
+        for each in kind(objects, "PrometheusRule")
+        for group in each["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert len(alerts) > 20
+    for rule in alerts:
+        assert rule["annotations"]["runbook_url"] == f"{prefix}docs/runbooks.md#{rule['alert'].lower()}"
+        assert f"## {rule['alert'].lower()}" in headings, f"docs/runbooks.md says nothing of {rule['alert']}"
 
 
 def test_dashboards_come_as_configmaps_and_as_objects_of_the_platform(platform: tuple[Manifest, ...]) -> None:

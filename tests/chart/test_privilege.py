@@ -1,5 +1,6 @@
 """Least privilege: what each mode needs, and no more; docs/security.md says why."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_pods_are_written_only_where_choices_are() -> None:
     assert verbs(role)["pods"] == {"get", "list", "watch"}
 
 
+def test_namespaces_are_read_only_where_limits_are_enforced() -> None:
+    for words, reads in (("library", True), ("strict", True), ("off", False)):
+        made = helm.template(settings=[f'config.vgpu.enforcement="{words}"'])
+        assert ("namespaces" in verbs(_agent_role(made))) is reads
+    made = helm.template(settings=['config.vgpu.enforcement="library"', "vgpu.enabled=false"])
+    assert "namespaces" not in verbs(_agent_role(made))
+
+
+def _agent_role(made: Sequence[Manifest]) -> Manifest:
+    (role,) = [
+        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+    ]
+    return role
+
+
 def test_rights_of_the_hook() -> None:
     made = helm.template()
     assert verbs(helm.one(made, "ClusterRole", "-cleanup")) == {"pods": {"list"}, "nodes": {"get", "patch"}}
@@ -204,7 +220,7 @@ def test_the_hook_finds_the_agents() -> None:
 
 def test_rights_are_written_down() -> None:
     """The page has a row for each right, and none for a right that nobody has."""
-    made = helm.template(settings=["extender.enabled=true"])
+    made = helm.template(settings=["extender.enabled=true", 'config.vgpu.enforcement="library"'])
     accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
     granted: dict[tuple[str, str], set[str]] = {}
     for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):

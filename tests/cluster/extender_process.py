@@ -60,13 +60,13 @@ class Replica:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log, env=os.environ)
         self._cluster.adopt(self._process.pid)
-        page, what = ("readyz", "the extender serves") if lead else ("healthz", "the extender runs")
+        page, what = ("serving", "the extender serves") if lead else ("healthz", "the extender runs")
         eventually(lambda: self._look(page), timeout=60, what=what)
 
     def serves(self) -> bool:
         """Whether it is ready now, as its Service would ask."""
         try:
-            self._look("readyz")
+            self._look("serving")
         except NotYet:
             return False
         return True

@@ -29,6 +29,8 @@ class Site:
         self.cluster = cluster
         self.rigs = rigs
         self.one = list(rigs.values())[-1]
+        # Events outlive the pods and nodes of the tests before.
+        self._earlier = frozenset(each["metadata"]["uid"] for each in self._hints_ignored())
 
     async def serving(self) -> None:
         """The agents run and all units are to be had on every node."""
@@ -71,8 +73,11 @@ class Site:
 
     async def ignored(self) -> Sequence[str]:
         """What agents said of choices that they did not follow."""
-        events = await anyio.to_thread.run_sync(partial(self.cluster.find_all, "Event"))
-        return [each["message"] for each in events if each["reason"] == "PlacementHintIgnored"]
+        events = await anyio.to_thread.run_sync(self._hints_ignored)
+        return [each["message"] for each in events if each["metadata"]["uid"] not in self._earlier]
+
+    def _hints_ignored(self) -> Sequence[Mapping[str, Any]]:
+        return [each for each in self.cluster.find_all("Event") if each["reason"] == "PlacementHintIgnored"]
 
     async def cordon(self, *, closed: bool) -> None:
         """Keep new pods off the nodes, or let them come."""
@@ -96,6 +101,5 @@ async def sited(cluster: Cluster, nodes: Sequence[RigNode]) -> AsyncIterator[Sit
     async with AsyncExitStack() as stack:
         # The last one is cleaned up first, and takes the pods of all nodes with it.
         last = reversed(nodes)
-        yield Site(
-            cluster, {each.node: await stack.enter_async_context(real_rig(each, MACHINE)) for each in last}
-        )
+        rigs = {each.node: await stack.enter_async_context(real_rig(each, MACHINE)) for each in last}
+        yield await anyio.to_thread.run_sync(Site, cluster, rigs)

@@ -40,11 +40,12 @@ API_SECONDS = 60.0
 class RealRig(RigBase):
     """One scenario's view of the cluster. Made by `real_rig`, which also cleans up after it."""
 
-    def __init__(self, cluster: RigNode, folder: Path, profile: str) -> None:
+    def __init__(self, cluster: RigNode, folder: Path, run: Path, profile: str) -> None:
         machine = SimulatedMachine.create(profile, folder / "machine")
         environment = {STATE_VARIABLE: str(folder / "machine")}
         super().__init__(folder, machine, AgentProcess(folder, environment, cluster.adopt))
         self._cluster = cluster
+        self._run = run
         self._pods: list[PodSpec] = []
         self._labels: set[str] = set()
         machine.write_sysfs(folder / "sys")
@@ -69,6 +70,7 @@ class RealRig(RigBase):
             "driver.library": str(self.library),
             "host.sysfs": str(self._folder / "sys"),
             "host.cdi": str(self._cluster.cdi_dir),
+            "host.run": str(self._run),
         }
 
     async def api_access(self) -> Mapping[str, object]:
@@ -348,8 +350,11 @@ class RealRig(RigBase):
 @asynccontextmanager
 async def real_rig(cluster: RigNode, profile: str = PROFILE) -> AsyncIterator[RealRig]:
     """A rig on a node without agent, pods and GPUs; afterwards the node is so again."""
-    with tempfile.TemporaryDirectory(prefix="rig-", dir=cluster.layout.root) as folder:
-        rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder), profile)  # it writes files
+    with (
+        tempfile.TemporaryDirectory(prefix="rig-", dir=cluster.layout.root) as folder,
+        tempfile.TemporaryDirectory(prefix="gr-") as run,  # a path with room for the sockets of MPS
+    ):
+        rig = await anyio.to_thread.run_sync(RealRig, cluster, Path(folder), Path(run), profile)
         try:
             yield rig
         finally:

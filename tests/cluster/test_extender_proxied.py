@@ -96,7 +96,7 @@ def _pod_of_the_extender(cluster: Cluster) -> None:
 
 
 def _ready(cluster: Cluster, service: str, log: Path) -> None:
-    path = f"/api/v1/namespaces/{NAMESPACE}/services/{service}:{PORT}/proxy/readyz"
+    path = f"/api/v1/namespaces/{NAMESPACE}/services/{service}:{PORT}/proxy/serving"
     try:
         cluster.api.request("GET", path)
     except (OSError, ApiError) as error:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from agent.extender.serving_label import LABEL
 from agent.model.placement import HINT
 from tests.chart import helm
 from tests.cluster import manifests
+from tests.cluster.accounts import acting_as
+from tests.cluster.api import ApiError
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import CONFIG
 from tests.cluster.install_fixtures import an_installation, with_image
@@ -26,6 +29,8 @@ LEASES = "coordination.k8s.io/v1"
 SERVICE = f"/api/v1/namespaces/{NAMESPACE}/services/{RELEASE}-extender:3456/proxy"
 SHARE = {"tencent.com/vcuda-core": 30, "tencent.com/vcuda-memory": 16}
 REPLICAS = 2
+REPLACED = ("--reset-then-reuse-values", "--set")
+COMPONENT = "app.kubernetes.io/component"
 
 
 class WithExtender(Installation):
@@ -56,18 +61,19 @@ def shipped(pki: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def installation(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Installation]:
-    """A cluster in which every pod reaches the API server and is reached by it; the chart, not installed."""
+    """A cluster in which every pod reaches the API server and is reached by it; the chart, installed."""
     running = Cluster(parts, Options(private_network=True, pod_network=True))
     config = {**shipped(running.layout.certificates), "podMaxBackoffSeconds": 2}
     running.options = replace(running.options, scheduler_config=config)
     with with_image(running, request), an_installation(running, WithExtender) as made:
+        assert "config/scheduler/proxied.yaml" in made.install()  # with --wait
         yield made
 
 
 def leader(installation: Installation, other_than: str = "") -> str:
-    """Name of the pod that leads, once it alone is ready and serves under the Service's name."""
+    """Name of the pod that leads, once all are ready and it alone is behind the Service."""
     cluster = installation.cluster
 
     def leads() -> str:
@@ -75,13 +81,26 @@ def leader(installation: Installation, other_than: str = "") -> str:
             each for each in installation.pods("extender") if not each["metadata"].get("deletionTimestamp")
         ]
         ready = [each["metadata"]["name"] for each in pods if _ready(each)]
+        serving = [each["metadata"]["name"] for each in pods if LABEL in each["metadata"]["labels"]]
         lease = cluster.find("Lease", f"{RELEASE}-extender", namespace=NAMESPACE, api_version=LEASES)
         holder = lease["spec"].get("holderIdentity") if lease else None
-        if len(pods) != REPLICAS or ready != [holder] or holder == other_than:
-            raise NotYet(f"{len(pods)} pods, ready {ready}, lease {holder}: {_logs(installation)}")
+        if (
+            len(ready) != REPLICAS
+            or serving != [holder]
+            or holder == other_than
+            or endpoints(cluster) != serving
+        ):
+            raise NotYet(f"ready {ready}, label {serving}, lease {holder}: {_logs(installation)}")
         return str(holder)
 
-    return eventually(leads, timeout=60, what="one replica of the extender leads", interval=0.2)
+    return eventually(leads, timeout=60, what="one replica of the extender serves", interval=0.2)
+
+
+def endpoints(cluster: Cluster) -> list[str]:
+    """Pods that the Service of the extender leads to."""
+    found = cluster.find("Endpoints", f"{RELEASE}-extender", namespace=NAMESPACE) or {}
+    subsets = found.get("subsets") or []
+    return [each["targetRef"]["name"] for subset in subsets for each in subset.get("addresses", [])]
 
 
 def _ready(pod: dict[str, Any]) -> bool:
@@ -129,9 +148,58 @@ def bindings(installation: Installation) -> int:
     return sum(round(float(line.removeprefix(start))) for line in page.splitlines() if line.startswith(start))
 
 
+def test_standby_is_ready(installation: Installation) -> None:
+    cluster = installation.cluster
+    first = leader(installation)
+    assert (
+        cluster.get("Deployment", f"{RELEASE}-extender", namespace=NAMESPACE, api_version="apps/v1")[
+            "status"
+        ]["readyReplicas"]
+        == REPLICAS
+    )  # helm has waited for them
+
+    # One may be evicted at a time, and the Service follows.
+    evict(cluster, first)
+    second = leader(installation, other_than=first)
+    assert "serving" in str(cluster.api.request("GET", f"{SERVICE}/serving"))
+    installation.helm(
+        "upgrade", RELEASE, str(helm.CHART), *REPLACED, "extender.config.assumeSeconds=20", "--wait"
+    )
+    third = leader(installation)
+    assert third not in (first, second)
+
+    # The account is held to that label of the extender's pods.
+    account = acting_as(cluster, NAMESPACE, f"{RELEASE}-extender")
+    (standby,) = {pod["metadata"]["name"] for pod in installation.pods("extender")} - {third}
+    path = cluster.api.path("v1", "Pod", NAMESPACE, standby)
+    account.merge_patch(path, {"metadata": {"labels": {LABEL: "true"}}})
+    for changed in ({"labels": {"app": "x"}}, {"annotations": {"a": "b"}}, {"labels": {COMPONENT: None}}):
+        with pytest.raises(ApiError, match="may change only the label"):
+            account.merge_patch(path, {"metadata": changed})
+    (agent,) = installation.pods("agent")
+    path = cluster.api.path("v1", "Pod", NAMESPACE, agent["metadata"]["name"])
+    with pytest.raises(ApiError, match="may label its own replicas only"):
+        account.merge_patch(path, {"metadata": {"labels": {LABEL: "true"}}})
+    # A label on the wrong replica is taken away.
+    assert leader(installation) == third
+
+
+def evict(cluster: Cluster, name: str) -> None:
+    """Ask for an eviction, as a drain of its node does."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": NAMESPACE}}
+    path = f"{cluster.api.path('v1', 'Pod', NAMESPACE, name)}/eviction"
+    eventually(lambda: _allowed(cluster, path, body), timeout=30, what="the eviction is allowed")
+
+
+def _allowed(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+    try:
+        cluster.api.request("POST", path, body)
+    except ApiError as error:  # the budget's controller has not counted yet
+        raise NotYet(str(error)) from error
+
+
 def test_extender_as_the_chart_installs_it(installation: Installation) -> None:
     cluster = installation.cluster
-    assert "config/scheduler/proxied.yaml" in installation.install()
     first = leader(installation)
     installation.label("vgpu")
     installation.ready_agent()
@@ -146,8 +214,9 @@ def test_extender_as_the_chart_installs_it(installation: Installation) -> None:
     assert run(installation, "three") in chosen
 
     assert troubles(installation) == []
-    changed = ("--reset-then-reuse-values", "--set", "extender.config.placement=spread", "--wait")
-    installation.helm("upgrade", RELEASE, str(helm.CHART), *changed)
+    installation.helm(
+        "upgrade", RELEASE, str(helm.CHART), *REPLACED, "extender.config.placement=spread", "--wait"
+    )
     leader(installation, other_than=second)
     assert run(installation, "four") not in chosen
     assert bindings(installation) == 1

@@ -37,7 +37,7 @@ class Simulated(Installation):
 
 
 @pytest.fixture
-def simulated(open_cluster: Cluster) -> Iterator[Simulated]:
+def simulated(open_cluster: Cluster) -> Iterator[Installation]:
     with an_installation(open_cluster, Simulated) as made:
         yield made
 
@@ -52,7 +52,7 @@ def _offered(cluster: Cluster, count: int) -> dict[str, Any]:
     return eventually(offered, timeout=60, what=f"{count} GPUs are allocatable", interval=0.2)
 
 
-def test_simulated_node_by_chart(simulated: Simulated) -> None:
+def test_simulated_node_by_chart(simulated: Installation) -> None:
     cluster = simulated.cluster
     simulated.install()
     pod = simulated.ready_agent()["metadata"]["name"]

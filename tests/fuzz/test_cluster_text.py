@@ -158,7 +158,7 @@ def test_node_inventories(campaign: Campaign) -> None:
     fleet.set_node("honest", good, {})
     model = Pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), uid="u")
     wanted = demand_for(model)
-    before = fleet.verdict("honest", wanted), fleet.sold()
+    before = fleet.verdict("honest", wanted), fleet.allocated()
 
     def act(data: bytes) -> str:
         text = data.decode(errors="replace")
@@ -178,7 +178,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         fleet.verdict("liar", wanted)
         picked = fleet.pick("liar", wanted, Policy.FRAGMENTATION)
         fleet.drop_node("liar")
-        assert (fleet.verdict("honest", wanted), fleet.sold()) == before
+        assert (fleet.verdict("honest", wanted), fleet.allocated()) == before
         return "refused" if found is None else "no room" if picked is None else "room"
 
     samples = (

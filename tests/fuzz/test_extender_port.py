@@ -55,7 +55,7 @@ async def test_extender_requests(campaign: Campaign) -> None:
     binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
     serving = Serving(Verdicts(fleet), binder)
     Verbs(lambda: serving, Metrics()).add_to(server, 1 << 20)
-    before = fleet.sold()
+    before = fleet.allocated()
 
     async def act(data: bytes) -> str:
         verb, _, body = data.partition(b" ")
@@ -65,7 +65,7 @@ async def test_extender_requests(campaign: Campaign) -> None:
         assert reply.status in (200, 400)
         if reply.status == 200:
             json.loads(reply.body)
-        assert (fleet.sold(), fleet.waiting, fleet.pods) == (before, 0, 0)
+        assert (fleet.allocated(), fleet.waiting, fleet.pods) == (before, 0, 0)
         while api.paths:
             # No name leads the request of the extender's account elsewhere.
             parts = api.paths.pop().split("/")

@@ -38,12 +38,13 @@ def header_text() -> str:
     parts += [f"    SIM_{call} = {number}," for number, call in enumerate(CALLS)]
     parts.append("};")
     for structure in state.STRUCTURES:
-        parts += _structure(structure)
+        parts += structure_text(structure)
     parts.append("#endif")
     return "\n".join(parts) + "\n"
 
 
-def _structure(structure: type[ctypes.Structure]) -> list[str]:
+def structure_text(structure: type[ctypes.Structure]) -> list[str]:
+    """The C declaration of a ctypes structure, with a compile-time check of its size and every offset."""
     tag = f"struct {_tag(structure)}"
     fields = [(field[0], field[1]) for field in structure._fields_]
     lines = [f"{tag} {{", *(f"    {_declaration(name, kind)};" for name, kind in fields), "};"]

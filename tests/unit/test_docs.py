@@ -18,7 +18,8 @@ from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+AT_THE_TOP = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = [README, *(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").glob("*.md"))]
 CHART = ROOT / "charts" / "gpu-node-agent"
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -124,10 +125,11 @@ def test_commands_and_their_flags_exist(document: Path) -> None:
 
 
 def test_metrics_exist() -> None:
+    extender = ExtenderMetrics()
     known = set(re.findall(r"gpu_agent_\w+", (ROOT / "docs" / "metrics.md").read_text()))
     known |= {
         family.name + ("_total" if family.type == "counter" else "")
-        for family in ExtenderMetrics().registry.collect()
+        for family in (*extender.registry.collect(), *extender.ledger.describe())
     }
     rules = "".join(file.read_text() for file in (CHART / "files" / "rules").glob("*.yaml"))
     known |= set(re.findall(r"gpu_agent_\w+", rules))

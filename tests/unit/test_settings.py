@@ -279,10 +279,21 @@ def test_a_default_mode_that_is_turned_off_is_no_default(tmp_path: Path) -> None
     assert fault.endswith("line 1: defaultMode is mps, which modes.mps: false turns off")
 
 
-def test_a_run_folder_whose_socket_path_would_be_too_long_is_refused() -> None:
-    folder = "/" + "r" * 95
-    assert settings.load(None, {}, [f"host.run={folder}"]).host.run == folder
-    with pytest.raises(
-        ConfigurationError, match=r"host\.run makes the path of the agent's socket 108 bytes long"
-    ):
-        settings.load(None, {}, [f"host.run={folder}r"])
+@pytest.mark.parametrize(
+    ("flags", "longest", "told"),
+    [
+        (
+            ["modes.mps=false"],
+            96,
+            "the agent's socket 108 bytes long, and the kernel takes 107; name a shorter folder",
+        ),
+        ([], 38, "an MPS control daemon 108 bytes long, .*; name a shorter folder, or set modes.mps: false"),
+    ],
+)
+def test_a_run_folder_whose_socket_path_would_be_too_long_is_refused(
+    flags: list[str], longest: int, told: str
+) -> None:
+    folder = "/" + "r" * (longest - 1)
+    assert settings.load(None, {}, [*flags, f"host.run={folder}"]).host.run == folder
+    with pytest.raises(ConfigurationError, match=rf"host\.run makes the path of .*{told}"):
+        settings.load(None, {}, [*flags, f"host.run={folder}r"])

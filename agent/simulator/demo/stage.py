@@ -19,7 +19,7 @@ from agent.simulator.profile import Profile
 from agent.simulator.profiles import profile_named
 
 GPU = "nvidia.com/gpu"
-LONGEST_FOLDER = 30  # bytes of the path
+LONGEST_FOLDER = 21  # bytes of the path: the sockets of MPS daemons lie deep below it
 PROBATION_SECONDS = 1.5  # a real node waits a minute or more
 
 

@@ -15,7 +15,7 @@ import anyio
 from aiohttp import web
 
 from .api import Api, Pod
-from .http_objects import Object, container, line, merge, status_text, without_version
+from .http_objects import Object, container, line, merge, namespace, status_text, without_version
 from .http_scheduling import SchedulingApi
 from .pods import Phase
 
@@ -35,6 +35,7 @@ class HttpApi:
         self.annotations: dict[str, str] = {}
         self.events: list[Object] = []
         self.conditions: dict[str, Object] = {}
+        self.namespaces: dict[str, dict[str, str]] = {}  # those with labels, which they are asked for by
         self.port = 0
         # Faults: what is awaited in place of each request's handler; collections ("nodes", "pods") whose
         # watches stay open and bring nothing.
@@ -52,6 +53,7 @@ class HttpApi:
                 web.get("/api/v1/pods", self._pods),
                 web.get(pods, self._pod),
                 web.patch(pods, self._patch_pod),
+                web.get("/api/v1/namespaces", self._namespaces),
                 web.get("/api/v1/nodes", self._nodes),
                 web.get("/api/v1/nodes/{name}", self._node),
                 web.patch("/api/v1/nodes/{name}", self._patch_node),
@@ -208,6 +210,11 @@ class HttpApi:
 
     async def _nodes(self, request: web.Request) -> web.StreamResponse:
         return await self._collection(request, lambda: iter((self._node_object(),)))
+
+    async def _namespaces(self, request: web.Request) -> web.StreamResponse:
+        return await self._collection(
+            request, lambda: (namespace(name, labels) for name, labels in self.namespaces.items())
+        )
 
     async def _pods(self, request: web.Request) -> web.StreamResponse:
         selector = request.query.get("fieldSelector", "")

@@ -16,6 +16,11 @@ def container(spec: ContainerSpec) -> Object:
     return {**found, "restartPolicy": "Always"} if spec.restartable else found
 
 
+def namespace(name: str, labels: Mapping[str, str]) -> Object:
+    """A namespace."""
+    return {"metadata": {"name": name, "uid": f"namespace-{name}", "labels": dict(labels)}}
+
+
 def merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
     """A JSON merge patch of a map of texts."""
     for key, value in patch.items():

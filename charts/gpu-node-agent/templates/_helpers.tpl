@@ -85,6 +85,12 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}
 {{- end -}}
 
+{{- /* Whether limits of vGPU are enforced at all: what namespaces say of it is read. */ -}}
+{{- define "gna.enforces" -}}
+{{- $enforcement := dig "vgpu" "enforcement" "off" .Values.config -}}
+{{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.policies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
 {{- end -}}
@@ -140,4 +146,11 @@ health:
 {{- define "gna.restartDigest" -}}
 {{- $all := include "gna.mergedConfig" . | fromYaml -}}
 {{- omit $all "defaultMode" "layouts" "modes" "whenBusy" "logging" | toYaml | sha256sum -}}
+{{- end -}}
+
+{{- /* All replicas of the extender, as a label selector in one line. */ -}}
+{{- define "gna.extenderSelector" -}}
+{{- $labels := list "app.kubernetes.io/component=extender" -}}
+{{- range $key, $value := include "gna.selector" . | fromYaml }}{{ $labels = append $labels (printf "%s=%s" $key $value) }}{{ end -}}
+{{- join "," $labels }}
 {{- end -}}

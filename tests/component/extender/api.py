@@ -28,6 +28,7 @@ class ClusterApi:
     pods: dict[str, Object] = field(default_factory=dict)
     leases: dict[str, Object] = field(default_factory=dict)
     bindings: list[Object] = field(default_factory=list)
+    label_writes: list[tuple[str, Object]] = field(default_factory=list)  # pod, and the labels it is to get
     refuse: int = 0
     lose_answers: bool = False  # bind, and answer 500
     leases_work: bool = True
@@ -111,6 +112,24 @@ class ClusterApi:
             begin = len(self._events)
             await self._changed.wait_change(seen)
 
+    async def _replicas(self, request: web.Request) -> web.StreamResponse:
+        """Pods by labels that a selector asks for."""
+        asked = request.query.get("labelSelector", "")
+        wanted = dict(part.split("=") for part in asked.split(",") if part).items()
+        found = [pod for pod in self.pods.values() if wanted <= pod["metadata"].get("labels", {}).items()]
+        return web.json_response({"items": found})
+
+    async def _label(self, request: web.Request) -> web.StreamResponse:
+        pod = self.pods.get(request.match_info["name"])
+        if pod is None:
+            return _status(404, "no such pod")
+        changed = (await request.json())["metadata"]["labels"]
+        labels = pod["metadata"].get("labels", {}) | changed
+        pod["metadata"]["labels"] = {key: value for key, value in labels.items() if value is not None}
+        self.label_writes.append((pod["metadata"]["name"], changed))
+        self.update(pod)
+        return web.json_response(pod)
+
     async def _pod(self, request: web.Request) -> web.StreamResponse:
         found = self.pods.get(request.match_info["name"])
         return web.json_response(found) if found else _status(404, "no such pod")
@@ -157,7 +176,9 @@ class ClusterApi:
         leases = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         app.router.add_get("/api/v1/nodes", self._watch)
         app.router.add_get("/api/v1/pods", self._watch)
+        app.router.add_get("/api/v1/namespaces/ns/pods", self._replicas)
         app.router.add_get(pod, self._pod)
+        app.router.add_patch(pod, self._label)
         app.router.add_post(pod + "/binding", self._bind)
         app.router.add_post(leases, self._lease)
         app.router.add_route("*", leases + "/{name}", self._lease)

@@ -79,7 +79,7 @@ class Scheduler:
     async def ready(self) -> None:
         """Wait until it serves."""
         with anyio.fail_after(READY_SECONDS):
-            while (await self.get("/readyz"))[0] != 200:
+            while (await self.get("/serving"))[0] != 200:
                 await anyio.sleep(0.02)
 
     async def settled(self) -> None:

@@ -2,23 +2,82 @@
 
 import anyio
 
+from agent.extender.serving_label import LABEL
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import leader, replica
 
 HINT = "tencent.com/predicate-gpu-idx-0"
 
 
-async def test_a_follower_is_not_ready_and_answers_nothing() -> None:
+async def test_a_standby_is_ready_and_answers_no_verb() -> None:
     api = ClusterApi()
     api.node("a", *gpus(1))
     async with api.serving(), leader(api), replica(api) as second:
-        await anyio.sleep(0.5)
-        status, text = await second.get("/readyz")
+        with anyio.fail_after(10):
+            while (await second.get("/readyz"))[0] != 200:
+                await anyio.sleep(0.05)
+        status, text = await second.get("/serving")
         assert status == 503
         assert "another replica leads" in text
         assert (await second.get("/healthz"))[0] == 200
         status, text = await second.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})
         assert (status, "not the leader" in text) == (503, True)
+
+
+async def test_a_standby_without_an_api_server_is_not_ready() -> None:
+    api = ClusterApi()
+    async with api.serving(), replica(api) as scheduler:
+        await scheduler.ready()
+        api.leases_work = False
+        with anyio.fail_after(15):
+            while (await scheduler.get("/readyz"))[0] == 200:
+                await anyio.sleep(0.1)
+        _, text = await scheduler.get("/readyz")
+        assert "the election has stood still" in text
+        assert "no storage" in text
+        api.leases_work = True
+        with anyio.fail_after(10):
+            while (await scheduler.get("/readyz"))[0] != 200:
+                await anyio.sleep(0.1)
+
+
+async def test_the_label_of_the_service_moves_with_leadership() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    of_the_release = {"app.kubernetes.io/component": "extender"}
+    for name in ("first", "second"):
+        api.pod(name, 0, 0, "n", labels=dict(of_the_release))
+    # A leader that died keeps its label; a pod of something else has it, too.
+    api.pod("dead", 0, 0, "n", labels=of_the_release | {LABEL: "true"})
+    api.pod("foreign", 0, 0, "n", labels={LABEL: "true"})
+
+    def labelled() -> set[str]:
+        return {name for name, pod in api.pods.items() if LABEL in pod["metadata"].get("labels", {})}
+
+    async def labels(*names: str) -> None:
+        with anyio.fail_after(10):
+            while labelled() != {"foreign", *names}:
+                await anyio.sleep(0.02)
+
+    def own(name: str) -> dict[str, str]:
+        return {"serving.pod": name, "serving.selector": "app.kubernetes.io/component=extender"}
+
+    async with api.serving():
+        async with replica(api, **own("first")) as first:
+            await first.ready()
+            await labels("first")
+            assert [name for name, _ in api.label_writes] == ["dead", "first"]
+            async with replica(api, **own("second")) as second:
+                api.leases["gpu-node-agent-extender"]["spec"]["holderIdentity"] = "second"
+                first.extender.election._until = float("-inf")
+                first.extender.election.leading.publish(False)
+                await labels()
+                api.leases["gpu-node-agent-extender"]["spec"]["holderIdentity"] = ""
+                with anyio.fail_after(10):
+                    while not (first.extender.serving or second.extender.serving):
+                        await anyio.sleep(0.02)
+                await labels("first" if first.extender.serving else "second")
+        await labels()  # who ends gives it back
 
 
 async def test_an_orderly_end_hands_over_at_once_and_nothing_is_sold_twice() -> None:
@@ -75,7 +134,7 @@ async def test_it_is_not_ready_before_both_lists_are_complete() -> None:
         with anyio.fail_after(5):
             while not (scheduler.extender.feed and scheduler.extender.feed.nodes.synced):
                 await anyio.sleep(0.02)
-        assert await scheduler.get("/readyz") == (503, "the list of bound pods is not complete yet\n")
+        assert await scheduler.get("/serving") == (503, "the list of bound pods is not complete yet\n")
         status, _ = await scheduler.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})
         assert status == 503
         api.pods_listed.publish(True)

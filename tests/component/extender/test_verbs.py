@@ -271,3 +271,17 @@ async def test_explain_says_what_would_have_to_go() -> None:
         assert lines[-1] == "  on a: ns/large"
         assert (await explain(client, "ns", "q"))[-1] == "  on a: ns/small"
         assert json.dumps(await explain(client, "ns", "small")).count("bound to node a") == 1
+
+
+async def test_explain_says_why_a_static_pod_cannot_have_a_share() -> None:
+    api = ClusterApi()
+    mirror = {"kubernetes.io/config.mirror": "a-hash"}
+    api.pod("share-a", 60, 10, "a", annotations=mirror)
+    whole = api.pod("whole-a", 0, 0, "a", annotations=mirror)
+    whole["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
+    async with api.serving(), api.client() as client:
+        bound, why = await explain(client, "ns", "share-a")
+        assert bound.endswith("is bound to node a")
+        assert why.startswith("a static pod cannot have a share")
+        assert why.endswith("use a DaemonSet")
+        assert len(await explain(client, "ns", "whole-a")) == 1

@@ -12,6 +12,8 @@ import pytest
 
 from agent.kubelet import service as service_module
 from agent.kubelet.api import Allocation, DeviceNode, Mount, PreferenceRequest, Reason, Refused
+from agent.kubelet.podresources import PATIENCE_SECONDS
+from agent.pairing.resolver import MISS_SECONDS
 from tests.component.kubelet_room.parts import (
     GPU,
     REGISTRY,
@@ -191,7 +193,7 @@ async def test_a_plugin_that_hangs_is_given_up(
     folder: Path, own: bool, monkeypatch: pytest.MonkeyPatch, logs: Any
 ) -> None:
     """The agent's deadline, and a TimeoutError of the plugin's own making that must not pass for it."""
-    monkeypatch.setattr(service_module, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(service_module, "ANSWER_SECONDS", 0.05)
 
     async def hang(ids: Sequence[str]) -> NoReturn:
         if own:
@@ -216,6 +218,8 @@ async def test_a_plugin_that_hangs_is_given_up(
 
 def test_the_agents_deadline_is_two_seconds() -> None:
     assert service_module.CALL_SECONDS == 2.0
+    # An answer may wait for the kubelet's own, which its callers are given less time for.
+    assert service_module.ANSWER_SECONDS == 20.0 > PATIENCE_SECONDS + MISS_SECONDS
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -20,7 +20,7 @@ from agent.model.modes import Assignment, Mode
 from agent.modes.desired import Desired
 from agent.modes.retry import LONGEST_SECONDS
 from agent.modes.switcher import ModeSwitcher
-from agent.node.conditions import Reporter
+from agent.node.conditions import NodeStateWriter
 from agent.node.object import ClusterNode
 from tests.unit.modes.nodes import Daemon, Kubelet, Lists, gpu, snapshot_of
 from tests.unit.node.memory_api import NODE, MemoryApi
@@ -131,7 +131,7 @@ async def failing() -> AsyncIterator[FailingNode]:
     reported = ReportedNode(api, world.node)
     async with world.running(), anyio.create_task_group() as group:
         group.start_soon(switcher.run)
-        group.start_soon(Reporter(reported, switcher.state, Cell({})).run)
+        group.start_soon(NodeStateWriter(reported, switcher.state).run)
         with anyio.fail_after(60):
             while api.allocatable != {GPU: 8} or api.tainted:
                 await anyio.sleep(0.05)

@@ -6,7 +6,7 @@ import anyio
 
 from agent.kit.cell import Cell
 from agent.modes.state import Phase, SwitchState
-from agent.node.conditions import LONGEST_RETRY_SECONDS, MODE_LABEL, Reporter
+from agent.node.conditions import LONGEST_RETRY_SECONDS, MODE_LABEL, NodeStateWriter
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time
 
@@ -15,22 +15,22 @@ from tests.virtual_time import in_virtual_time
 async def test_report_is_tried_again() -> None:
     node = OwnNode()
     state = Cell(SwitchState(Phase.SWITCHING, "pgpu", "setting up", (), "none"))
-    reporter = Reporter(node, state, Cell({}))
+    writer = NodeStateWriter(node, state)
     async with anyio.create_task_group() as group:
-        group.start_soon(reporter.run)
+        group.start_soon(writer.run)
         await anyio.sleep(5)
         node.refuse = "503 Service Unavailable"
         state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
         await anyio.sleep(600)
-        assert (node.known, reporter.problem) == ({MODE_LABEL: "switching"}, node.refuse)
-        assert 8 <= reporter.failures <= 20  # not every second, for ten minutes
+        assert (node.known, writer.problem) == ({MODE_LABEL: "switching"}, node.refuse)
+        assert 8 <= writer.failures <= 20  # not every second, for ten minutes
         node.refuse = None  # and nothing else happens
         await anyio.sleep(LONGEST_RETRY_SECONDS)
         assert node.known == {MODE_LABEL: "pgpu"}
         assert node.conditions[-1][1:3] == ("True", "Applied")
-        patches = reporter.patches
+        patches = writer.patches
         await anyio.sleep(3600)
-        assert reporter.patches == patches
+        assert writer.patches == patches
         group.cancel_scope.cancel()
 
 
@@ -50,17 +50,17 @@ async def test_a_refused_report_that_is_not_needed_any_more_spins_nowhere() -> N
     node = CountingNode()
     before = SwitchState(Phase.SWITCHING, "pgpu", "setting up", (), "none")
     state = Cell(before)
-    reporter = Reporter(node, state, Cell({}))
+    writer = NodeStateWriter(node, state)
     async with anyio.create_task_group() as group:
-        group.start_soon(reporter.run)
+        group.start_soon(writer.run)
         await anyio.sleep(5)
         node.refuse = "503 Service Unavailable"
         state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
         await anyio.sleep(1.5)
-        assert reporter.problem == node.refuse
+        assert writer.problem == node.refuse
         state.publish(before)  # what stands there is right again
         await anyio.sleep(60)
-        assert not reporter.problem
+        assert not writer.problem
         assert node.looks < 20
         node.known, node.refuse = None, None  # and a node that is not known is waited for
         state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))

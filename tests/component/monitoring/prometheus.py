@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from tests.prometheus_binaries import programs
 
 START_SECONDS = 20.0
 PACE = "500ms"
+NO_OTHERS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -77,11 +79,16 @@ class Prometheus:
 
 
 @contextlib.asynccontextmanager
-async def prometheus(folder: Path, agent_port: int, rules: Mapping[str, str]) -> AsyncIterator[Prometheus]:
-    """Prometheus that scrapes the agent as node `n1`, twice a second; `rules` are files by name."""
+async def prometheus(
+    folder: Path, agent_port: int, rules: Mapping[str, str], others: Mapping[str, int] = NO_OTHERS
+) -> AsyncIterator[Prometheus]:
+    """Prometheus that scrapes the agent as node `n1`, twice a second; `rules` are files by name.
+
+    `others`: further ports on loopback to scrape, by job.
+    """
     program = (await anyio.to_thread.run_sync(programs)) / "prometheus"
     port = _free_port()
-    process = await anyio.to_thread.run_sync(_start, program, folder, agent_port, port, rules)
+    process = await anyio.to_thread.run_sync(_start, program, folder, agent_port, port, rules, others)
     server = Prometheus(f"http://127.0.0.1:{port}", process)
     try:
         with anyio.fail_after(START_SECONDS):
@@ -100,7 +107,12 @@ async def prometheus(folder: Path, agent_port: int, rules: Mapping[str, str]) ->
 
 
 def _start(
-    program: Path, folder: Path, agent_port: int, port: int, rules: Mapping[str, str]
+    program: Path,
+    folder: Path,
+    agent_port: int,
+    port: int,
+    rules: Mapping[str, str],
+    others: Mapping[str, int],
 ) -> subprocess.Popen[bytes]:
     for name, text in rules.items():
         (folder / name).write_text(text)
@@ -109,10 +121,18 @@ def _start(
         "honor_labels": True,
         "static_configs": [{"targets": [f"127.0.0.1:{agent_port}"], "labels": {"node": "n1"}}],
     }
+    beside = [
+        {
+            "job_name": job,
+            "honor_labels": True,
+            "static_configs": [{"targets": [f"127.0.0.1:{each}"]}],
+        }
+        for job, each in others.items()
+    ]
     configuration = {
         "global": {"scrape_interval": PACE, "scrape_timeout": PACE, "evaluation_interval": PACE},
         "rule_files": [str(folder / name) for name in rules],
-        "scrape_configs": [scrape],
+        "scrape_configs": [scrape, *beside],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     with (folder / "prometheus.log").open("wb") as log:

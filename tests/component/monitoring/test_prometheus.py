@@ -1,12 +1,11 @@
 """A real Prometheus scrapes a simulated node in three modes: every query returns data, every alert fires."""
 
+import contextlib
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
-import yaml
 
 from agent.model.demand import VGPU
 from agent.mps import processes
@@ -24,131 +22,16 @@ from agent.simulator import events
 from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
 from agent.status import client
 from agent.web.control import NAME
+from agent.web.server import HttpServer, Reply, Request
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.monitoring import queries
 from tests.component.monitoring.prometheus import Prometheus, prometheus
-from tests.prometheus_binaries import programs
+from tests.component.monitoring.promtool import promtool
 from tests.scenarios.mode_node import ModeNode, mode_node
 from tests.scenarios.modes import LAYOUTS
 from tests.scenarios.monitoring import MODES, Work
 
 Fault = Callable[[], object]
-
-
-def promtool(*arguments: str, text: str = "") -> tuple[int, str]:
-    done = subprocess.run(
-        [programs() / "promtool", *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("path", queries.RULES, ids=lambda path: path.stem)
-def test_promtool_accepts_the_rules(path: Path) -> None:
-    code, told = promtool("check", "rules", "--lint=all", "--lint-fatal", str(path))
-    assert code == 0, told
-
-
-def test_every_alert_tells_what_and_where() -> None:
-    text = next(path for path in queries.RULES if path.stem == "alerts").read_text()
-    alerts = re.split(r"- alert: ", text)[1:]
-    assert {each.split()[0] for each in alerts} == set(queries.named("alert"))
-    for each in alerts:
-        assert re.search(r"severity: (Critical|High|Medium|Low)}", each)
-        assert "summary:" in each
-        assert "description:" in each
-        assert "$labels.node" in each or "$labels.namespace" in each
-
-
-def test_a_taint_that_stays_is_told_of(tmp_path: Path) -> None:
-    """GPUSchedulingHeld: node a is stuck, b switches for a while, c has somebody else's taint."""
-    taint = "kube_node_spec_taint"
-    ours = 'key="gpu-node-agent.io/switching", effect="NoSchedule"'
-    alert = "GPUSchedulingHeld"
-    rule = rule_of(alert)
-    told = {key: text.replace("{{ $labels.node }}", "a") for key, text in rule["annotations"].items()}
-    firing = {"exp_labels": {**rule["labels"], "node": "a"}, "exp_annotations": told}
-    unit = {
-        "rule_files": [str(path) for path in queries.RULES],
-        "evaluation_interval": "30s",
-        "tests": [
-            {
-                "interval": "30s",
-                "input_series": [
-                    # kube-state-metrics has restarted: its second instance tells of the same node.
-                    {"series": f'{taint}{{node="a", instance="1", {ours}}}', "values": "1x14 stale"},
-                    {"series": f'{taint}{{node="a", instance="2", {ours}}}', "values": "_x13 1x40"},
-                    {"series": f'{taint}{{node="b", instance="1", {ours}}}', "values": "1x16 stale"},
-                    {"series": f'{taint}{{node="c", instance="1", key="other"}}', "values": "1x60"},
-                ],
-                "alert_rule_test": [
-                    {"eval_time": "9m", "alertname": alert, "exp_alerts": []},
-                    {"eval_time": "12m", "alertname": alert, "exp_alerts": [firing]},
-                    {"eval_time": "34m", "alertname": alert, "exp_alerts": []},
-                ],
-            }
-        ],
-    }
-    check(unit, tmp_path)
-
-
-def test_a_fault_of_mps_is_told_of(tmp_path: Path) -> None:
-    """While it lasts, and for a quarter of an hour after one that was over between two scrapes."""
-    alert, labels = "MPSFault", 'node="a", gpu="GPU-1"'
-    rule = rule_of(alert)
-    told = {
-        key: text.replace("{{ $labels.node }}", "a").replace("{{ $labels.gpu }}", "GPU-1")
-        for key, text in rule["annotations"].items()
-    }
-    firing = {"exp_labels": {**rule["labels"], "node": "a", "gpu": "GPU-1"}, "exp_annotations": told}
-    lasting = {**firing, "exp_labels": {**firing["exp_labels"], "state": "fault"}}
-    state = f'gpu_agent_mps_daemon_state{{{labels}, state="fault"}}'
-    unit = {
-        "rule_files": [str(path) for path in queries.RULES],
-        "evaluation_interval": "30s",
-        "tests": [
-            {
-                "interval": "30s",
-                "input_series": [
-                    {"series": state, "values": "0x9 1x3 0x100"},
-                    {"series": f"gpu_agent_mps_faults_total{{{labels}}}", "values": "0x9 1x60 2x60"},
-                ],
-                "alert_rule_test": [
-                    {"eval_time": "4m", "alertname": alert, "exp_alerts": []},
-                    {"eval_time": "6m", "alertname": alert, "exp_alerts": [lasting, firing]},
-                    {"eval_time": "12m", "alertname": alert, "exp_alerts": [firing]},
-                    {"eval_time": "30m", "alertname": alert, "exp_alerts": []},
-                    {"eval_time": "37m", "alertname": alert, "exp_alerts": [firing]},
-                ],
-            }
-        ],
-    }
-    check(unit, tmp_path)
-
-
-def rule_of(alert: str) -> dict[str, Any]:
-    """An alert as the chart ships it."""
-    (rule,) = (
-        each
-        for path in queries.RULES
-        for group in yaml.safe_load(path.read_text())["groups"]
-        for each in group["rules"]
-        if each.get("alert") == alert
-    )
-    found: dict[str, Any] = rule
-    return found
-
-
-def check(unit: object, folder: Path) -> None:
-    """Have promtool run a unit test of rules."""
-    path = folder / "unit.yaml"
-    path.write_text(yaml.safe_dump(unit))
-    code, answer = promtool("test", "rules", str(path))
-    assert code == 0, answer
 
 
 async def at_work(node: ModeNode) -> Work:
@@ -162,8 +45,23 @@ async def at_work(node: ModeNode) -> Work:
     return work
 
 
-# Proved by promtool: kube-state-metrics is not here, and no line in a log is a fault without an MPS server.
-FROM_ELSEWHERE = {"GPUSchedulingHeld", "MPSFault"}
+# Proved by promtool (test_alert_rules.py): Paddle and the extender are not here, no pod reaches a limit or
+# ends, and no line in a log is a fault without an MPS server.
+FROM_ELSEWHERE = {
+    "GPUAllocConflict",
+    "GPUContainerOOMKilled",
+    "GPUExtenderErrors",
+    "GPUExtenderNotServing",
+    "GPUExtenderRefusals",
+    "GPUExtenderWatchStale",
+    "GPUMemoryNearLimit",
+    "GPUOutOfMemory",
+    "GPUQuotaNearlyUsed",
+    "GPUSchedulingHeld",
+    "MPSFault",
+}
+# A cluster as kube-state-metrics shows it: one node, quotas of the three modes, a pod that waits.
+KUBE_STATE_METRICS = Path(__file__).with_name("kube_state_metrics.txt")
 
 
 def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
@@ -204,7 +102,10 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
         anyio.create_task_group() as group,
     ):
         port = await _port(node)
-        async with prometheus(tmp_path, port, queries.rules()) as server:
+        async with (
+            page_of(KUBE_STATE_METRICS.read_text()) as others,
+            prometheus(tmp_path, port, queries.rules("extender"), {"kube-state-metrics": others}) as server,
+        ):
             await node.want("mixed")
             await node.applied("mixed")
             work = await at_work(node)
@@ -212,8 +113,24 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             await _check_page(node)
             await _check_top(node)
             await _check_data(server)
-            assert await server.firing() <= {"GPUMemoryMostlyUnused"}, "alerts fire on a healthy node"
+            meant = {"GPUMemoryMostlyUnused", "GPUDemandUnsatisfied"}
+            assert await server.firing() <= meant, "alerts fire on a healthy node"
             await _check_alerts(server, node, rig)
+        group.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def page_of(text: str) -> AsyncIterator[int]:
+    """Serve this page of metrics on loopback; the port."""
+    server = HttpServer("127.0.0.1", 0)
+
+    async def reply(_: Request) -> Reply:
+        return Reply.text(text)
+
+    server.add_route("/metrics", reply)
+    async with anyio.create_task_group() as group:
+        await group.start(server.serve)
+        yield server.port
         group.cancel_scope.cancel()
 
 
@@ -270,7 +187,7 @@ async def _check_alerts(server: Prometheus, node: ModeNode, rig: EmbeddedRig) ->
         await anyio.to_thread.run_sync(fault)
     alone = ContainerSpec("main", {VGPU.core: 150, VGPU.memory: 1})
     await node.create(PodSpec("impossible", (alone,), node_name="this one"))
-    rest = ("GPUAllocationRefused", "GPUMemoryMostlyUnused")
+    rest = ("GPUAllocationRefused", "GPUMemoryMostlyUnused", "GPUDemandUnsatisfied")
     took = await server.wait([*made, *rest], fires, 30.0, "these alerts do not fire")
     await node.want("no-such-layout")
     took += await server.wait(["GPUModeSwitchBlocked"], fires, 15.0, "this alert does not fire")

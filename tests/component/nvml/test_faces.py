@@ -121,6 +121,8 @@ def test_mean_use_of_processes() -> None:
     samples = [(7, 100, 50), (7, 200, 100), (8, 300, 4000), (9, 10, 77)]
     assert mean_use(samples, 50) == (((7, 0.75), (8, 1.0)), 300)
     assert mean_use(samples, 300) == ((), 0)
+    # After a clock was set back, entries of before it lie in the future.
+    assert mean_use(samples, 50, 250) == (((7, 0.75),), 200)
 
 
 def _sicknesses(machine: SimulatedMachine, seeded: random.Random) -> list[Callable[[], object]]:

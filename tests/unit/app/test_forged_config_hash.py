@@ -15,7 +15,7 @@ from agent.cluster.reflector import Metadata, OwnerReference
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.nvml.port import GpuProcess, Sample
-from agent.pairing.cluster_pods import view_of
+from agent.pairing.cluster_pods import ClusterPods
 from agent.telemetry.attribution import Grade, attribute
 from agent.telemetry.shares import Share
 from tests.unit.mps.test_clients import ID, Scene, uid
@@ -66,11 +66,11 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
 
     # It has not ended because the forger has, and the forger is told apart from it.
     pods: PodCache = _agent(_forger(owners)).cluster.pods
-    assert not view_of(pods).ended(VICTIM)
-    assert not view_of(pods).ended(FORGER)
+    assert not ClusterPods(pods).view().ended(VICTIM)
+    assert not ClusterPods(pods).view().ended(FORGER)
     gone = Pod(deleted.metadata, deleted.spec, PodStatus("Succeeded"))
-    assert not view_of(_agent(gone).cluster.pods).ended(VICTIM)
-    assert view_of(_agent(gone).cluster.pods).ended(FORGER)
+    assert not ClusterPods(_agent(gone).cluster.pods).view().ended(VICTIM)
+    assert ClusterPods(_agent(gone).cluster.pods).view().ended(FORGER)
 
     # What it uses of its GPU stays its own.
     known = _known_pods(cast("Any", agent))()

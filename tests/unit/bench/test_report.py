@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.bench import registry, report
 from tests.bench.__main__ import main
+from tests.bench.calibration import LARGEST_SLOWDOWN, QUIET, Calibration, calibrator
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Measurement, Taken, percentile
 
@@ -61,22 +62,86 @@ def test_a_figure_is_taken_by_one_measurement_only() -> None:
 
 
 async def test_values_are_told_beside_their_budgets() -> None:
-    rows = await report.run([GOOD], NOWHERE)
-    assert report.as_json(rows) == {
-        "figures": [
-            {"name": "kept_ms", "value": 1.2346, "unit": "ms", "budget": 2, "holds": True, "n": 10},
-            {"name": "broken_ms", "value": 9, "unit": "ms", "budget": 2, "holds": False, "n": 10},
-            {"name": "told_b", "value": 464, "unit": "B", "budget": None, "holds": None, "n": 1},
-        ]
-    }
-    kept, broken, told = report.table(rows).splitlines()[1:]
+    rows = await report.run([GOOD], NOWHERE, lambda: QUIET)
+    assert report.as_json(rows)["figures"] == [
+        {
+            "name": "kept_ms",
+            "value": 1.2346,
+            "unit": "ms",
+            "budget": 2,
+            "holds": True,
+            "n": 10,
+            "slowdown": 1,
+        },
+        {"name": "broken_ms", "value": 9, "unit": "ms", "budget": 2, "holds": False, "n": 10, "slowdown": 1},
+        {"name": "told_b", "value": 464, "unit": "B", "budget": None, "holds": None, "n": 1},
+    ]
+    kept, broken, told, _ = report.table(rows).splitlines()[1:]
     assert "holds" in kept
     assert "OVER" in broken
     assert "holds" not in told
 
 
+SLOW = Calibration(QUIET.python * 2, QUIET.python_tail * 5, QUIET.call * 3, QUIET.call_tail * 4)
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "slowdown", "holds"),
+    [
+        (Figure("work_p99_ms", "ms", 20, ""), 99, 5, True),
+        (Figure("work_p99_ms", "ms", 20, ""), 101, 5, False),
+        (Figure("work_p50_ms", "ms", 20, ""), 41, 2, False),
+        (Figure("call_p99_ms", "ms", 1, ""), 3.9, 4, True),
+        (Figure("call_p50_ms", "ms", 1, ""), 3.1, 3, False),
+        (Figure("resident_memory_mib", "MiB", 50, ""), 51, 1, False),  # memory does not grow with the load
+        (Figure("streams", "streams", 0, ""), 0, 1, True),
+    ],
+)
+def test_a_budget_counts_after_the_machine(
+    figure: Figure, value: float, slowdown: float, holds: bool
+) -> None:
+    row = report.Row(figure, Taken(value, 1), machine=SLOW)
+    assert row.slowdown == pytest.approx(slowdown)
+    assert row.holds is holds
+
+
+def test_a_faster_machine_hides_no_regression() -> None:
+    fast = Calibration(QUIET.python / 2, QUIET.python_tail / 2, QUIET.call / 2, QUIET.call_tail / 2)
+    figure = Figure("work_p99_ms", "ms", 20, "")
+    assert report.Row(figure, Taken(11, 1), machine=fast).holds is False
+    assert report.Row(figure, Taken(9, 1), machine=fast).holds is True
+
+
+def test_a_machine_that_is_too_busy_judges_nothing_but_what_holds_anyway() -> None:
+    factor = LARGEST_SLOWDOWN * 2
+    busy = Calibration(QUIET.python, QUIET.python_tail * factor, QUIET.call, QUIET.call_tail)
+    figure = Figure("work_p99_ms", "ms", 20, "")
+    late, in_time = (report.Row(figure, Taken(value, 1), machine=busy) for value in (21, 19))
+    assert (late.holds, in_time.holds) == (None, True)
+    assert "BUSY: the machine was over 8 times slower" in report.table([late])
+    assert "BUSY" not in report.table([in_time])
+
+
+async def test_the_calibration_is_of_the_same_run_and_stands_in_the_report() -> None:
+    times = iter([QUIET, SLOW, QUIET])
+    rows = await report.run([GOOD, GOOD], NOWHERE, lambda: next(times))
+    assert {row.machine for row in rows} == {QUIET.together(SLOW)}
+    found = report.as_json(rows)["calibration"]
+    assert found["measured_ms"]["python_tail"] == pytest.approx(QUIET.python_tail * 3)
+    assert found["quiet_ms"]["call"] == QUIET.call
+    assert "calibration: pure Python 3.90 ms" in report.table(rows)
+
+
+def test_a_calibration_takes_both_pieces_of_work() -> None:
+    with calibrator() as calibrated:
+        taken = calibrated()
+    # A processor ten times as fast as the one of the budgets is not there yet.
+    assert QUIET.python / 10 < taken.python <= taken.python_tail
+    assert QUIET.call / 10 < taken.call <= taken.call_tail
+
+
 async def test_what_cannot_be_taken_is_an_error_and_never_a_value() -> None:
-    rows = await report.run([BAD, FORGETFUL, GOOD], NOWHERE)
+    rows = await report.run([BAD, FORGETFUL, GOOD], NOWHERE, lambda: QUIET)
     lost, gone, asked, *others = report.as_json(rows)["figures"]
     for entry in (lost, gone, asked):
         assert "value" not in entry
@@ -91,7 +156,7 @@ async def test_what_cannot_be_taken_is_an_error_and_never_a_value() -> None:
 
 async def test_the_file_is_what_is_promised(tmp_path: Path) -> None:
     file = tmp_path / "build" / "bench.json"
-    report.write(await report.run([GOOD], NOWHERE), file)
+    report.write(await report.run([GOOD], NOWHERE, lambda: QUIET), file)
     assert json.loads(file.read_text())["figures"][0]["name"] == "kept_ms"
 
 

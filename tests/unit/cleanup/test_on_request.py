@@ -104,7 +104,7 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
 def settings(tmp_path: Any) -> Settings:
     from agent.settings import load
 
-    return load(None, {}, [f"host.run={tmp_path}/run"])
+    return load(None, {}, [f"host.run={tmp_path}/run", "modes.mps=false"])
 
 
 async def accepted(node: OwnNode, settings: Settings) -> Request:

@@ -7,7 +7,7 @@ import msgspec
 from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
 from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources
 from agent.cluster.reflector import Metadata, OwnerReference
-from agent.pairing.cluster_pods import view_of
+from agent.pairing.cluster_pods import ClusterPods
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 OURS = frozenset({CORE, MEMORY})
@@ -42,7 +42,7 @@ def mirror(uid: str, config_hash: str, *owners: OwnerReference) -> Pod:
 
 def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
     cache = PodCache(None, "node")  # type: ignore[arg-type]
-    assert not view_of(cache).ended("a")  # nothing is known yet
+    assert not ClusterPods(cache).view().ended("a")  # nothing is known yet
     cache.reflector.items.publish(
         {
             "a": Pod(Metadata("a", uid="a"), PodSpec([]), PodStatus(phase="Running")),
@@ -52,9 +52,14 @@ def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
     )
     cache.reflector.synced = True
     # While the watch is interrupted a pod that is not there may be one that came since.
-    assert [view_of(cache).ended(uid) for uid in ("a", "b", "gone")] == [False, True, False]
+    assert [ClusterPods(cache).view().ended(uid) for uid in ("a", "b", "gone")] == [False, True, False]
     cache.reflector.problem = None
-    assert [view_of(cache).ended(uid) for uid in ("a", "b", "gone", "s")] == [False, True, True, False]
+    assert [ClusterPods(cache).view().ended(uid) for uid in ("a", "b", "gone", "s")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_hash_counts_where_the_node_owns_the_object_that_tells_it() -> None:
@@ -84,7 +89,7 @@ def test_a_hash_that_is_claimed_twice_is_nobody_s() -> None:
     cache.reflector.items.publish({"a": mirror("a", "h"), "b": mirror("b", "h")})
     cache.reflector.synced, cache.reflector.problem = True, None
     # A static pod's units are not given away because somebody contests its UID.
-    assert not view_of(cache).ended("h")
+    assert not ClusterPods(cache).view().ended("h")
 
 
 def test_the_mapping_follows_pods_and_node() -> None:

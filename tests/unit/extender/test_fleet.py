@@ -2,8 +2,8 @@
 
 import pytest
 
-from agent.extender.fleet import BoundPod, Fleet, PodClaim
-from agent.extender.fleet_rooms import Held
+from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
 from agent.model.demand import MPS, VGPU, Container, Pod
 from agent.model.modes import Mode
@@ -127,7 +127,7 @@ def test_our_own_choice_wins_over_an_annotation_that_no_agent_wrote() -> None:
     demand = asks((90, 10))
     made.assume("a", "n", PodClaim(demand, chosen=((0,),)), 10)
     bound(made, "a", demand, ((1,),))
-    assert [room.cores for room in made.rooms("n").gpus] == [10, 100]
+    assert [room.cores for room in made.free("n").gpus] == [10, 100]
 
 
 def test_the_agents_choice_wins_over_ours() -> None:
@@ -135,7 +135,7 @@ def test_the_agents_choice_wins_over_ours() -> None:
     demand = asks((90, 10))
     made.assume("a", "n", PodClaim(demand, chosen=((0,),)), 10)
     made.set_pod(BoundPod("a", "n", PodClaim(demand, chosen=((1,),)), confirmed=True))
-    assert [room.cores for room in made.rooms("n").gpus] == [100, 10]
+    assert [room.cores for room in made.free("n").gpus] == [100, 10]
 
 
 def test_a_choice_that_the_watch_does_not_show_is_dropped_in_time() -> None:

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from agent.extender.fleet import BoundPod, Fleet, PodClaim
-from agent.extender.fleet_rooms import Held
+from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
 from agent.model.modes import Mode
@@ -132,7 +132,7 @@ class Clusters(RuleBasedStateMachine):
                     tally[1] += BLOCKS if slot.demand.whole else slot.demand.blocks
         assert all(cores <= CORES and blocks <= BLOCKS for cores, blocks in used.values())
         for node in NODES:
-            for room in self.fleet.rooms(node).gpus:
+            for room in self.fleet.free(node).gpus:
                 cores, blocks = used.get((node, room.index), (0, 0))
                 assert (room.cores, room.untouched) == (CORES - cores, not cores)
                 assert room.blocks == (0 if cores == CORES and blocks == BLOCKS else BLOCKS - blocks)
@@ -144,7 +144,7 @@ class Clusters(RuleBasedStateMachine):
         for uid in [*self.bound, *self.open]:
             self.fleet.drop_pod(uid)
         for node in NODES:
-            assert all(room.untouched for room in self.fleet.rooms(node).gpus)
+            assert all(room.untouched for room in self.fleet.free(node).gpus)
         assert self.fleet.pods == 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.extender.fleet_rooms import Held
+from agent.extender.free_capacity import Held
 from agent.extender.objects import demand_for, read_node, read_pod
 from agent.model.demand import VGPU, Container, Impossible, Pod
 from agent.model.modes import Mode

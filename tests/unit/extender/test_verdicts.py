@@ -2,13 +2,13 @@
 
 import random
 
-from agent.extender.fleet import PodClaim
+from agent.extender.free_capacity import PodClaim
 from agent.extender.verdicts import SHAPES, Verdicts
 from agent.model.placement import Policy
 from tests.bench import arrivals
 
 
-def test_kept_verdicts_follow_every_change() -> None:
+async def test_kept_verdicts_follow_every_change() -> None:
     draw = random.Random(5)
     fleet = arrivals.fleet_of(6, 2)
     verdicts = Verdicts(fleet)
@@ -16,12 +16,12 @@ def test_kept_verdicts_follow_every_change() -> None:
     demands = [arrivals.demand(size) for size in (5, 32, 47, 81, 100, 200)]
     for number in range(150):
         demand = draw.choice(demands)
-        fitting, refused = verdicts.judge(demand, names)
+        fitting, refused = await verdicts.judge(demand, names)
         fresh = {name: fleet.verdict(name, demand) for name in names}
         assert refused == {name: reason for name, reason in fresh.items() if reason}
         assert fitting == [name for name, reason in fresh.items() if not reason]
         worths = {name: found.worth for name in names if (found := fleet.pick(name, demand, Policy.BINPACK))}
-        scores = dict(zip(names, verdicts.rank(demand, Policy.BINPACK, names), strict=True))
+        scores = dict(zip(names, await verdicts.rank(demand, Policy.BINPACK, names), strict=True))
         if worths:
             best = min(worths.values())
             assert {name for name, score in scores.items() if score == 10} == {
@@ -37,8 +37,8 @@ def test_kept_verdicts_follow_every_change() -> None:
             fleet.forget(f"u{draw.randrange(150)}")
 
 
-def test_no_more_shapes_are_kept_than_said() -> None:
+async def test_no_more_shapes_are_kept_than_said() -> None:
     verdicts = Verdicts(arrivals.fleet_of(1))
     for size in range(1, SHAPES + 20):
-        verdicts.judge(arrivals.demand(size), ["node-00000"])
+        await verdicts.judge(arrivals.demand(size), ["node-00000"])
     assert len(verdicts._verdicts) == SHAPES

@@ -14,7 +14,8 @@ from agent.kubelet import holdings as holdings_module
 from agent.kubelet.checkpoint import FILE_NAME
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import Holding, PodList
-from agent.kubelet.record import KnownPod, View
+from agent.kubelet.record import View
+from agent.model.demand import Container, Pod, Stage
 
 GPU = "nvidia.com/gpu"
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -72,7 +73,7 @@ class Node:
         self.kubelet = Kubelet(folder)
         start = time.time()
         monkeypatch.setattr(holdings_module, "time", lambda: start + self.kubelet.age)
-        self.pods: dict[str, KnownPod] = {}
+        self.pods: dict[str, Pod] = {}
         self.complete = True
         self.contested: frozenset[str] = frozenset()
         self.changes: Cell[Any] = Cell(None)
@@ -85,8 +86,10 @@ class Node:
         self.watch.pod_changes = self.changes
         self.watch.api_away, self.watch.node = lambda: self.away, "node-1"
 
-    def know(self, uid: str, name: str, **traits: bool) -> None:
-        self.pods[uid] = KnownPod(("ns", name), **traits)
+    def know(self, uid: str, name: str, *, finished: bool = False, hides: bool = False) -> None:
+        """`hides`: its init containers ask for devices."""
+        containers = (Container("prepare", {GPU: 1}, Stage.INIT),) if hides else ()
+        self.pods[uid] = Pod("ns", name, containers, uid, phase="Succeeded" if finished else "Running")
         self.changes.publish(None)
 
     async def held(self) -> set[tuple[str, str, str]] | None:

@@ -68,28 +68,33 @@ DEVICES = made_of(one(1, encoded(st.sampled_from(RESOURCES))), one(2, encoded(ID
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> list[Field]:
+def runs(draw: st.DrawFn, longest: int = 120) -> list[Field]:
     """Entries as the kubelet sends them: one per ID, those of one resource in a row."""
     resource = draw(st.sampled_from(RESOURCES))
-    first, count = draw(st.integers(0, 1100)), draw(st.integers(0, 120))
+    first, count = draw(st.integers(0, 1100)), draw(st.integers(0, longest))
     tail = draw(st.sampled_from([b"", message([(3, 2, message([(1, 2, b"\x08\x01")]))])]))
     ids = [f"{GPU}::m{n}".encode() for n in range(first, first + count)]
     return [(2, 2, message([(1, 2, resource.encode()), (2, 2, each)]) + tail) for each in ids]
 
 
 @st.composite
-def containers(draw: st.DrawFn) -> bytes:
+def containers(draw: st.DrawFn, longest: int = 120) -> bytes:
     loose = st.one_of(one(1, encoded(st.sampled_from(["main", "second", ""]))), one(2, DEVICES), UNKNOWN)
-    parts = draw(st.lists(st.one_of(loose.map(lambda each: [each]), runs()), max_size=5))
+    parts = draw(st.lists(st.one_of(loose.map(lambda each: [each]), runs(longest)), max_size=5))
     return message([each for part in parts for each in part])
 
 
-PODS = made_of(
-    one(1, encoded(st.sampled_from(["a", "b", ""]))),
-    one(2, encoded(st.just("default"))),
-    one(3, containers()),
-)
-LISTS = made_of(one(1, PODS), most=4)
+def pods(containers: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    return made_of(
+        one(1, encoded(st.sampled_from(["a", "b", ""]))),
+        one(2, encoded(st.just("default"))),
+        one(3, containers),
+    )
+
+
+LISTS = made_of(one(1, pods(containers())), most=4)
+# Several of them make one example. Filtering large ones out instead leaves so few that Hypothesis gives up.
+SHORT_LISTS = made_of(one(1, pods(containers(longest=6))), most=3)
 
 
 def as_pod_list(data: bytes) -> PodList:
@@ -207,8 +212,7 @@ def test_an_entry_that_only_begins_like_its_neighbour_is_read_by_itself() -> Non
     assert [each.ids for each in PodList.parse(data).holdings] == [("GPU::m1", "GPU::m1"), ("GPU::m2",)]
 
 
-# A failing example of over 30,000 characters is a warning of Hypothesis, and warnings are errors here.
-@given(st.lists(LISTS, min_size=1, max_size=4).filter(lambda messages: sum(map(len, messages)) < 5000))
+@given(st.lists(SHORT_LISTS, min_size=1, max_size=4))
 def test_a_reader_that_remembers_reads_the_same(messages: list[bytes]) -> None:
     reader = Reader()
     for data in (*messages, *reversed(messages)):

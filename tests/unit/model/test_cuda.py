@@ -38,6 +38,19 @@ def test_rules(runtime: str, driver: str, mode: SharingMode, level: Level, words
     assert any(words in each.text for each in found)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "driver"), [("12.6", "12.8"), ("12.9", "12.9"), ("13.0", "13.0"), ("12.4", "13.0")]
+)
+def test_the_baseline_of_vgpu_holds_only_where_a_library_makes_it_so(runtime: str, driver: str) -> None:
+    asked = parse_version(runtime), parse_driver(driver)
+    assert verdict(findings(*asked, "vgpu", hooked=True)) is Level.BLOCKED
+    found = findings(*asked, "vgpu", hooked=False)
+    assert verdict(found) is Level.ALLOWED
+    assert any("no library" in each.text for each in found)
+    # What blocks whole GPUs blocks fractions as well.
+    assert verdict(findings((13, 0), parse_driver("12.9"), "vgpu", hooked=False)) is Level.BLOCKED
+
+
 def test_mps_needs_volta() -> None:
     driver = DriverFacts((12, 4), 550)
     assert verdict(findings((12, 0), driver, "mps", (6, 1))) is Level.BLOCKED

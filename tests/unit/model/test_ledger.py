@@ -1,7 +1,8 @@
 """The ledger: rooms after holdings and promises, and when promises end."""
 
 from agent.model.demand import VGPU, Demand, Pod
-from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, Room, UnitPool
+from agent.model.free_gpu import FreeGpu
+from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, UnitPool
 
 A, B = "GPU-a", "GPU-b"
 ME, OTHER = Holder("d", "me", "main"), Holder("d", "other", "main")
@@ -29,7 +30,7 @@ def rooms(
     asking: Holder = NOBODY,
     own: frozenset[str] = frozenset(),
     also: frozenset[str] = frozenset(),
-) -> dict[str, Room]:
+) -> dict[str, FreeGpu]:
     """Rooms for a container, with what else is taken."""
     return book.rooms(asking, book.taken(asking, own) | also, own)
 

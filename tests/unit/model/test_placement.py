@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.model.demand import VGPU, Container, Demand, Pod, Stage
-from agent.model.ledger import Room
+from agent.model.free_gpu import FreeGpu
 from agent.model.placement import (
     Choice,
     Hint,
@@ -21,9 +21,9 @@ from agent.model.placement import (
 BLOCKS = 40
 
 
-def rooms(*free: tuple[int, int]) -> dict[str, Room]:
+def rooms(*free: tuple[int, int]) -> dict[str, FreeGpu]:
     return {
-        f"GPU-{n}": Room(f"GPU-{n}", n, cores, blocks, BLOCKS, untouched=(cores, blocks) == (100, BLOCKS))
+        f"GPU-{n}": FreeGpu(f"GPU-{n}", n, cores, blocks, BLOCKS, untouched=(cores, blocks) == (100, BLOCKS))
         for n, (cores, blocks) in enumerate(free)
     }
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.mps.directories import Directories
+from agent.model.mps import LONGEST_SOCKET
+from agent.mps.directories import SOCKETS, Directories
 from agent.mps.errors import BadFolder
 from tests.component.mps.keeping import UUID
 
@@ -12,3 +13,10 @@ from tests.component.mps.keeping import UUID
 def test_path_that_sockets_cannot_have_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(BadFolder, match=r"host\.run"):
         Directories.of(tmp_path / ("x" * 60), UUID)
+
+
+def test_the_settings_know_the_longest_of_its_sockets() -> None:
+    folders = Directories.of(Path("/run"), UUID)
+    longest = max(len(str(folders.pipe / name)) for name in SOCKETS)
+    assert longest == len("/run") + len(LONGEST_SOCKET)
+    assert len(UUID) == len(LONGEST_SOCKET.split("/")[2])

@@ -10,7 +10,7 @@ from agent.cluster.own_node import Amounts, NodeNotWritten
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode, Sale
 from agent.modes.state import GpuSwitch, Phase, SwitchState
-from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, Reporter, encode
+from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, NodeStateWriter, encode
 
 
 @dataclass
@@ -89,9 +89,8 @@ def test_the_state_annotation_is_short_and_stable() -> None:
 
 async def test_the_state_is_told_by_label_annotation_condition_and_event() -> None:
     node, state = OwnNode(), Cell(STATE)
-    extra: Cell[Mapping[str, str]] = Cell({"cuda-major-version": "13"})
     async with anyio.create_task_group() as group:
-        group.start_soon(Reporter(node, state, extra).run)
+        group.start_soon(NodeStateWriter(node, state, labels=lambda _: {"cuda-major-version": "13"}).run)
         with anyio.fail_after(5):
             while not node.conditions:
                 await anyio.sleep(0.005)
@@ -110,7 +109,7 @@ async def test_the_state_is_told_by_label_annotation_condition_and_event() -> No
 async def test_an_api_server_that_refuses_is_tried_again_without_a_storm() -> None:
     node, state = OwnNode(refuse="forbidden"), Cell(STATE)
     async with anyio.create_task_group() as group:
-        group.start_soon(Reporter(node, state, Cell[Mapping[str, str]]({})).run)
+        group.start_soon(NodeStateWriter(node, state).run)
         for number in range(200):
             state.publish(replace(STATE, message=f"waiting, look {number}"))
             await anyio.sleep(0.001)
@@ -123,7 +122,7 @@ async def test_annotations_of_other_rooms_are_written_once_each() -> None:
     node, state = OwnNode(), Cell(SwitchState(Phase.APPLIED, "pgpu", ""))
     notes: Cell[Mapping[str, str]] = Cell({"x/inventory": "1"})
     async with anyio.create_task_group() as group:
-        group.start_soon(Reporter(node, state, Cell[Mapping[str, str]]({}), notes).run)
+        group.start_soon(NodeStateWriter(node, state, annotations=notes).run)
         with anyio.fail_after(5):
             while node.notes.get("x/inventory") != "1":
                 await anyio.sleep(0.01)
@@ -137,7 +136,7 @@ async def test_annotations_of_other_rooms_are_written_once_each() -> None:
 async def test_a_node_that_is_made_anew_gets_its_condition_back() -> None:
     node, state = OwnNode(), Cell(SwitchState(Phase.APPLIED, "pgpu", "", (), "pgpu"))
     async with anyio.create_task_group() as group:
-        group.start_soon(Reporter(node, state, Cell[Mapping[str, str]]({})).run)
+        group.start_soon(NodeStateWriter(node, state).run)
         with anyio.fail_after(10):
             while not node.conditions:
                 await anyio.sleep(0.005)

@@ -12,14 +12,14 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
-from agent.kubelet.record import KnownPod, Record, View, join
+from agent.kubelet.record import Record, View, join
 from agent.model.demand import VGPU, Container, Pod, ResourcePair, Stage
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.ports import PairRefused, PodsUnavailable
+from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.reducer import Grant, Rules
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
@@ -76,7 +76,7 @@ class Admission:
     held: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)  # container, resource -> IDs
 
 
-class KubeletModel:
+class KubeletModel(PodSource):
     """The device manager, and the agent under it."""
 
     def __init__(
@@ -121,10 +121,15 @@ class KubeletModel:
             for each in self.taken_up.values()
             for (container, resource), ids in each.held.items()
         }
-        pods = {each.uid: KnownPod(each.key, each.finished, each.ending) for each in self.api.values()}
+        pods = {each.uid: each for each in self.api.values()}
         view = View(pods if self.specs_readable else {}, self.specs_readable)
         self._record = join(
-            self._record, self._listed(), entries, view, believed=self.heard is None, fresh=True
+            self._record,
+            replace(self._listed(), began=self.now),
+            entries,
+            view,
+            believed=self.heard is None,
+            fresh=True,
         )
         return self._record.joined
 

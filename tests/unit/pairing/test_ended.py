@@ -7,7 +7,7 @@ import anyio
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodList, PodResources
-from agent.kubelet.record import KnownPod, View
+from agent.kubelet.record import View
 from agent.model.demand import VGPU, Container
 from tests.component.kubelet_room.parts import eventually
 from tests.unit.pairing.kubelet_model import KubeletModel, pod
@@ -37,13 +37,13 @@ async def test_promises_to_pods_that_live_stay() -> None:
 async def test_the_record_tells_of_every_pod_that_is_over() -> None:
     watch = HoldingsWatch(PodResources(Path("/nowhere")))
     watch.problem = None
-    pods = {uid: KnownPod(("default", uid)) for uid in ("finishes", "is-deleted", "lives")}
+    pods = {uid: pod(uid) for uid in ("finishes", "is-deleted", "lives")}
     watch.view = lambda: View(dict(pods), complete=True)
     watch.pod_changes = changes = Cell(0)
     async with anyio.create_task_group() as group:
         group.start_soon(watch._follow_pods)
         await anyio.wait_all_tasks_blocked()
-        pods["finishes"] = KnownPod(("default", "finishes"), finished=True)
+        pods["finishes"] = pod("finishes", phase="Succeeded")
         del pods["is-deleted"]
         changes.publish(1)
         await eventually(lambda: watch.cell.value is not None)

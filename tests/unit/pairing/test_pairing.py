@@ -11,14 +11,14 @@ from agent.model.demand import MPS, Container, Demand, Pod, Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.model.placement import ASSIGNED, Policy
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.ports import Cause, PairRefused, Recorder
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share, undisturbed
 
 NOTHING: frozenset[str] = frozenset()
 HINT = "tencent.com/predicate-gpu-idx-0"
 
 
-class Told:
+class Told(Recorder):
     """A recorder that remembers."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ async def test_two_readings_are_refused_unless_they_come_to_the_same() -> None:
 async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.pairing.resolver.LIST_SECONDS", 0.05)
+    monkeypatch.setattr("agent.pairing.resolver.PATIENCE_SECONDS", 0.05)
     kubelet = KubeletModel()
 
     async def late(deadline: float = 0.05) -> PodList:
@@ -163,6 +163,23 @@ async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     kubelet.api[waiting.key] = waiting
     await first(kubelet, pod("same", share("main", 20, 7)), PairMember.CORE)
     assert kubelet.lists <= 2  # GetPreferredAllocation, Allocate
+
+
+async def test_a_kubelet_that_takes_seconds_to_answer_costs_no_pod() -> None:
+    kubelet = KubeletModel()
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> PodList:
+        if deadline < 10:
+            raise PodResourcesUnavailable("no answer within the deadline")
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+    # Without the kubelet's answer either may be asking.
+    waiting = pod("next", share("main", 20, 9))
+    kubelet.api[waiting.key] = waiting
+    await kubelet.admit(pod("asks", share("main", 20, 7)))
+    assert kubelet.gpus_of(("default", "asks"), "main")
 
 
 async def first(kubelet: KubeletModel, new: Pod, member: PairMember) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import anyio
@@ -45,9 +46,15 @@ class Parts:
 
     async def look(self, deadline: float = 1.0) -> PodList:
         self.looks += 1
+        began = monotonic()
         if self.truth is None:
             raise PodResourcesUnavailable("no answer")
-        return self.truth
+        return replace(self.truth, began=began)
+
+    async def refresh(self) -> None:
+        """The record is read by its timer, or at a pod's end; the plugin follows."""
+        self.cell.publish(await self.look())
+        self.plugin.refresh()
 
     def fall_ill(self, number: int, cause: str = "Xid 79: it fell off the bus") -> None:
         self.states[number] = replace(self.states[number], blocked=cause)
@@ -58,7 +65,7 @@ class Parts:
 
     def hold(self, *ids: str, resource: str = RESOURCE) -> None:
         self.truth = PodList((Holding("ns", "p", "c", resource, ids),), (("ns", "p", "c"),))
-        self.cell.publish(self.truth)
+        self.cell.publish(replace(self.truth, began=monotonic()))
 
     @property
     def held(self) -> tuple[Holding, ...]:
@@ -261,6 +268,48 @@ async def test_the_record_at_hand_alone_refuses_nobody() -> None:
     looks = parts.looks
     assert await parts.allocate("GPU-1") == "GPU-1"  # no reason to ask anybody
     assert parts.looks == looks
+    parts.truth = None
+    assert (await parts.refusal("GPU-0")).reason is Reason.UNAVAILABLE
+
+
+async def test_a_gpu_whose_earlier_holder_is_known_to_have_ended_needs_no_reading() -> None:
+    parts = Parts(1)
+    for pod in ("web-0", "web-1", "web-0"):
+        assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+        assert await parts.allocate("GPU-0") == "GPU-0"
+        assert parts.looks == 0
+        # A reading that shows nothing proves nothing: the kubelet may record the grant after it.
+        parts.truth = PodList((), ())
+        await parts.refresh()
+        parts.truth = PodList((Holding("ns", pod, "c", RESOURCE, ("GPU-0",)),), (("ns", pod, "c"),))
+        parts.looks = 0
+        assert pod in str(await parts.refusal("GPU-0"))
+        assert parts.looks == 1
+        await parts.refresh()
+        assert pod in str(await parts.refusal("GPU-0"))
+        parts.truth = PodList((), ())
+        await parts.refresh()
+        parts.looks = 0
+
+
+async def test_a_reading_from_before_a_grant_does_not_count_as_its_holders_end() -> None:
+    parts = Parts(1)
+    parts.hold("GPU-0")
+    before = parts.cell.value
+    parts.truth = PodList((), ())
+    assert await parts.allocate("GPU-0") == "GPU-0"  # the last holder ended a moment ago
+    parts.truth = PodList((Holding("ns", "q", "c", RESOURCE, ("GPU-0",)),), (("ns", "q", "c"),))
+    for late in (before, PodList((), (), began=monotonic())):
+        parts.cell.publish(late)
+        parts.plugin.refresh()
+        assert "is held by container c of ns/q" in str(await parts.refusal("GPU-0"))
+
+
+async def test_a_pod_that_was_refused_elsewhere_costs_one_reading() -> None:
+    parts = Parts(1)
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    assert await parts.allocate("GPU-0") == "GPU-0"  # the kubelet has never recorded the first
+    assert parts.looks == 1
     parts.truth = None
     assert (await parts.refusal("GPU-0")).reason is Reason.UNAVAILABLE
 

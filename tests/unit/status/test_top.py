@@ -49,7 +49,12 @@ async def test_what_is_not_known_is_marked(tmp_path: Path) -> None:
     assert "~1.0" in text
     assert "~ estimated" in text
     await node.watch.look(replace(cell.value, taken={}))
-    assert "? the driver tells nothing" in top_table.render(top.document(node.parts.sources.read(), {}))
+    found = top.document(node.parts.sources.read(), {})
+    assert "? the driver tells nothing" in top_table.render(found)
+    (container,) = found["containers"]
+    assert (container["memoryUsedBytes"], container["utilizationRatio"], container["processes"]) == (
+        None,
+    ) * 3
 
 
 def test_an_empty_node() -> None:

@@ -48,7 +48,8 @@ class IdlePlugin:
 class Parts:
     """A scanned simulated machine and the objects that telemetry reads; nothing runs by itself."""
 
-    def __init__(self, profile: str = "t4-4", interval: float = 0.1, deadline: float = 0.1) -> None:
+    def __init__(self, profile: str = "t4-4", interval: float = 0.1, deadline: float = 10.0) -> None:
+        """`deadline`: a call hangs after so many seconds; on a busy machine a thread waits for one."""
         self.machine = SimulatedMachine.create(profile)
         self.nvml = SimulatedNvml(self.machine)
         self.inventory = Inventory()

@@ -1,6 +1,8 @@
 """Figures of containers from sampler, records and processes together, and the page they make."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +94,7 @@ async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) ->
     await node.look()
     text = await page(node.parts.sources)
     assert value(text, "gpu_agent_container_memory_used_bytes", **graded) == 0
-    assert value(text, "gpu_agent_container_memory_used_max_bytes", **labels) == 600 * MIB
+    assert value(text, "gpu_agent_container_memory_used_max_bytes", **graded) == 600 * MIB
 
     node.holdings.publish(PodList((), ()))
     await node.look()
@@ -166,3 +168,70 @@ def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
     assert "gpu_agent_container_core_limit_ratio{" not in text
     assert 'gpu_agent_container_memory_limit_bytes{namespace="team",pod="po\\"d",container="b"' in text
     assert "# UNIT" not in text
+
+
+READ, UNREAD = (0.9, Grade.MEASURED), (0.0, Grade.ALLOCATED)
+GUESSED = (0.3, Grade.ESTIMATED)
+
+
+async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Grade]]) -> ContainerUse:
+    """The last use of a container after one reading a second, utilization and memory alike."""
+    watch = Node(tmp_path).watch
+    share = Share("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
+    found = None
+    for second, (ratio, grade) in enumerate(readings):
+        use = Use(share, round(ratio * 100) * MIB, grade, ratio, grade, 1)
+        found = watch.windowed(use, float(second))
+    assert found
+    return found
+
+
+async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
+    halfway = await windowed(tmp_path, [READ] * 30 + [UNREAD] * 30)
+    assert halfway.utilization
+    assert halfway.utilization.mean == pytest.approx(0.9)
+    assert halfway.utilization.most == 0.9
+    assert halfway.memory == Span(90 * MIB, 90 * MIB)
+    text = "".join(container_page([halfway], units=False))
+    assert re.search(r'gpu_agent_container_utilization_mean_ratio{.*attribution="measured"} 0\.[89]', text)
+    assert re.search(r'gpu_agent_container_utilization_max_ratio{.*attribution="measured"} 0\.9', text)
+    assert f'attribution="measured"}} {90 * MIB}' in text
+    # The newest reading is missing; the limits stand.
+    for name in ("utilization_ratio", "memory_used_bytes", "processes"):
+        assert f"gpu_agent_container_{name}{{" not in text
+    assert "gpu_agent_container_memory_limit_bytes{" in text
+
+    long_gone = await windowed(tmp_path, [READ] * 30 + [UNREAD] * 80)
+    assert (long_gone.utilization, long_gone.memory) == (None, None)
+    text = "".join(container_page([long_gone], units=False))
+    assert "_ratio{" not in text.replace("core_limit_ratio{", "")
+    assert "gpu_agent_container_memory_used" not in re.sub(r"#.*", "", text)
+    assert "gpu_agent_container_memory_limit_bytes{" in text
+
+
+@pytest.mark.parametrize(
+    ("readings", "grade"),
+    [
+        ([READ], Grade.MEASURED),
+        ([READ] * 5 + [GUESSED] + [READ] * 5, Grade.ESTIMATED),
+        ([GUESSED] + [READ] * 80, Grade.MEASURED),
+        ([GUESSED] * 5 + [UNREAD] * 5, Grade.ESTIMATED),
+        ([UNREAD] * 5, Grade.ALLOCATED),
+    ],
+)
+async def test_means_and_maxima_carry_the_weakest_grade(
+    tmp_path: Path, readings: Sequence[tuple[float, Grade]], grade: Grade
+) -> None:
+    found = await windowed(tmp_path, readings)
+    assert (found.utilization_grade, found.memory_grade) == (grade, grade)
+
+
+def test_gpu_managers_total_is_missing_while_a_gpu_cannot_be_read() -> None:
+    share = Share("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
+    uses = [use("a", 0, 0.5, 0.25, 64), ContainerUse(Use(share), None, None)]
+    uses[0] = replace(uses[0], use=replace(uses[0].use, share=replace(share, gpu="GPU-0", index=0)))
+    text = "".join(compatible_page(uses, "n1"))
+    assert 'gpu="gpu0"} 25.0' in text
+    assert 'gpu="gpu1"' not in text
+    assert ',gpu="total"' not in text
+    assert 'req_of_gpu="total"} 1.0' in text

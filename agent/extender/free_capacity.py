@@ -1,15 +1,14 @@
 """What the GPUs of one node have left, after all that bound pods hold: pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
+from agent.model.free_gpu import UNLIMITED, FreeGpu
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-
-UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,74 +35,57 @@ class PodClaim:
     name: str = ""  # namespace/name, for people
 
 
-@dataclass(frozen=True, slots=True)
-class GpuRoom:
-    """What one GPU has left."""
+# Mode; cores, memory and clients that the widest GPU has left; untouched GPUs.
+Summary = tuple[str, int, int, int, int]
 
-    index: int
+
+class ModeCapacity(NamedTuple):
+    """What the usable GPUs of one mode have left, with what is often asked of it worked out once."""
+
     mode: Mode
-    cores: int
-    blocks: int
-    all_blocks: int
-    clients: int  # further containers that may hold a share
-    untouched: bool
-
-    @property
-    def fits(self) -> int:
-        """The largest share in hundredths, memory asked for alike, that fits."""
-        return min(self.cores, self.blocks * CORES // self.all_blocks) if self.all_blocks else 0
-
-    def takes(self, slot: Slot) -> bool:
-        """Whether a share fits."""
-        want = slot.demand
-        return self.cores >= want.cores and self.blocks >= want.blocks and self.clients >= slot.containers
-
-    def after(self, slot: Slot) -> "GpuRoom":
-        """With a slot placed on it."""
-        if slot.demand.whole:
-            return replace(self, cores=0, blocks=0, clients=0, untouched=False)
-        return GpuRoom(
-            self.index,
-            self.mode,
-            self.cores - slot.demand.cores,
-            self.blocks - slot.demand.blocks,
-            self.all_blocks,
-            self.clients - slot.containers,
-            untouched=False,
-        )
+    gpus: tuple[FreeGpu, ...]  # in order of index
+    widest: FreeGpu  # the one with the most cores left
+    untouched: int
+    summary: Summary
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class FreeCapacity:
     """What a node has left. `out`: what GPUs that are not sold now would have."""
 
-    gpus: tuple[GpuRoom, ...] = ()
-    out: tuple[tuple[GpuRoom, str], ...] = ()  # with why, in a word or a few
+    # No mapping by mode: a mode's hash costs more than a look at the one or two that a node has.
+    modes: tuple[ModeCapacity, ...] = ()
+    out: tuple[tuple[Mode, FreeGpu, str], ...] = ()  # with why, in a word or a few
     units: int = 0  # free whole GPUs and time slices of the pgpu resource
     all_units: int = 0
     unknown: int = 0  # bound pods of which nobody said yet where their units are
-    # Worked out once for the many questions after them. No mapping by mode: a mode's hash costs more than a
-    # look at the one or two that a node has.
-    modes: tuple["ModeRoom", ...] = field(init=False, compare=False)
+    # What one share or one set of whole GPUs is judged by; None: by more than that.
+    summary: Summary | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        found: list[ModeRoom] = []
-        for mode in dict.fromkeys(room.mode for room in self.gpus):
-            mine = [room for room in self.gpus if room.mode is mode]
-            widest = max(mine, key=lambda room: (room.cores, room.blocks))
-            found.append(ModeRoom(mode, widest, sum(room.untouched for room in mine)))
-        object.__setattr__(self, "modes", tuple(found))
+        plain = len(self.modes) == 1 and not self.out and not self.unknown
+        object.__setattr__(self, "summary", self.modes[0].summary if plain else None)
+
+    @property
+    def gpus(self) -> Sequence[FreeGpu]:
+        """GPUs of all modes, in order of index."""
+        if len(self.modes) == 1:
+            return self.modes[0].gpus
+        return sorted((gpu for mode in self.modes for gpu in mode.gpus), key=lambda gpu: gpu.index)
+
+    def of(self, mode: Mode) -> ModeCapacity | None:
+        """The usable GPUs of a mode; None: there are none."""
+        return next((each for each in self.modes if each.mode is mode), None)
 
 
-class ModeRoom(NamedTuple):
-    """Of the GPUs of one mode: the one with the most cores left, and how many are untouched."""
+def _capacity(mode: Mode, gpus: tuple[FreeGpu, ...]) -> ModeCapacity:
+    widest = max(gpus, key=lambda gpu: (gpu.cores, gpu.blocks))
+    untouched = sum(gpu.untouched for gpu in gpus)
+    summary = (mode.value, widest.cores, widest.blocks, widest.clients, untouched)
+    return ModeCapacity(mode, gpus, widest, untouched, summary)
 
-    mode: Mode
-    widest: GpuRoom
-    untouched: int
 
-
-def rooms_of(inventory: NodeInventory, claims: Iterable[PodClaim]) -> Rooms:
+def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeCapacity:
     """Free units of every GPU. A pod whose GPUs are not known is counted on each that it may be on."""
     tallies = {gpu.index: _Tally(gpu) for gpu in inventory.gpus if gpu.mode in (Mode.VGPU, Mode.MPS)}
     by_uuid = {tally.gpu.uuid: tally for tally in tallies.values()}
@@ -127,9 +109,17 @@ def rooms_of(inventory: NodeInventory, claims: Iterable[PodClaim]) -> Rooms:
             if tally.gpu.mode is slot.mode:
                 tally.suspect(slot)
     sold = sum(gpu.replicas for gpu in inventory.gpus if gpu.mode is Mode.PGPU and gpu.usable)
-    return Rooms(
-        tuple(tally.room() for tally in tallies.values() if tally.gpu.usable),
-        tuple((tally.room(), _why(tally.gpu)) for tally in tallies.values() if not tally.gpu.usable),
+    usable = [tally for tally in tallies.values() if tally.gpu.usable]
+    modes = dict.fromkeys(tally.gpu.mode for tally in usable)
+    return FreeCapacity(
+        tuple(
+            _capacity(mode, tuple(each.free() for each in usable if each.gpu.mode is mode)) for mode in modes
+        ),
+        tuple(
+            (tally.gpu.mode, tally.free(), _why(tally.gpu))
+            for tally in tallies.values()
+            if not tally.gpu.usable
+        ),
         max(0, sold - units),
         sold,
         unknown,
@@ -178,17 +168,16 @@ class _Tally:
         else:
             self.take(slot.demand.cores, slot.demand.blocks, slot.containers)
 
-    def room(self) -> GpuRoom:
+    def free(self) -> FreeGpu:
         gpu = self.gpu
-        ceiling = gpu.clients - self.clients if gpu.clients else UNLIMITED
         if self.shut:
-            return GpuRoom(gpu.index, gpu.mode, 0, 0, gpu.blocks, 0, untouched=False)
-        return GpuRoom(
+            return FreeGpu(gpu.uuid, gpu.index, 0, 0, gpu.blocks, untouched=False, clients=0)
+        return FreeGpu(
+            gpu.uuid,
             gpu.index,
-            gpu.mode,
             max(0, CORES - self.cores),
             max(0, gpu.blocks - self.blocks),
             gpu.blocks,
-            max(0, ceiling),
             untouched=not self.touched,
+            clients=max(0, gpu.clients - self.clients) if gpu.clients else UNLIMITED,
         )

@@ -1,0 +1,17 @@
+"""What can go wrong with limits; each text names the object, the cause and the remedy."""
+
+
+class IsolationError(Exception):
+    """The root of this room's errors."""
+
+
+class LibraryUnusable(IsolationError):
+    """The enforcement library cannot be shown to containers of this node."""
+
+
+class FolderUnusable(IsolationError):
+    """The limit folder of a container cannot be made, read or written."""
+
+
+class BadLayout(IsolationError):
+    """Bytes that are no limit file or usage region of a layout known here."""

@@ -1,0 +1,220 @@
+"""The folder of each container's limits: `<run>/limits/<key>/{about.json,limits,usage}`.
+
+The key is made of the units that the container holds, which are its alone while it lives, and which the
+kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
+mounted by itself: `limits` read-only, `usage` as their own. What they can write is never trusted: no path is
+followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from agent.isolation import layout
+from agent.isolation.errors import BadLayout, FolderUnusable
+from agent.isolation.layout import Limits, Usage
+from agent.kit import trees
+from agent.kit.selinux import label_for_pods
+from agent.model.ids import SEPARATOR
+
+FOLDER = "limits"
+ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
+LONGEST_ABOUT = 256 << 10  # thousands of IDs
+
+
+class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
+    """Whose limits a folder holds: what the record of the kubelet does not show."""
+
+    uid: str  # of the pod
+    namespace: str
+    pod: str
+    container: str
+    gpu: str  # UUID
+    ids: tuple[str, ...]  # units of memory that the kubelet handed out
+    memory_bytes: int
+    cores: int  # percent of the GPU; 0: no claim
+    policy: str
+    build: str = ""  # of the library; empty: none is shown to the container
+
+
+def key_of(ids: Collection[str]) -> str:
+    """The folder of whoever holds these units; all lie on one GPU."""
+    units = sorted(ids)
+    digest = hashlib.sha256("\n".join(units).encode()).hexdigest()[:24]
+    return f"{units[0].partition(SEPARATOR)[0]}-{digest}"
+
+
+class LimitFolders:
+    """All of them on this node."""
+
+    def __init__(self, run: Path) -> None:
+        self.root = run / FOLDER
+
+    def prepare(self) -> None:
+        """Make the root, and remove what an agent that was killed had begun. Raises FolderUnusable."""
+        with _problem_of(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.chmod(0o700)
+            with trees.opened(self.root) as root:
+                for name in trees.names(root):
+                    if name.startswith("."):
+                        trees.remove(root, name)
+
+    def keys(self) -> list[str]:
+        """Folders that are there. Raises FolderUnusable."""
+        with _problem_of(self.root), trees.opened(self.root) as root:
+            return sorted(name for name in trees.names(root) if not name.startswith("."))
+
+    def path(self, key: str, name: str) -> Path:
+        """A file of a folder, by the path that it has here and on the host."""
+        return self.root / key / name
+
+    def create(self, about: About) -> str:
+        """Make a container's folder whole, or not at all; the key. Raises FolderUnusable.
+
+        One that another pod left behind gives way: whoever had it mounted keeps the old files.
+        """
+        key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
+        limits = _limits(about)
+        with _problem_of(self.root / key), trees.opened(self.root) as root:
+            os.mkdir(scratch, 0o700, dir_fd=root)
+            try:
+                folder = os.open(scratch, trees.FOLDER, dir_fd=root)
+                try:
+                    _write(folder, ABOUT, msgspec.json.encode(about), 0o600)
+                    _write(folder, LIMITS, limits, 0o444)
+                    # Sparse: its pages are the container's memory, not the agent's.
+                    _write(folder, USAGE, layout.usage_head(1), 0o666, layout.USAGE_BYTES)
+                finally:
+                    os.close(folder)
+                inner = self.root / scratch
+                if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
+                    raise FolderUnusable(problem)
+                trees.remove(root, key)
+                os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
+            except BaseException:
+                trees.remove(root, scratch)
+                raise
+        return key
+
+    def about(self, key: str) -> About:
+        """Whose limits a folder holds. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, ABOUT, os.O_RDONLY)
+            try:
+                found = msgspec.json.decode(os.pread(descriptor, LONGEST_ABOUT, 0), type=About)
+            except msgspec.MsgspecError as error:
+                raise FolderUnusable(f"{self.path(key, ABOUT)} cannot be understood: {error}") from error
+            finally:
+                os.close(descriptor)
+        if not found.ids or key_of(found.ids) != key:
+            raise FolderUnusable(f"{self.path(key, ABOUT)} is of other units than its folder")
+        return found
+
+    def limits(self, key: str) -> Limits:
+        """The limits in force. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, LIMITS, os.O_RDONLY)
+            try:
+                return layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+            except BadLayout as error:
+                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
+            finally:
+                os.close(descriptor)
+
+    def put(self, key: str, limits: Limits) -> None:
+        """Put limits in force, in the very file that the container has mounted. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, LIMITS, os.O_RDWR)
+            try:
+                layout.write_limits(descriptor, 0, limits)
+            except BadLayout as error:
+                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
+            finally:
+                os.close(descriptor)
+
+    def mend(self, key: str, about: About) -> None:
+        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, LIMITS, os.O_RDWR)
+            try:
+                os.pwrite(descriptor, _limits(about), 0)
+                os.ftruncate(descriptor, layout.LIMITS_BYTES)
+            finally:
+                os.close(descriptor)
+
+    def usage(self, key: str) -> Usage | None:
+        """What the library says of the container's use; None: what is there says nothing. A hint.
+
+        A region that its container made longer is cut back: it lies in the memory of the node.
+        Raises FolderUnusable.
+        """
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, USAGE, os.O_RDWR)
+            try:
+                if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
+                    os.ftruncate(descriptor, layout.USAGE_BYTES)
+                return layout.read_usage(os.pread(descriptor, layout.USAGE_HEAD_BYTES, 0))[0]
+            except BadLayout:
+                return None
+            finally:
+                os.close(descriptor)
+
+    def remove(self, key: str) -> None:
+        """Remove a folder; there may be none. Raises FolderUnusable."""
+        with _problem_of(self.root / key), trees.opened(self.root) as root:
+            trees.remove(root, key)
+
+    @contextmanager
+    def _folder(self, key: str) -> Iterator[int]:
+        with _problem_of(self.root / key), trees.opened(self.root) as root:
+            folder = os.open(key, trees.FOLDER, dir_fd=root)
+            try:
+                yield folder
+            finally:
+                os.close(folder)
+
+
+def _limits(about: About) -> bytes:
+    limits = Limits(about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict")
+    return layout.limit_file(key_of(about.ids), (limits,))
+
+
+@contextmanager
+def _problem_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderUnusable(
+            f"{path}: limits cannot be kept there: {error.strerror or error}; free space in the agent's run "
+            "folder, or set vgpu.enforcement to report"
+        ) from error
+
+
+def _write(folder: int, name: str, content: bytes, mode: int, size: int = 0) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        if size:
+            os.ftruncate(descriptor, size)
+        if os.write(descriptor, content) != len(content):
+            raise OSError("it was written in part: the file system is full")
+        os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(folder: int, name: str, flags: int) -> int:
+    """A descriptor of a regular file. Raises OSError for whatever else has that name."""
+    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with suppress(OSError):
+            os.close(descriptor)
+        raise OSError(f"{name} is no regular file")
+    return descriptor

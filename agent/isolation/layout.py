@@ -1,0 +1,180 @@
+"""The two files that the agent and the enforcement library share, byte by byte; see `clib/layout.h`.
+
+Both layouts only grow: what has a place keeps it, so that libraries of before go on with files of now. The
+*limit file* is the agent's alone and read-only in the container. It holds two copies of each GPU's limits,
+each with a generation and a checksum: the agent writes the older copy by one pwrite(2), and readers take the
+valid one with the highest generation, so that a writer that dies halfway leaves the limits of before in
+force. The *usage region* is the container's own, and so a hint at most.
+"""
+
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent.isolation.errors import BadLayout
+
+LAYOUT = 1
+MOST_DEVICES = 16
+
+LIMITS_MAGIC = 0x4C4D4C0041474E47
+LIMITS_BYTES = 8192
+RECORDS_AT = 512
+RECORD_BYTES = 256
+COPY_BYTES = 112
+STRICT = 1
+HEADER = struct.Struct("<QIIII64sQ412x")
+COPY = struct.Struct("<Q16sQQQQIIIIIII24x")
+CRC = struct.Struct("<I")
+
+USAGE_MAGIC = 0x4753550041474E47
+USAGE_BYTES = 1 << 20
+USAGE_HEADER_BYTES = 4096
+USAGE_DEVICE_BYTES = 4096
+SLOTS, SLOT_BYTES = 2048, 384
+# What pthread_mutex_init leaves in a robust, process-shared mutex of glibc; all else of it is zero.
+LOCK_KIND, LOCK_KIND_AT = 144, 16
+HEADER_LOCK_AT = 128
+USAGE_HEADER = struct.Struct("<QIIIIII")
+FIGURES = struct.Struct("<QQQQ")
+FIGURES_AT = 128
+NEWER_AT = 272
+# All that the agent reads: the header and the figures of the devices.
+USAGE_HEAD_BYTES = USAGE_HEADER_BYTES + MOST_DEVICES * USAGE_DEVICE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a container may use of one GPU."""
+
+    gpu: str  # UUID as NVML writes it, GPU-...
+    memory_bytes: int
+    cores: int = 0  # percent; 0: no claim
+    unseen_bytes: int = 0  # of the memory, what no counted allocation explains
+    strict: bool = False
+    driver: bool = False  # whether the driver caps the memory, too
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the library has counted for one GPU; its container may write what it likes there."""
+
+    total_bytes: int
+    peak_bytes: int
+    refused: int
+    repaired: int
+
+
+def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
+    """A new limit file. `name` is for people."""
+    label = name.encode()[:63]
+    header = HEADER.pack(LIMITS_MAGIC, LAYOUT, RECORDS_AT, LIMITS_BYTES, len(devices), label, time.time_ns())
+    content = bytearray(LIMITS_BYTES)
+    content[:RECORDS_AT] = header + CRC.pack(zlib.crc32(header))
+    for number, device in enumerate(devices):
+        at = RECORDS_AT + number * RECORD_BYTES
+        content[at : at + COPY_BYTES] = _copy(1, device)
+    return bytes(content)
+
+
+def read_limits(content: bytes) -> list[Limits]:
+    """The limits in force. Raises BadLayout."""
+    return [limits for _, _, limits in map(_newest, _records(content))]
+
+
+def write_limits(descriptor: int, number: int, limits: Limits) -> None:
+    """Put limits in force in a file that containers may have mapped. Raises BadLayout, OSError."""
+    content = os.pread(descriptor, LIMITS_BYTES, 0)
+    place, generation, _ = _newest(_records(content)[number])
+    at = RECORDS_AT + number * RECORD_BYTES + (1 - place) * COPY_BYTES
+    os.pwrite(descriptor, _copy(generation + 1, limits), at)
+
+
+def usage_head(devices: int) -> bytes:
+    """The beginning of a new usage region; all that follows is zero."""
+    content = bytearray(USAGE_HEADER_BYTES + devices * USAGE_DEVICE_BYTES)
+    USAGE_HEADER.pack_into(
+        content, 0, USAGE_MAGIC, LAYOUT, USAGE_HEADER_BYTES, USAGE_BYTES, devices, SLOTS, SLOT_BYTES
+    )
+    locks = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    for at in (HEADER_LOCK_AT, *locks):
+        CRC.pack_into(content, at + LOCK_KIND_AT, LOCK_KIND)
+    return bytes(content)
+
+
+def read_usage(content: bytes) -> list[Usage]:
+    """What the library has counted, GPU by GPU. Raises BadLayout."""
+    if len(content) < USAGE_HEAD_BYTES:
+        raise BadLayout(f"a usage region of {len(content)} bytes is too short")
+    magic, layout, *_, devices, slots, size = USAGE_HEADER.unpack_from(content)
+    if (magic, layout, slots, size) != (USAGE_MAGIC, LAYOUT, SLOTS, SLOT_BYTES):
+        raise BadLayout("this is no usage region of a known layout")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise BadLayout(f"a usage region of {devices} GPUs cannot be")
+    starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    return [Usage(*FIGURES.unpack_from(content, start + FIGURES_AT)) for start in starts]
+
+
+def _copy(generation: int, limits: Limits) -> bytes:
+    body = COPY.pack(
+        generation,
+        _uuid(limits.gpu),
+        limits.memory_bytes,
+        limits.memory_bytes,  # the request: soft caps are not in use
+        0,  # each context: seen by measuring
+        limits.unseen_bytes,
+        limits.cores * 100,
+        0,
+        0,
+        int(limits.driver),
+        0,
+        0,
+        STRICT if limits.strict else 0,
+    )
+    return body + CRC.pack(zlib.crc32(body))
+
+
+def _records(content: bytes) -> list[bytes]:
+    if len(content) != LIMITS_BYTES:
+        raise BadLayout(f"a limit file has {LIMITS_BYTES} bytes, not {len(content)}")
+    magic, layout, header, size, devices, _, _ = HEADER.unpack_from(content)
+    if (magic, layout, header, size) != (LIMITS_MAGIC, LAYOUT, RECORDS_AT, LIMITS_BYTES):
+        raise BadLayout("this is no limit file of a known layout")
+    if CRC.unpack_from(content, HEADER.size)[0] != zlib.crc32(content[: HEADER.size]):
+        raise BadLayout("the header's checksum is wrong")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise BadLayout(f"a limit file of {devices} GPUs cannot be")
+    starts = range(RECORDS_AT, RECORDS_AT + devices * RECORD_BYTES, RECORD_BYTES)
+    return [content[start : start + RECORD_BYTES] for start in starts]
+
+
+def _newest(record: bytes) -> tuple[int, int, Limits]:
+    """Place, generation and values of the copy in force."""
+    found = []
+    for place in (0, 1):
+        body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
+        generation, gpu, memory, _, _, unseen, cores, _, _, driver, _, _, flags = COPY.unpack_from(body)
+        if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
+            limits = Limits(
+                f"GPU-{uuid.UUID(bytes=gpu)}",
+                memory,
+                cores // 100,
+                unseen,
+                bool(flags & STRICT),
+                bool(driver),
+            )
+            found.append((generation, place, limits))
+    if not found:
+        raise BadLayout("neither copy of its limits is whole")
+    generation, place, limits = max(found, key=lambda each: each[0])
+    return place, generation, limits
+
+
+def _uuid(gpu: str) -> bytes:
+    try:
+        return uuid.UUID(gpu.removeprefix("GPU-").removeprefix("MIG-")).bytes
+    except ValueError as error:
+        raise BadLayout(f"{gpu!r} is no UUID of a GPU") from error

@@ -1,0 +1,269 @@
+"""Who gets which limits: folders made at admission, found again after a restart, gone with their containers.
+
+The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.isolation import library as libraries
+from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
+from agent.isolation.library import Library
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.demand import VGPU
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 5.0
+# The kubelet's record shows what was granted some milliseconds later. What it never shows, since the pod was
+# refused meanwhile or the kubelet never got the answer, leaves a folder behind for so long.
+GRACE_SECONDS = 30.0
+
+
+class Policy(Enum):
+    """What is done to keep containers to their memory; each includes the ones before it."""
+
+    OFF = "off"
+    REPORT = "report"  # whoever uses more than its cap is told of
+    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
+    STRICT = "strict"  # no container starts without it, and what it does not know is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A container that is being admitted, and what it may use of its GPU."""
+
+    uid: str  # of the pod
+    namespace: str
+    pod: str
+    container: str
+    gpu: str  # UUID
+    ids: tuple[str, ...]  # its units of memory
+    memory_bytes: int
+    cores: int  # percent; 0: no claim
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A file of the host that a container gets."""
+
+    container_path: str
+    host_path: Path
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLimits:
+    """Limits of a running container. `injected` None: no process of it was seen on the GPU yet."""
+
+    about: About
+    memory_bytes: int
+    injected: bool | None = None
+
+
+class Isolation:
+    """The limits of this node's vGPU containers."""
+
+    def __init__(
+        self,
+        folders: LimitFolders,
+        source: Path,
+        state: Path,
+        policy: Policy,
+        record: Cell[PodList | None],
+        namespaces: Callable[[str], Policy | None] = lambda _: None,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        """`source`: the image's library. `namespaces` answers what a namespace has of its own."""
+        self.folders = folders
+        self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
+        # Why containers get no library; None: they do.
+        self.problem: str | None = "the enforcement library has not been put on the host yet"
+        self._source = source
+        self._state = state
+        self._policy = policy
+        self._record = record
+        self._namespaces = namespaces
+        self._clock = clock
+        self._library: Library | None = None
+        self._born: dict[str, float] = {}  # folders, and since when they are known
+        self._held: frozenset[str] = frozenset()  # those that the record showed last
+        self._keys: dict[int, tuple[Holding, str]] = {}
+        self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
+
+    def policy(self, namespace: str) -> Policy:
+        """What holds for pods of a namespace."""
+        return self._namespaces(namespace) or self._policy
+
+    async def start(self) -> None:
+        """Put the library on the host, and find the folders of containers that run."""
+        try:
+            self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
+            self.problem = None
+        except LibraryUnusable as error:
+            self.problem = str(error)
+            log.warning("enforcement_library_unusable", problem=str(error))
+        found, self._strays = await anyio.to_thread.run_sync(self._found)
+        now = self._clock()
+        self._born = dict.fromkeys((*found, *self._strays), now)
+        self.containers.publish(MappingProxyType(found))
+        log.info(
+            "limits_in_use",
+            policy=self._policy.value,
+            library=self._library.build if self._library else None,
+            containers=len(found),
+        )
+
+    async def admit(self, request: Request) -> tuple[Bind, ...]:
+        """The files that a container gets: all of them, or none.
+
+        Raises IsolationError where the policy lets no container start without.
+        """
+        policy = self.policy(request.namespace)
+        if policy in (Policy.OFF, Policy.REPORT):
+            return ()
+        try:
+            return await self._admitted(request, policy)
+        except IsolationError as error:
+            if policy is Policy.STRICT:
+                raise
+            log.warning(
+                "library_not_shown",
+                pod=f"{request.namespace}/{request.pod}",
+                container=request.container,
+                problem=str(error),
+            )
+            return ()
+
+    async def run(self) -> None:
+        """Remove folders of containers that are gone, for ever."""
+        seen = self._record.version
+        while True:
+            await self.tidy()
+            with anyio.move_on_after(LOOK_SECONDS):
+                seen = await self._record.wait_change(seen)
+
+    async def tidy(self) -> None:
+        """Remove folders of containers that are gone now; while nobody can say which, all stay."""
+        record = self._record.value
+        if record is None:
+            return
+        (before, held), now = (self._held, self._read(record)), self._clock()
+        self._held = held
+        known = self.containers.value
+        ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
+        gone = [
+            key
+            for key, born in self._born.items()
+            if key not in held and (key in before or key in ended or now - born >= GRACE_SECONDS)
+        ]
+        for key in gone:
+            try:
+                await anyio.to_thread.run_sync(self.folders.remove, key)
+            except FolderUnusable as error:
+                log.warning("limits_not_removed", problem=str(error))
+                self._born[key] = now  # again in a while
+                continue
+            del self._born[key]
+            self._strays -= {key}
+            log.info("limits_removed", folder=key)
+            if key in self.containers.value:
+                self._become({k: v for k, v in self.containers.value.items() if k != key})
+        if gone and not self._strays:
+            await anyio.to_thread.run_sync(self._remove_libraries)
+
+    def saw(self, key: str, injected: bool) -> None:
+        """Processes of a container were looked at: whether all of them have the library."""
+        limits = self.containers.value.get(key)
+        if limits and limits.injected is not injected:
+            self._become({**self.containers.value, key: replace(limits, injected=injected)})
+
+    async def _admitted(self, request: Request, policy: Policy) -> tuple[Bind, ...]:
+        library = self._library
+        if library is None:
+            raise LibraryUnusable(self.problem or "")
+        about = About(
+            request.uid,
+            request.namespace,
+            request.pod,
+            request.container,
+            request.gpu,
+            request.ids,
+            request.memory_bytes,
+            request.cores,
+            policy.value,
+            library.build,
+        )
+        key = key_of(about.ids)
+        # Before: a call that is cut off leaves a folder that is to go, too.
+        self._born[key] = self._clock()
+        await anyio.to_thread.run_sync(self.folders.create, about)
+        self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
+        return (
+            Bind(library.in_container, library.file),
+            Bind(libraries.PRELOAD_IN_CONTAINER, library.preload),
+            Bind(f"{libraries.IN_CONTAINER}/{LIMITS}", self.folders.path(key, LIMITS)),
+            Bind(f"{libraries.IN_CONTAINER}/{USAGE}", self.folders.path(key, USAGE), read_only=False),
+        )
+
+    def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
+        self.containers.publish(MappingProxyType(dict(containers)))
+
+    def _found(self) -> tuple[dict[str, ContainerLimits], frozenset[str]]:
+        found: dict[str, ContainerLimits] = {}
+        strays = set()
+        try:
+            self.folders.prepare()
+            keys = self.folders.keys()
+        except FolderUnusable as error:
+            self.problem = str(error)
+            self._library = None
+            return found, frozenset()
+        for key in keys:
+            try:
+                about = self.folders.about(key)
+            except FolderUnusable as error:
+                log.warning("limits_unreadable", problem=str(error))
+                strays.add(key)
+                continue
+            try:
+                memory = self.folders.limits(key).memory_bytes
+            except FolderUnusable as error:
+                memory = about.memory_bytes
+                log.warning("limits_written_anew", problem=str(error))
+                self._mended(key, about)
+            found[key] = ContainerLimits(about, memory)
+        return found, frozenset(strays)
+
+    def _mended(self, key: str, about: About) -> None:
+        try:
+            self.folders.mend(key, about)
+        except FolderUnusable as error:
+            log.warning("limits_not_written", problem=str(error))
+
+    def _read(self, record: PodList) -> frozenset[str]:
+        """Keys of all that hold vGPU memory."""
+        keys: dict[int, tuple[Holding, str]] = {}
+        for each in record.holdings:
+            if each.resource == VGPU.memory and each.ids:
+                before = self._keys.get(id(each))
+                keys[id(each)] = before if before and before[0] is each else (each, key_of(each.ids))
+        self._keys = keys
+        return frozenset(key for _, key in keys.values())
+
+    def _remove_libraries(self) -> None:
+        used = {each.about.build for each in self.containers.value.values()}
+        if self._library:
+            try:
+                libraries.remove_unused(self._state, {*used, self._library.build})
+            except OSError as error:
+                log.warning("libraries_not_removed", problem=str(error))

@@ -1,0 +1,43 @@
+"""What one GPU has left, for the agent of its node and for the scheduler extender alike: pure."""
+
+from dataclasses import dataclass
+
+from agent.model.demand import CORES, Demand
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FreeGpu:
+    """Units of one GPU that are neither held nor promised."""
+
+    gpu: str  # UUID
+    index: int
+    cores: int
+    blocks: int
+    all_blocks: int
+    untouched: bool  # nothing of it is held or promised
+    clients: int = UNLIMITED  # further containers that may hold a share of it
+
+    @property
+    def largest_share(self) -> int:
+        """The largest share in hundredths that fits, with memory asked for in proportion."""
+        return min(self.cores, self.blocks * CORES // self.all_blocks) if self.all_blocks else 0
+
+    def fits(self, demand: Demand, containers: int = 1) -> bool:
+        """Whether a share fits that so many containers hold together."""
+        return self.cores >= demand.cores and self.blocks >= demand.blocks and self.clients >= containers
+
+    def after(self, demand: Demand, containers: int = 1) -> "FreeGpu":
+        """With a share placed on it, or with all of it taken."""
+        if demand.whole:
+            return FreeGpu(self.gpu, self.index, 0, 0, self.all_blocks, untouched=False, clients=0)
+        return FreeGpu(
+            self.gpu,
+            self.index,
+            self.cores - demand.cores,
+            self.blocks - demand.blocks,
+            self.all_blocks,
+            untouched=False,
+            clients=self.clients - containers,
+        )

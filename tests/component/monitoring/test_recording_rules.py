@@ -1,0 +1,268 @@
+"""promtool runs every recording rule over a restart of agent and kube-state-metrics: nothing counts twice."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from tests.component.monitoring import queries
+from tests.component.monitoring.promtool import Document, check, holds, restarted, series
+
+GIB = 1 << 30
+AGENT = {"namespace": "gpu-system", "pod": "agent-1", "container": "agent"}
+NEXT = {"namespace": "gpu-system", "pod": "agent-2", "container": "agent"}
+GPUS = {"G0": "0", "G1": "1"}
+# Of GPUs 0 and 1.
+BY_GPU = {
+    "gpu_utilization_mean_ratio": (0.5, 0.25),
+    "gpu_utilization_max_ratio": (0.9, 0.75),
+    "gpu_memory_used_bytes": (10 * GIB, 20 * GIB),
+    "gpu_memory_used_max_bytes": (12 * GIB, 24 * GIB),
+    "gpu_memory_total_bytes": (80 * GIB, 80 * GIB),
+    "gpu_power_mean_watts": (300, 200),
+    "gpu_healthy": (1, 0),
+}
+# Namespace, pod, GPU, mode; utilization: mean and most, memory used, shares of cores and memory.
+CONTAINERS = (
+    ("a", "p1", "G0", "vgpu", 0.25, 0.5, 1 * GIB, 0.5, 4 * GIB),
+    ("a", "p2", "G0", "vgpu", 0.125, 0.5, 2 * GIB, 0.25, 2 * GIB),
+    ("b", "q", "G1", "mps", 0.25, 0.75, 3 * GIB, 0.5, 8 * GIB),
+)
+FIGURES = (
+    "utilization_mean_ratio",
+    "utilization_max_ratio",
+    "memory_used_max_bytes",
+    "core_limit_ratio",
+    "memory_limit_bytes",
+)
+RESOURCES = (
+    "nvidia.com/gpu",
+    "tencent.com/vcuda-core",
+    "tencent.com/vcuda-memory",
+    "nvidia.com/mps-core",
+    "nvidia.com/mps-memory",
+)
+N0, N1 = '{node="n", gpu="G0", index="0"}', '{node="n", gpu="G1", index="1"}'
+M0, M1 = '{node="n", gpu="G0", index="0", mode="vgpu"}', '{node="n", gpu="G1", index="1", mode="mps"}'
+N, NV, NM = '{node="n"}', '{node="n", mode="vgpu"}', '{node="n", mode="mps"}'
+P1 = '{node="n", namespace="a", pod="p1", mode="vgpu"}'
+P2 = '{node="n", namespace="a", pod="p2", mode="vgpu"}'
+Q = '{node="n", namespace="b", pod="q", mode="mps"}'
+A, B = '{namespace="a", mode="vgpu"}', '{namespace="b", mode="mps"}'
+MONTH_A = '{namespace="a", mode="vgpu", month="197001"}'
+MONTH_B = '{namespace="b", mode="mps", month="197001"}'
+
+
+def written(resource: str) -> str:
+    """A resource's name as kube-state-metrics writes it."""
+    return re.sub(r"\W", "_", resource)
+
+
+EVERYWHERE: dict[str, dict[str, float]] = {
+    "gpu:gpu_agent_utilization:mean5m": {N0: 0.5, N1: 0.25},
+    "gpu:gpu_agent_utilization:max5m": {N0: 0.9, N1: 0.75},
+    "gpu:gpu_agent_memory_used_bytes:mean5m": {N0: 10 * GIB, N1: 20 * GIB},
+    "gpu:gpu_agent_memory_used_bytes:max5m": {N0: 12 * GIB, N1: 24 * GIB},
+    "gpu:gpu_agent_power_watts:mean5m": {N0: 300, N1: 200},
+    "gpu:gpu_agent_core_limit:sum": {M0: 0.75, M1: 0.5},
+    "gpu:gpu_agent_memory_limit_bytes:sum": {M0: 6 * GIB, M1: 8 * GIB},
+    "node:gpu_agent_gpus:count": {N: 2},
+    "node:gpu_agent_healthy_gpus:sum": {N: 1},
+    "node:gpu_agent_utilization:mean5m": {N: 0.375},
+    "node:gpu_agent_memory_used_bytes:mean5m": {N: 30 * GIB},
+    "node:gpu_agent_memory_total_bytes:sum": {N: 160 * GIB},
+    "node:gpu_agent_power_watts:mean5m": {N: 500},
+    "node:gpu_agent_core_limit:sum": {NV: 0.75, NM: 0.5},
+    "node:gpu_agent_memory_limit_bytes:sum": {NV: 6 * GIB, NM: 8 * GIB},
+    "node:gpu_agent_expected:last": {N: 1},
+    "pod:gpu_agent_utilization:mean5m": {P1: 0.25, P2: 0.125, Q: 0.25},
+    "pod:gpu_agent_utilization:max5m": {P1: 0.5, P2: 0.5, Q: 0.75},
+    "pod:gpu_agent_memory_used_bytes:max5m": {P1: 1 * GIB, P2: 2 * GIB, Q: 3 * GIB},
+    "pod:gpu_agent_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5},
+    "pod:gpu_agent_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB},
+    "namespace:gpu_agent_core_limit:sum": {A: 0.75, B: 0.5},
+    "namespace:gpu_agent_memory_limit_bytes:sum": {A: 6 * GIB, B: 8 * GIB},
+    "namespace:gpu_agent_utilization:mean5m": {A: 0.375, B: 0.25},
+    "namespace:gpu_agent_memory_used_bytes:max5m": {A: 3 * GIB, B: 3 * GIB},
+    "cluster:gpu_agent_month:info": {'{month="197001"}': 1},
+    "namespace_resource:gpu_quota:min": {
+        f'{{namespace="a", resource="{written(resource)}"}}': 10.0 * number
+        for number, resource in enumerate(RESOURCES, 1)
+    },
+    "namespace_resource:gpu_quota_used:max": {
+        f'{{namespace="a", resource="{written(resource)}"}}': 5.0 * number
+        for number, resource in enumerate(RESOURCES, 1)
+    },
+    "namespace_resource:gpu_agent_used_units:max5m": {
+        '{namespace="a", resource="tencent_com_vcuda_core"}': 37.5,
+        '{namespace="a", resource="tencent_com_vcuda_memory"}': 12,
+        '{namespace="b", resource="nvidia_com_mps_core"}': 25,
+        '{namespace="b", resource="nvidia_com_mps_memory"}': 3,
+    },
+    "resource:gpu_allocatable:sum": {'{resource="tencent_com_vcuda_core"}': 300},
+    "resource:gpu_demand:sum": {'{resource="tencent_com_vcuda_core"}': 155},
+    "resource:gpu_demand:max1d": {'{resource="tencent_com_vcuda_core"}': 155},
+    "resource:gpu_demand_unsatisfied:sum": {'{resource="tencent_com_vcuda_core"}': 80},
+}
+# Totals by minute; a minute without the agent is not charged, while the mean of its use reaches over it.
+TOTALS: dict[str, dict[int, dict[str, float]]] = {
+    "namespace_month:gpu_agent_gpu_hours:sum": {
+        9: {MONTH_A: 10 * 0.75 / 60, MONTH_B: 10 * 0.5 / 60},
+        31: {MONTH_A: 31 * 0.75 / 60, MONTH_B: 31 * 0.5 / 60},
+    },
+    "namespace_month:gpu_agent_used_gpu_hours:sum": {
+        9: {MONTH_A: 10 * 0.375 / 60, MONTH_B: 10 * 0.25 / 60},
+        31: {MONTH_A: 32 * 0.375 / 60, MONTH_B: 32 * 0.25 / 60},
+    },
+    "namespace_month:gpu_agent_memory_gibibyte_hours:sum": {
+        9: {MONTH_A: 10 * 6 / 60, MONTH_B: 10 * 8 / 60},
+        31: {MONTH_A: 31 * 6 / 60, MONTH_B: 31 * 8 / 60},
+    },
+}
+
+
+def of_the_agent() -> Iterator[Document]:
+    yield from restarted("gpu_agent_ready", 1, AGENT, node="n", **NEXT)
+    for metric, pair in BY_GPU.items():
+        for (gpu, index), value in zip(GPUS.items(), pair, strict=True):
+            yield from restarted(f"gpu_agent_{metric}", value, AGENT, node="n", gpu=gpu, index=index, **NEXT)
+    for namespace, pod, gpu, mode, *values in CONTAINERS:
+        labels = {"namespace": namespace, "pod": pod, "container": "main"}
+        for figure, value in zip(FIGURES, values, strict=True):
+            graded = {"attribution": "measured"} if "used" in figure or "utilization" in figure else {}
+            yield from restarted(
+                f"gpu_agent_container_{figure}",
+                value,
+                dict.fromkeys(graded, "estimated"),
+                node="n",
+                gpu=gpu,
+                index=GPUS[gpu],
+                mode=mode,
+                **labels,
+                **graded,
+            )
+
+
+def of_kube_state_metrics() -> Iterator[Document]:
+    yield from restarted("kube_node_info", 1, node="n")
+    for number, resource in enumerate(RESOURCES, 1):
+        labels = {"namespace": "a", "resource": f"requests.{resource}"}
+        for quota, hard in (("strict", 10 * number), ("generous", 99 * number)):
+            named = {**labels, "resourcequota": quota}
+            yield from restarted("kube_resourcequota", hard, type="hard", **named)
+            yield from restarted("kube_resourcequota", 5 * number, type="used", **named)
+    yield from restarted(
+        "kube_resourcequota", 7, type="hard", namespace="a", resource="pods", resourcequota="strict"
+    )
+    core = {"resource": "tencent_com_vcuda_core", "unit": "integer"}
+    for node, amount in (("n", 100), ("n2", 200)):
+        yield from restarted("kube_node_status_allocatable", amount, node=node, **core)
+        yield from restarted("kube_node_status_allocatable", 64, node=node, resource="cpu", unit="core")
+    for pod, amount, phase, scheduled in (
+        ("p1", 50, "Running", True),
+        ("p2", 25, "Running", True),
+        ("waits", 80, "Pending", False),
+        ("done", 100, "Succeeded", True),
+    ):
+        named = {"namespace": "a", "pod": pod}
+        yield from restarted(
+            "kube_pod_container_resource_requests", amount, container="main", node="n", **core, **named
+        )
+        for each in ("Pending", "Running", "Succeeded", "Failed", "Unknown"):
+            yield from restarted("kube_pod_status_phase", int(each == phase), phase=each, **named)
+        for condition in ("true", "false", "unknown"):
+            value = int((condition == "true") == scheduled and condition != "unknown")
+            yield from restarted("kube_pod_status_scheduled", value, condition=condition, **named)
+
+
+def in_1024ths(minute: int, expression: str, samples: Mapping[str, float]) -> Document:
+    """The same for what was added up in steps that are no binary fractions."""
+    rounded = {labels: round(value * 1024) / 1024 for labels, value in samples.items()}
+    return holds(minute, f"round({expression}, 1 / 1024)", rounded)
+
+
+def test_no_recording_rule_is_forgotten() -> None:
+    assert sorted((*EVERYWHERE, *TOTALS)) == sorted(queries.named("record"))
+
+
+def test_a_restart_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
+    expected = [
+        holds(minute, record, {record + labels: value for labels, value in samples.items()})
+        for record, samples in EVERYWHERE.items()
+        for minute in (9, 13, 16, 31)
+    ] + [
+        in_1024ths(minute, record, samples)
+        for record, by_minute in TOTALS.items()
+        for minute, samples in by_minute.items()
+    ]
+    inputs = list(chain(of_the_agent(), of_kube_state_metrics()))
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
+
+
+def test_use_that_lasts_over_an_update_is_no_gap(tmp_path: Path) -> None:
+    """While the agent is away, five-minute figures reach over it."""
+    five_minutes = [record for record in EVERYWHERE if record.endswith("5m")]
+    assert len(five_minutes) > 10
+    expected = [
+        holds(11, record, {record + labels: value for labels, value in EVERYWHERE[record].items()})
+        for record in five_minutes
+    ]
+    check(tmp_path, {"input_series": list(of_the_agent()), "promql_expr_test": expected})
+
+
+@pytest.mark.parametrize("outage", [0, 600])
+def test_a_month_is_charged_to_its_end_and_the_next_begins_at_nothing(tmp_path: Path, outage: int) -> None:
+    """Half a GPU; the month ends after 2 h. Ten hours without figures keep the total of the month."""
+    (path,) = (each for each in queries.RULES if each.stem == "chargeback")
+    text = path.read_text()
+    shifted = text.replace("time()", f"(time() + {31 * 86400 - 7200 - outage * 60})")
+    assert shifted != text
+    rules = tmp_path / path.name
+    rules.write_text(shifted)
+    record = "namespace_month:gpu_agent_gpu_hours:sum"
+    values = f"0.5x59 stale _x{outage - 1} 0.5x240" if outage else "0.5x300"
+    january, february = (f'{{namespace="a", mode="vgpu", month="{month}"}}' for month in ("197001", "197002"))
+    end = 119 + outage
+    expected = [
+        in_1024ths(59, record, {january: 0.5}),
+        in_1024ths(end, record, {january: 1.0}),
+        in_1024ths(end + 60, record, {february: 0.5}),
+        in_1024ths(end + 60, f"max_over_time({record}[3h])", {january: 1.0, february: 0.5}),
+    ]
+    inputs = [series("namespace:gpu_agent_core_limit:sum", values, namespace="a", mode="vgpu")]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected}, [rules])
+
+
+def test_only_nodes_that_should_have_an_agent_are_expected_to(tmp_path: Path) -> None:
+    off = {"mode": "off", "desired": "off"}
+    inputs = [
+        series("kube_node_info", "1x200", node="stays"),
+        series("kube_node_info", "1x20 stale", node="deleted"),
+        series("kube_node_info", "1x200", node="off"),
+        series("gpu_agent_ready", "1x10 stale", node="stays"),
+        series("gpu_agent_ready", "1x10 stale", node="deleted"),
+        series("gpu_agent_ready", "1x10 stale", node="off"),
+        series("gpu_agent_gpu_mode_info", "1x5 stale", node="off", gpu="G0", mode="vgpu", desired="vgpu"),
+        series("gpu_agent_gpu_mode_info", "_x6 1x4 stale", node="off", gpu="G0", **off),
+        series("gpu_agent_gpu_mode_info", "1x10 stale", node="stays", gpu="G0", **off),
+        series("gpu_agent_gpu_mode_info", "1x10 stale", node="stays", gpu="G1", mode="mps", desired="mps"),
+    ]
+    record = "node:gpu_agent_expected:last"
+    stays, deleted, off_node = (f'{record}{{node="{name}"}}' for name in ("stays", "deleted", "off"))
+    expected = [
+        holds(4, record, {stays: 1, deleted: 1, off_node: 1}),
+        holds(8, record, {stays: 1, deleted: 1, off_node: 0}),
+        holds(30, record, {stays: 1, deleted: 1, off_node: 0}),
+        holds(190, record, {stays: 1, off_node: 0}),
+    ]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
+
+
+def test_without_kube_state_metrics_a_node_is_expected_for_an_hour(tmp_path: Path) -> None:
+    record = "node:gpu_agent_expected:last"
+    one = {f'{record}{{node="n"}}': 1.0}
+    expected = [holds(10, record, one), holds(65, record, one), holds(80, record, {})]
+    inputs = [series("gpu_agent_ready", "1x10 stale", node="n")]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})

@@ -1,0 +1,279 @@
+/* Stream-ordered memory: pools reserve in chunks and give back at synchronisation, trim and destruction. */
+#include "double.h"
+
+#include <stdlib.h>
+
+static struct pool *default_pool[SIM_CUDA_DEVICES];
+static struct pool *chosen_pool[SIM_CUDA_DEVICES];
+
+static struct pool *make(uint32_t device, int own) {
+    struct pool *pool = calloc(1, sizeof(*pool));
+    pool->base.device = device;
+    pool->own = (uint32_t)own;
+    object_add(&pool->base, POOL, (uint64_t)(uintptr_t)pool);
+    return pool;
+}
+
+static struct pool *default_of(uint32_t device) {
+    if (default_pool[device] == NULL) {
+        default_pool[device] = make(device, 1);
+    }
+    return default_pool[device];
+}
+
+static struct pool *current_of(uint32_t device) {
+    return chosen_pool[device] != NULL ? chosen_pool[device] : default_of(device);
+}
+
+static void keep(struct pool *pool, uint64_t bytes) {
+    uint64_t left = round_up(pool->used > bytes ? pool->used : bytes, GRANULE);
+    if (left < pool->reserved) {
+        discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved - left);
+        pool->reserved = left;
+    }
+}
+
+struct trim {
+    uint32_t device;
+    int all;
+};
+
+static void trim_one(struct object *object, void *data) {
+    struct trim *trim = data;
+    struct pool *pool = (struct pool *)object;
+    if (object->device == trim->device) {
+        keep(pool, trim->all ? 0 : pool->threshold);
+    }
+}
+
+void pools_trim(uint32_t device) {
+    struct trim trim = {.device = device};
+    objects_each(POOL, trim_one, &trim);
+}
+
+void pools_squeeze(uint32_t device) {
+    struct trim trim = {.device = device, .all = 1};
+    objects_each(POOL, trim_one, &trim);
+}
+
+/* The object lock is held. */
+static CUresult reserve(struct pool *pool, uint64_t bytes) {
+    uint32_t device = pool->base.device;
+    if (pool->maximum > 0 && pool->used + bytes > pool->maximum) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (pool->used + bytes > pool->reserved) {
+        uint64_t growth = round_up(pool->used + bytes - pool->reserved, cuda_machine->devices[device].pool_chunk);
+        CUresult result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
+        if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+            pools_squeeze(device);
+            growth = round_up(pool->used + bytes - pool->reserved, GRANULE);
+            result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
+        }
+        TRY(result);
+        pool->reserved += growth;
+    }
+    pool->used += bytes;
+    pool->used_high = pool->used > pool->used_high ? pool->used : pool->used_high;
+    pool->reserved_high = pool->reserved > pool->reserved_high ? pool->reserved : pool->reserved_high;
+    return CUDA_SUCCESS;
+}
+
+static CUresult allocate(CUdeviceptr *dptr, uint64_t bytes, struct pool *pool) {
+    struct memory *memory = calloc(1, sizeof(*memory));
+    *memory = (struct memory){.base.device = pool->base.device, .kind = SIM_CUDA_MEMORY_POOL, .size = bytes, .shared = -1, .pool = pool};
+    CUresult result = reserve(pool, round_up(bytes, 512));
+    if (result != CUDA_SUCCESS) {
+        free(memory);
+        return result;
+    }
+    *dptr = address_take(bytes, 512);
+    object_add(&memory->base, MEMORY, *dptr);
+    return CUDA_SUCCESS;
+}
+
+void pool_give_back(struct memory *memory) {
+    memory->pool->used -= round_up(memory->size, 512);
+}
+
+CUresult model_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {
+    struct stream *stream;
+    struct context *context;
+    NEED(dptr != NULL);
+    TRY(current(&context));
+    TRY(stream_of(hStream, &stream));
+    if (bytesize == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (stream->capture != NULL) {
+        return graph_capture_alloc(stream, context->base.device, bytesize, dptr);
+    }
+    objects_lock();
+    CUresult result = allocate(dptr, bytesize, current_of(context->base.device));
+    objects_unlock();
+    return result;
+}
+
+CUresult model_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream) {
+    struct stream *stream;
+    struct context *context;
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    NEED(dptr != NULL && bytesize > 0);
+    TRY(current(&context));
+    TRY(stream_of(hStream, &stream));
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    if (known != NULL && stream->capture == NULL) {
+        result = allocate(dptr, bytesize, known);
+    }
+    objects_unlock();
+    return known != NULL && stream->capture != NULL ? graph_capture_alloc(stream, known->base.device, bytesize, dptr) : result;
+}
+
+CUresult model_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolProps) {
+    uint32_t index;
+    int on_device;
+    NEED(pool != NULL && poolProps != NULL);
+    TRY(location_index(&poolProps->location, &index, &on_device));
+    if (!on_device) {
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    objects_lock();
+    struct pool *made = make(index, 0);
+#if CUDA_VERSION >= 12020
+    made->maximum = poolProps->maxSize;
+#endif
+    objects_unlock();
+    *pool = (CUmemoryPool)made;
+    return CUDA_SUCCESS;
+}
+
+static void forget_pool(struct object *object, void *data) {
+    struct memory *memory = (struct memory *)object;
+    if (memory->pool == data) {
+        object_remove(object);
+        free(memory);
+    }
+}
+
+CUresult model_cuMemPoolDestroy(CUmemoryPool pool) {
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    if (known != NULL && !known->own) {
+        objects_each(MEMORY, forget_pool, known);
+        discharge(known->base.device, SIM_CUDA_MEMORY_POOL, known->reserved);
+        if (chosen_pool[known->base.device] == known) {
+            chosen_pool[known->base.device] = NULL;
+        }
+        object_remove(&known->base);
+        free(known);
+        result = CUDA_SUCCESS;
+    }
+    objects_unlock();
+    return result;
+}
+
+CUresult model_cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep) {
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    if (known != NULL) {
+        keep(known, minBytesToKeep);
+    }
+    objects_unlock();
+    return known == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+static CUresult attribute(struct pool *pool, CUmemPool_attribute attr, void *value, int set) {
+    uint64_t *number;
+    switch (attr) {
+    case CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES:
+    case CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC:
+    case CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES:
+        if (set) {
+            pool->settings[attr] = *(int *)value;
+        } else {
+            *(int *)value = pool->settings[attr];
+        }
+        return CUDA_SUCCESS;
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
+        number = &pool->threshold;
+        break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
+        NEED(!set);
+        number = &pool->reserved;
+        break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+        number = &pool->reserved_high;
+        break;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
+        NEED(!set);
+        number = &pool->used;
+        break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+        number = &pool->used_high;
+        break;
+    default:
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!set) {
+        *(uint64_t *)value = *number;
+    } else if (attr == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD) {
+        *number = *(uint64_t *)value;
+    } else {
+        NEED(*(uint64_t *)value == 0); /* a high watermark can only be reset */
+        *number = attr == CU_MEMPOOL_ATTR_USED_MEM_HIGH ? pool->used : pool->reserved;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult model_cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void *value) {
+    NEED(value != NULL);
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    CUresult result = known == NULL ? CUDA_ERROR_INVALID_VALUE : attribute(known, attr, value, 0);
+    objects_unlock();
+    return result;
+}
+
+CUresult model_cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void *value) {
+    NEED(value != NULL);
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    CUresult result = known == NULL ? CUDA_ERROR_INVALID_VALUE : attribute(known, attr, value, 1);
+    objects_unlock();
+    return result;
+}
+
+CUresult model_cuDeviceGetDefaultMemPool(CUmemoryPool *pool_out, CUdevice dev) {
+    uint32_t index;
+    NEED(pool_out != NULL);
+    TRY(device_index(dev, &index));
+    objects_lock();
+    *pool_out = (CUmemoryPool)default_of(index);
+    objects_unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult model_cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice dev) {
+    uint32_t index;
+    NEED(pool != NULL);
+    TRY(device_index(dev, &index));
+    objects_lock();
+    *pool = (CUmemoryPool)current_of(index);
+    objects_unlock();
+    return CUDA_SUCCESS;
+}
+
+CUresult model_cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool) {
+    uint32_t index;
+    TRY(device_index(dev, &index));
+    objects_lock();
+    struct pool *known = (struct pool *)object_find_handle(pool, POOL);
+    int fits = known != NULL && known->base.device == index;
+    if (fits) {
+        chosen_pool[index] = known;
+    }
+    objects_unlock();
+    return fits ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}

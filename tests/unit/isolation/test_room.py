@@ -1,0 +1,245 @@
+"""Limits of containers over their lives: admitted, found again after a restart, gone, and by which policy."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from agent.isolation import library as libraries
+from agent.isolation.errors import FolderUnusable, LibraryUnusable
+from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
+from agent.isolation.room import GRACE_SECONDS, Isolation, Policy, Request
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.demand import VGPU
+from tests.unit.isolation.made_up import BLOCK, GPU, units
+
+HELD = "tencent.com/vcuda-memory"
+
+
+class Node:
+    """A host, its record of who holds what, and agents one after the other."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = 0.0
+        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.namespaces: dict[str, Policy] = {}
+        (root / "image.so").write_bytes(libraries.ELF + b"one")
+        self.isolation = self.agent()
+
+    def agent(self, policy: Policy = Policy.LIBRARY, source: str = "image.so") -> Isolation:
+        self.isolation = Isolation(
+            LimitFolders(self.root / "run"),
+            self.root / source,
+            self.root / "state",
+            policy,
+            self.record,
+            self.namespaces.get,
+            lambda: self.now,
+        )
+        return self.isolation
+
+    def holding(self, *pods: tuple[str, tuple[str, ...]], ended: Iterable[str] = ()) -> None:
+        held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
+        containers = tuple(("default", name, "main") for name, _ in pods)
+        self.record.publish(PodList(held, containers, frozenset(ended)))
+
+    async def folders(self) -> list[str]:
+        return await anyio.to_thread.run_sync(self.isolation.folders.keys)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def request(pod: str, first: int = 0, count: int = 4) -> Request:
+    ids = units(first, count)
+    return Request(f"uid-{pod}", "default", pod, "main", GPU, ids, count * BLOCK, 30)
+
+
+async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
+    await node.isolation.start()
+    assert node.isolation.problem is None
+    binds = {each.container_path: each for each in await node.isolation.admit(request("a"))}
+    library = next(path for path in binds if path.endswith(".so"))
+    assert binds.keys() == {
+        library,
+        "/etc/ld.so.preload",
+        "/usr/lib/gpu-node-agent/limits",
+        "/usr/lib/gpu-node-agent/usage",
+    }
+    assert binds["/etc/ld.so.preload"].host_path.read_text() == f"{library}\n"
+    assert {path for path, each in binds.items() if not each.read_only} == {"/usr/lib/gpu-node-agent/usage"}
+    assert all(each.host_path.is_file() for each in binds.values())
+    key = key_of(units())
+    assert node.isolation.folders.limits(key).memory_bytes == 4 * BLOCK
+    assert node.isolation.containers.value[key].about.pod == "a"
+
+
+async def test_a_folder_goes_when_its_container_is_in_no_record(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    await node.isolation.admit(request("b", first=100))
+    node.now = GRACE_SECONDS - 1
+    await node.isolation.tidy()
+    assert len(await node.folders()) == 2  # the record may not show what was granted a moment ago
+    node.holding(("a", units()))
+    node.now = GRACE_SECONDS
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+    assert node.isolation.containers.value.keys() == {key_of(units())}
+
+
+async def test_a_folder_goes_at_once_when_the_record_shows_its_container_no_more(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(("a", units()))
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+    node.holding()
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+async def test_a_folder_that_cannot_be_removed_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: str) -> None:
+        raise FolderUnusable("busy")
+
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(("a", units()))
+    await node.isolation.tidy()
+    node.holding()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.isolation.folders, "remove", busy)
+        await node.isolation.tidy()
+    node.now += GRACE_SECONDS
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+async def test_a_pod_that_has_ended_leaves_nothing_at_once(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(ended=["uid-a"])
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+async def test_while_nobody_knows_who_holds_what_all_folders_stay(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.record.publish(None)
+    node.now = 10 * GRACE_SECONDS
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+
+
+async def test_limits_are_found_again_after_a_restart_and_their_files_are_the_same(node: Node) -> None:
+    await node.isolation.start()
+    binds = await node.isolation.admit(request("a"))
+    inodes = [each.host_path.stat().st_ino for each in binds]
+    before = dict(node.isolation.containers.value)
+    node.holding(("a", units()))
+    (node.root / "image.so").write_bytes(libraries.ELF + b"two")  # an update
+    await node.agent().start()
+    assert dict(node.isolation.containers.value) == before
+    node.now = 2 * GRACE_SECONDS
+    await node.isolation.tidy()
+    assert [each.host_path.stat().st_ino for each in binds] == inodes
+    newer = await node.isolation.admit(request("b", first=100))
+    assert newer[0].host_path != binds[0].host_path
+    # The old library goes with its last container.
+    node.holding(("b", units(100)))
+    await node.isolation.tidy()
+    assert not binds[0].host_path.exists()
+    assert newer[0].host_path.exists()
+
+
+async def test_a_hundred_pods_one_after_the_other_leave_nothing(node: Node) -> None:
+    await node.isolation.start()
+    for number in range(100):
+        await node.isolation.admit(request(f"p{number}", first=number % 3))
+        node.holding(ended=[f"uid-p{number}"])
+        await node.isolation.tidy()
+    assert await node.folders() == []
+    assert not node.isolation.containers.value
+    assert not node.isolation._born
+    assert len(list((node.root / "state" / "lib").iterdir())) == 2
+
+
+async def test_a_folder_that_does_not_say_whose_it_is_stays_with_its_container_and_goes_after_it(
+    node: Node,
+) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    key = key_of(units())
+    node.isolation.folders.path(key, ABOUT).write_bytes(b"garbage")
+    await node.agent().start()
+    node.holding(("a", units()))
+    node.now = 2 * GRACE_SECONDS
+    await node.isolation.tidy()
+    assert await node.folders() == [key]
+    node.holding()
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+async def test_a_damaged_limit_file_is_mended_at_the_start(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    key = key_of(units())
+    node.isolation.folders.path(key, LIMITS).write_bytes(b"garbage")
+    await node.agent().start()
+    assert node.isolation.folders.limits(key).memory_bytes == 4 * BLOCK
+
+
+@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT])
+async def test_a_namespace_without_the_library_gets_nothing(node: Node, policy: Policy) -> None:
+    node.namespaces["default"] = policy
+    await node.isolation.start()
+    assert await node.isolation.admit(request("a")) == ()
+    assert await node.folders() == []
+
+
+async def test_without_a_library_containers_start_without_it_and_it_is_told(node: Node) -> None:
+    await node.agent(source="nothing.so").start()
+    assert "nothing.so cannot be read" in (node.isolation.problem or "")
+    assert await node.isolation.admit(request("a")) == ()
+
+
+async def test_a_strict_namespace_starts_no_container_without_the_library(node: Node) -> None:
+    node.namespaces["default"] = Policy.STRICT
+    await node.agent(source="nothing.so").start()
+    with pytest.raises(LibraryUnusable, match=r"nothing\.so"):
+        await node.isolation.admit(request("a"))
+
+
+async def test_strict_is_written_to_the_limits(node: Node) -> None:
+    await node.agent(Policy.STRICT).start()
+    await node.isolation.admit(request("a"))
+    assert node.isolation.folders.limits(key_of(units())).strict
+
+
+async def test_a_folder_that_cannot_be_made_refuses_under_strict_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> str:
+        raise FolderUnusable("no space left")
+
+    await node.isolation.start()
+    monkeypatch.setattr(node.isolation.folders, "create", full)
+    assert await node.isolation.admit(request("a")) == ()
+    assert not node.isolation.containers.value
+    node.namespaces["default"] = Policy.STRICT
+    with pytest.raises(FolderUnusable):
+        await node.isolation.admit(request("a"))
+
+
+def test_the_resource_is_that_of_vgpu_memory() -> None:
+    assert VGPU.memory == HELD

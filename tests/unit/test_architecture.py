@@ -1,0 +1,69 @@
+"""docs/architecture.md is true: rooms and their order, files of the journeys and what is named in them."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+JOURNEYS = ("Xid", "label", "Allocate")
+
+
+def layers() -> list[set[str]]:
+    """Rooms from top to bottom, as import-linter holds them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (found,) = (each["layers"] for each in contracts if each["id"] == "layers")
+    return [set(re.split(r"\s*\|\s*", line)) for line in found if line != "__main__"]
+
+
+def test_the_picture_of_rooms_is_the_contract() -> None:
+    (picture,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    drawn = [set(re.split(r"\s*\|\s*", re.split(r"\s{2,}", line)[0])) for line in picture.splitlines()]
+    assert drawn == layers()
+    rooms = {path.name for path in (ROOT / "agent").iterdir() if (path / "__init__.py").exists()}
+    assert set().union(*drawn) >= rooms - {"_proto"}
+
+
+def steps(journey: str) -> Iterator[tuple[int, str, str]]:
+    """Number, file and what is named in it of each step."""
+    (section,) = (
+        each for each in PAGE.read_text().split("\n## ")[1:] if re.match(rf"Journey.*{journey}", each)
+    )
+    yield from (
+        (int(number), file, name)
+        for number, file, name in re.findall(
+            r"^\| (\d+) \| `([\w/.]+)`(?: `(\w+)`)? \|", section, re.MULTILINE
+        )
+    )
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_each_step_of_a_journey_is_in_the_file_that_it_names(journey: str) -> None:
+    found = list(steps(journey))
+    assert [number for number, _, _ in found] == list(range(1, len(found) + 1))
+    assert len(found) >= 10
+    for _, file, name in found:
+        tree = ast.parse((ROOT / file).read_text())
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {node.name for node in tree.body if isinstance(node, kinds)}
+        assert not name or name in names, f"{file} has no {name}; docs/architecture.md names it"
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_a_journey_is_a_way_that_imports_know(journey: str) -> None:
+    """Each room on the way imports the next or is imported by it, or both meet in the composition root."""
+    files = [file for _, file, _ in steps(journey)]
+    rooms = list(dict.fromkeys(Path(file).parts[1] for file in files))
+    sources = {
+        room: "".join(path.read_text() for path in (ROOT / "agent" / room).rglob("*.py"))
+        for room in (*rooms, "app")
+    }
+    for one, other in pairwise(rooms):
+        assert any(
+            f"agent.{inner}" in sources[outer] for outer, inner in ((one, other), (other, one))
+        ) or all(f"agent.{room}" in sources["app"] for room in (one, other)), f"{one} and {other} never meet"
