@@ -86,19 +86,16 @@ class Injection(Section, frozen=True):
     """How a container gets its GPUs."""
 
     strategy: Literal["auto", "envvar", "cdi"] = "auto"
-    # Also name the device nodes to the kubelet, for runtimes that are not NVIDIA's.
-    device_nodes: bool = False
+    device_nodes: bool = False  # also name the nodes to the kubelet, for runtimes that are not NVIDIA's
     volume_mounts: bool = False  # also name them by mounts, for runtimes that accept no variable
     driver_mount: AbsolutePath | None = None  # a folder of the HOST for /usr/local/nvidia (GKE)
-    # Folder of nvidia-ctk and nvidia-cdi-hook, for our own CDI specification of the GPUs; null: none is made.
-    toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"
+    toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"  # nvidia-ctk and the hook; null: none
     driver_root: AbsolutePath | None = None  # the HOST's driver root as the agent sees it; null: driver.root
     host_driver_root: AbsolutePath | None = None  # the same as the host sees it; null: the same path
-    disabled_hooks: list[str] = msgspec.field(default_factory=list)
 
 
 class Simulator(Section, frozen=True):
-    """Simulated GPUs in place of NVML, for nodes without any: to try the agent, quotas, dashboards."""
+    """Simulated GPUs in place of NVML's, for nodes without any."""
 
     profile: str | None = None  # a machine of the simulator (dgx-h200, ...); null: the GPUs are real
 

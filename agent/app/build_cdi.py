@@ -35,7 +35,7 @@ async def build_cdi(agent: Agent) -> tuple[Injector, SpecificationKeeper | None]
     )
     keeper = SpecificationKeeper(
         Path(settings.host.cdi),
-        toolkit.Toolkit(places, wish.disabled_hooks),
+        toolkit.Toolkit(places),
         agent.inventory.snapshot,
         agent.holdings.cell,
     )

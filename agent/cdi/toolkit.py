@@ -4,7 +4,7 @@ Which libraries, nodes and hooks a driver needs changes with every release of it
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,9 +49,8 @@ def present(folder: Path) -> bool:
 class Toolkit:
     """The generator of the real node."""
 
-    def __init__(self, places: Places, disabled_hooks: Sequence[str] = ()) -> None:
+    def __init__(self, places: Places) -> None:
         self._places = places
-        self._disabled_hooks = tuple(disabled_hooks)
 
     async def generate(self) -> Specification:
         """See Generator. Puts the hook on the host first: the specification names it."""
@@ -70,7 +69,6 @@ class Toolkit:
             f"--driver-root={places.driver_root}",
             f"--dev-root={dev_root}",
             f"--nvidia-cdi-hook-path={hook}",
-            *(f"--disable-hook={name}" for name in self._disabled_hooks),
         )
         if places.driver_root != places.host_driver_root:
             text = await self._transformed(text)

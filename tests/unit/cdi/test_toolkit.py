@@ -39,8 +39,8 @@ class Scene:
         program.write_text(PROGRAM.format(folder=self.folder, generate=generate, transform=transform))
         program.chmod(0o755)
 
-    def toolkit(self, root: str, host: str, hooks: tuple[str, ...] = ()) -> Toolkit:
-        return Toolkit(Places(self.bin, Path(root), Path(host), self.state), hooks)
+    def toolkit(self, root: str, host: str) -> Toolkit:
+        return Toolkit(Places(self.bin, Path(root), Path(host), self.state))
 
     def calls(self) -> list[list[str]]:
         return [line.split() for line in (self.folder / "calls").read_text().splitlines()]
@@ -52,7 +52,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 async def test_one_call_where_agent_and_host_see_the_same_paths(scene: Scene) -> None:
-    found = await scene.toolkit("/", "/", ("update-ldcache",)).generate()
+    found = await scene.toolkit("/", "/").generate()
     assert found.names == {"GPU-a"}
     (call,) = scene.calls()
     assert call[:3] == ["--quiet", "cdi", "generate"]
@@ -66,7 +66,6 @@ async def test_one_call_where_agent_and_host_see_the_same_paths(scene: Scene) ->
         "--driver-root=/",
         "--dev-root=/",
         f"--nvidia-cdi-hook-path={scene.state}/nvidia-cdi-hook",
-        "--disable-hook=update-ldcache",
     } == set(call[3:])
     assert (scene.state / "nvidia-cdi-hook").read_bytes() == b"hook"
 
