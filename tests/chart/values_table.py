@@ -56,7 +56,7 @@ def _comment(lines: list[str], line: int, column: int) -> str:
 def table(text: str) -> str:
     """The table, with its markers."""
     body = "".join(f"| `{name}` | {default} | {meaning} |\n" for name, default, meaning in rows(text))
-    return f"{BEGIN}\n\n| value | default | |\n| --- | --- | --- |\n{body}\n{END}"
+    return f"{BEGIN}\n\n| value | by default | meaning |\n| --- | --- | --- |\n{body}\n{END}"
 
 
 def updated(document: str, values: str) -> str:
