@@ -23,7 +23,11 @@ host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own dri
 {{- if eq $name "auto" -}}
 {{- $name = "toolkit" -}}
 {{- $seen = "no RuntimeClass nvidia and no ClusterPolicy was seen" -}}
-{{- $policies := dig "items" list (lookup "nvidia.com/v1" "ClusterPolicy" "" "" | default dict) -}}
+{{- $policies := list -}}
+{{- /* helm fails on a kind that the cluster does not know. */ -}}
+{{- if .Capabilities.APIVersions.Has "nvidia.com/v1/ClusterPolicy" -}}
+{{- $policies = dig "items" list (lookup "nvidia.com/v1" "ClusterPolicy" "" "" | default dict) -}}
+{{- end -}}
 {{- if lookup "node.k8s.io/v1" "RuntimeClass" "" "nvidia" -}}
 {{- $name = "runtimeclass" -}}
 {{- $seen = "RuntimeClass nvidia is there" -}}
