@@ -1,8 +1,8 @@
 """The running agent as one value: its rooms, as probes, metrics, commands and tests see them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.cdi.keeper import SpecificationKeeper
 from agent.inventory.actor import Inventory
@@ -34,7 +34,20 @@ if TYPE_CHECKING:
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
-    from agent.isolation.room import Isolation
+
+
+class Limits(Protocol):
+    """Limits of vGPU containers, whose room is imported only where they are enforced."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why containers start without the library, though they should have it; None: they have it."""
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences hold for containers that start now."""
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """The limits of a container, for `status`; None: it has none, and is not measured."""
 
 
 @dataclass
@@ -131,6 +144,7 @@ class Agent:
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
     gpu_specification: SpecificationKeeper | None = None
     isolation: "Isolation | None" = None  # of vGPU; None: it is off
+    limits: Limits | None = None  # of vGPU containers; None: nothing enforces them
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)

@@ -22,7 +22,6 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
-from agent.model.demand import VGPU
 from agent.model.layout import Entry
 from agent.model.modes import Assignment, Mode
 from agent.modes.cordon_book import CordonBook
@@ -115,6 +114,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
         lambda uuid: agent.mps.report(uuid) if agent.mps else None,
         lambda: remarks(agent),
         agent.cordons,
+        agent.limits,
     )
     Commands(sources).add_to(control)
     if agent.sources:
@@ -135,7 +135,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     plugins = {
         **_plugins(agent, assignment, injector),
         Mode.VGPU: _vgpu_plugins(
-            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group)
+            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder)
         ),
         Mode.MPS: agent.mps.plugins,
     }
@@ -266,20 +266,24 @@ def _vgpu_plugins(
         fence,
     )
     agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, lambda: VGPU.enforced, lambda: shares.pairing.waiting)
+        pairs.part("vgpu", shares.pairing.stats, lambda: _vgpu_fences(agent), lambda: shares.pairing.waiting)
     )
     return list(plugins)
 
 
-async def _vgpu_fence(agent: Agent, group: TaskGroup) -> Fence:
+async def _vgpu_fence(agent: Agent, group: TaskGroup, recorder: Recorder | None) -> Fence:
     """What keeps vGPU containers to their memory, where the configuration wants that."""
     settings = agent.settings
     if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
         return no_fence
     from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
 
-    agent.isolation = await build_isolation(agent, group)
-    return VgpuFence(agent.isolation)
+    agent.limits = await build_isolation(agent, group, recorder)
+    return VgpuFence(agent.limits.isolation)
+
+
+def _vgpu_fences(agent: Agent) -> Mapping[str, bool]:
+    return agent.limits.fences() if agent.limits else dict.fromkeys(("driver", "library", "sweep"), False)
 
 
 def _endpoint_of(agent: Agent) -> EndpointFactory:

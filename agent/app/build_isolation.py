@@ -1,7 +1,8 @@
 """Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is not off."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import structlog
 from anyio.abc import TaskGroup
@@ -10,16 +11,47 @@ from agent.app.agent import Agent
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import LimitFolders
 from agent.isolation.library import IMAGE_FILE
+from agent.isolation.publishing import Publisher
 from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.watch import LimitWatch, Measured
+from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
+from agent.model.modes import Mode
+from agent.pairing.ports import Recorder
 from agent.pairing.reducer import Grant
+from agent.telemetry import limits as limit_metrics
+from agent.telemetry.attribution import Grade
+from agent.telemetry.containers import Uses
 
 log = structlog.get_logger()
 
 
-async def build_isolation(agent: Agent, group: TaskGroup) -> Isolation:
+class LimitParts:
+    """What the rest of the agent sees of the limits."""
+
+    def __init__(self, isolation: Isolation, publisher: Publisher, policy: Policy) -> None:
+        self.isolation = isolation
+        self._publisher = publisher
+        self._policy = policy
+
+    @property
+    def problem(self) -> str | None:
+        """Why containers start without the library, though they should have it; None: they have it."""
+        return self.isolation.problem if self._policy in (Policy.LIBRARY, Policy.STRICT) else None
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences hold for containers that start now."""
+        library = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.isolation.problem is None
+        return {"driver": False, "library": library, "sweep": self._publisher.sweeps}
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """The limits of a container, for `status`; None: it has none, and is not measured."""
+        return self._publisher.document((namespace, pod, container, gpu))
+
+
+async def build_isolation(agent: Agent, group: TaskGroup, recorder: Recorder | None) -> LimitParts:
     """Build the room, find what containers that run have, and start its tasks."""
     settings, spawn = agent.settings, agent.supervisor.restarting
     isolation = Isolation(
@@ -31,8 +63,14 @@ async def build_isolation(agent: Agent, group: TaskGroup) -> Isolation:
         _namespaces(agent, group),
     )
     await isolation.start()
+    publisher = Publisher(isolation, recorder or Recorder())
     group.start_soon(spawn, "limits", isolation.run)
-    return isolation
+    if agent.sources and agent.sources.uses:
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
+        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
+        group.start_soon(spawn, "limits published", publisher.follow, watch)
+    agent.metric_parts.append(limit_metrics.part(publisher))
+    return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement))
 
 
 class VgpuFence:
@@ -65,6 +103,27 @@ class VgpuFence:
         )
 
 
+async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:
+    """Have each round of samples looked at, for ever."""
+    async for now in uses.values():
+        await watch.look(round_of(now))
+
+
+def round_of(uses: Uses) -> list[Measured]:
+    """The vGPU containers which the driver measures process by process."""
+    return [
+        Measured(
+            (share.namespace, share.pod, share.container, share.gpu),
+            share.memory_limit,
+            each.use.memory,
+            each.use.pids,
+        )
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.memory_grade is Grade.MEASURED
+    ]
+
+
 def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None]:
     """What namespaces have of their own; without the API server nothing."""
     if agent.cluster is None:
@@ -73,7 +132,7 @@ def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None
 
     labels = NamespaceLabels(agent.cluster.api)
     group.start_soon(agent.supervisor.restarting, "namespace watch", labels.run)
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
 
     def of(namespace: str) -> Policy | None:
         value = labels.of(namespace)
@@ -82,8 +141,8 @@ def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None
         try:
             return Policy(value)
         except ValueError:
-            if told.get(namespace) != value:
-                told[namespace] = value
+            if reported.get(namespace) != value:
+                reported[namespace] = value
                 known = ", ".join(each.value for each in Policy)
                 log.warning(
                     "namespace_label_ignored", namespace=namespace, label=LABEL, value=value, known=known

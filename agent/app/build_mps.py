@@ -122,7 +122,7 @@ async def build_mps(
         pairs.part(
             "mps",
             pairing.stats,
-            enforced=lambda: injector.caps_problem is None,
+            enforced=lambda: {"mps": injector.caps_problem is None},
             reserved=lambda: pairing.waiting,
         )
     )

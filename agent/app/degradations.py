@@ -31,8 +31,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
     if agent.mps:
         found.extend(agent.mps.remarks())
-    if agent.isolation and agent.isolation.problem:
-        found.append(f"vGPU containers start without the enforcement library: {agent.isolation.problem}")
+    if agent.limits and agent.limits.problem:
+        found.append(f"vGPU containers start without the enforcement library: {agent.limits.problem}")
     if agent.cordons and agent.cordons.problem:
         found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):

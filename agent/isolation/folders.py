@@ -160,7 +160,7 @@ class LimitFolders:
             try:
                 if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
                     os.ftruncate(descriptor, layout.USAGE_BYTES)
-                return layout.read_usage(os.pread(descriptor, layout.USAGE_HEAD_BYTES, 0))[0]
+                return layout.read_usage(os.pread(descriptor, layout.usage_head_bytes(1), 0))[0]
             except BadLayout:
                 return None
             finally:

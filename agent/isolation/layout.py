@@ -42,8 +42,6 @@ USAGE_HEADER = struct.Struct("<QIIIIII")
 FIGURES = struct.Struct("<QQQQ")
 FIGURES_AT = 128
 NEWER_AT = 272
-# All that the agent reads: the header and the figures of the devices.
-USAGE_HEAD_BYTES = USAGE_HEADER_BYTES + MOST_DEVICES * USAGE_DEVICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +103,19 @@ def usage_head(devices: int) -> bytes:
     return bytes(content)
 
 
+def usage_head_bytes(devices: int) -> int:
+    """How much of a usage region says what the library has counted."""
+    return USAGE_HEADER_BYTES + devices * USAGE_DEVICE_BYTES
+
+
 def read_usage(content: bytes) -> list[Usage]:
     """What the library has counted, GPU by GPU. Raises BadLayout."""
-    if len(content) < USAGE_HEAD_BYTES:
+    if len(content) < usage_head_bytes(1):
         raise BadLayout(f"a usage region of {len(content)} bytes is too short")
     magic, layout, *_, devices, slots, size = USAGE_HEADER.unpack_from(content)
     if (magic, layout, slots, size) != (USAGE_MAGIC, LAYOUT, SLOTS, SLOT_BYTES):
         raise BadLayout("this is no usage region of a known layout")
-    if not 1 <= devices <= MOST_DEVICES:
+    if not 1 <= devices <= MOST_DEVICES or len(content) < usage_head_bytes(devices):
         raise BadLayout(f"a usage region of {devices} GPUs cannot be")
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
     return [Usage(*FIGURES.unpack_from(content, start + FIGURES_AT)) for start in starts]

@@ -33,7 +33,7 @@ class Policy(Enum):
     """What is done to keep containers to their memory; each includes the ones before it."""
 
     OFF = "off"
-    REPORT = "report"  # whoever uses more than its cap is told of
+    REPORT = "report"  # whoever uses more than its cap is reported
     LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
     STRICT = "strict"  # no container starts without it, and what it does not know is refused
 
@@ -103,6 +103,14 @@ class Isolation:
     def policy(self, namespace: str) -> Policy:
         """What holds for pods of a namespace."""
         return self._namespaces(namespace) or self._policy
+
+    def age(self, key: str) -> float:
+        """For how many seconds a folder has been known."""
+        return self._clock() - self._born.get(key, self._clock())
+
+    def library_file(self, about: About) -> Path:
+        """The library that a container was given, on the host."""
+        return Library(self._state / libraries.FOLDER, about.build).file
 
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""

@@ -26,7 +26,6 @@ class ResourcePair:
     reserved_bytes: int = 0  # of each GPU, never sold
     whole_gpus: bool = False  # whether 100, 200, ... cores stand for whole GPUs
     memory_alone: bool = False  # whether memory may be asked for without cores
-    enforced: bool = False  # whether something keeps processes to what was asked for
 
     def blocks(self, memory_bytes: int) -> int:
         """Units of memory that a GPU of that size has."""
@@ -53,7 +52,6 @@ MPS = ResourcePair(
     Unit.MPS_MEMORY,
     block_bytes=GIB,
     reserved_bytes=GIB,
-    enforced=True,
 )
 
 

@@ -90,7 +90,15 @@ class ClusterRecorder(Recorder):
             return
         chosen = {f"{HINT}{places(pod).index(container)}": ",".join(map(str, indices))}
         self._queue(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
-        self._news.set()
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """Queued; `run` writes it. Not written where choices are not: both take the right to patch pods."""
+        if self._write_choice:
+            self._queue(pod, annotations)
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        """An event of the pod."""
+        self._emit(pod, reason, message, warning=warning)
 
     async def run(self) -> None:
         """Write choices to pods for ever; without the right to do so it says it once and leaves it."""
@@ -126,7 +134,8 @@ class ClusterRecorder(Recorder):
         if len(self._waiting) == WAITING_PATCHES:
             del self._waiting[next(iter(self._waiting))]
         self._waiting[pod.uid] = (pod, {**newer, **annotations})
+        self._news.set()
 
-    def _emit(self, pod: Pod, reason: str, message: str) -> None:
+    def _emit(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
         regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
-        self._events.emit(Event(regarding, reason, message, warning=True))
+        self._events.emit(Event(regarding, reason, message, warning=warning))

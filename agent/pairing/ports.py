@@ -1,6 +1,6 @@
 """What pairing needs of the outside, and how it says no."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 import structlog
@@ -56,3 +56,9 @@ class Recorder:
 
     def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
         """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair."""
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """The pod is to have these annotations."""
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        """Something happened to the pod; the caller logs it."""

@@ -30,9 +30,16 @@ class VgpuPlugin(SharePlugin):
     """One member; that of the cores looks after what both share."""
 
     def __init__(
-        self, shares: Shares, member: PairMember, injector: Injector, inventory: Cell[Snapshot]
+        self,
+        shares: Shares,
+        member: PairMember,
+        injector: Injector,
+        inventory: Cell[Snapshot],
+        enforcement: str = "off",
     ) -> None:
+        """`enforcement`: the node's policy, for the log."""
         self._snapshot = inventory
+        self._enforcement = enforcement
         self._keeper = member is PairMember.CORE
         super().__init__(shares, member, injector)
 
@@ -41,7 +48,7 @@ class VgpuPlugin(SharePlugin):
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             if self._keeper:
-                log.info("vgpu_in_use", enforced="yes" if VGPU.enforced else "no")
+                log.info("vgpu_in_use", enforcement=self._enforcement)
                 group.start_soon(self._shares.run)
                 group.start_soon(self._warn)
 
@@ -75,4 +82,6 @@ def build(
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
     shares = Shares(sharing, inventory, modes, pairing, record.cell)
-    return shares, [VgpuPlugin(shares, member, injector, inventory) for member in PairMember]
+    return shares, [
+        VgpuPlugin(shares, member, injector, inventory, wish.enforcement) for member in PairMember
+    ]

@@ -23,6 +23,8 @@ CALLS: Final = (
     "nvmlDeviceGetIndex",
     "nvmlDeviceGetPciInfo",
     "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetMemoryLimits",
+    "nvmlDeviceSetMemoryLimits",
     "nvmlDeviceGetCudaComputeCapability",
     "nvmlDeviceGetArchitecture",
     "nvmlDeviceGetBrand",

@@ -1,9 +1,9 @@
 """The node as `gpu-node-agent status` tells it: one JSON document, built from what the rooms hold."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from agent import __version__
 from agent.inventory.actor import Inventory
@@ -11,7 +11,7 @@ from agent.inventory.clock import boot_seconds
 from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
-from agent.model.demand import MPS, VGPU
+from agent.model.demand import VGPU
 from agent.model.health import HealthState, Rules
 from agent.model.modes import GpuMode, Mode
 from agent.modes.cordon_book import CordonBook
@@ -22,6 +22,16 @@ Document = dict[str, Any]
 
 def _no_mps(_: str) -> Document | None:
     return None
+
+
+class Limits(Protocol):
+    """Limits of vGPU containers."""
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences hold for containers that start now."""
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """The limits of one container; None: it has none, and is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,7 @@ class StatusSources:
     mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
     remarks: Callable[[], Sequence[str]] = list
     cordons: CordonBook | None = None
+    limits: Limits | None = None  # of vGPU containers
 
 
 def report(sources: StatusSources) -> Document:
@@ -109,23 +120,27 @@ def _gpu(
             "selling": bool(active and active.selling),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
-            "enforced": _enforced(active, mps),
+            "enforced": _enforced(active, mps, sources.limits),
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
         "mps": mps,
-        "holders": [_holder(holder, state.uuid) for holder in holders],
+        "holders": [_holder(holder, state.uuid, sources.limits) for holder in holders],
     }
 
 
-def _enforced(active: GpuMode | None, mps: Document | None = None) -> str | None:
-    """Whether processes are kept to their shares; None where a GPU is not shared by amounts."""
-    kinds = {Mode.VGPU: VGPU, Mode.MPS: MPS}
-    kind = kinds.get(active.mode) if active else None
-    if kind is None:
-        return None
-    return "yes" if kind.enforced and not (mps and mps["capsAdvisory"]) else "no"
+def _enforced(active: GpuMode | None, mps: Document | None, limits: Limits | None) -> str | None:
+    """Whether processes are kept to their shares; None where a GPU is not shared by amounts.
+
+    memory: to that alone, compute is not enforced.
+    """
+    if active and active.mode is Mode.VGPU:
+        held = limits.fences() if limits else {}
+        return "memory" if held.get("driver") or held.get("library") else "no"
+    if active and active.mode is Mode.MPS:
+        return "no" if mps and mps["capsAdvisory"] else "yes"
+    return None
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:
@@ -150,7 +165,10 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     }
 
 
-def _holder(holder: Holder, uuid: str) -> Document:
+def _holder(holder: Holder, uuid: str, limits: Limits | None) -> Document:
     holding = holder.holding
     units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
-    return {"pod": holder.pod, "container": holding.container, "units": dict(units)}
+    found: Document = {"pod": holder.pod, "container": holding.container, "units": dict(units)}
+    if limits and holding.resource == VGPU.memory:
+        found["limits"] = limits.document(holding.namespace, holding.pod, holding.container, uuid)
+    return found

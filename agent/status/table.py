@@ -135,6 +135,9 @@ def _mode_notes(gpus: Sequence[Document]) -> list[str]:
         notes.append(
             f"GPU {', '.join(trusted)}: enforced: no: shares are promised, processes are not kept to them"
         )
+    memory = [str(gpu["index"]) for gpu in gpus if gpu["mode"].get("enforced") == "memory"]
+    if memory:
+        notes.append(f"GPU {', '.join(memory)}: enforced: memory: compute is not enforced")
     return notes
 
 

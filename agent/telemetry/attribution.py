@@ -51,7 +51,12 @@ class Use:
     memory_grade: Grade = Grade.ALLOCATED
     utilization: float = 0.0  # 0..1 of the GPU
     utilization_grade: Grade = Grade.ALLOCATED
-    processes: int = 0
+    pids: tuple[int, ...] = ()  # of its processes, where the driver tells of each
+
+    @property
+    def processes(self) -> int:
+        """How many processes it has on the GPU."""
+        return len(self.pids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def attribute(
     memory, foreign, unknown = _memory(split, sample)
     utilization = _utilization(split, sample, work)
     uses = tuple(
-        Use(share, round(memory[n][0]), memory[n][1], *utilization[n], processes=split.processes[n])
+        Use(share, round(memory[n][0]), memory[n][1], *utilization[n], pids=tuple(split.processes[n]))
         for n, share in enumerate(shares)
     )
     return Attributed(uses, foreign, unknown)
@@ -101,7 +106,7 @@ class _Split:
         pods: Mapping[str, KnownPod],
     ) -> None:
         self.shares = shares
-        self.processes = [0] * len(shares)
+        self.processes: list[list[int]] = [[] for _ in shares]
         self._owners = owners
         self._pods = pods
         self._found: dict[int, int | None] = {}
@@ -152,7 +157,7 @@ def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], i
         number, used = split.of(each.pid), each.memory_bytes or 0
         if number is not None:
             own[number] = (own[number] or 0.0) + used
-            split.processes[number] += 1
+            split.processes[number].append(each.pid)
         elif split.foreign(each.pid):
             foreign += used
         else:

@@ -259,7 +259,20 @@ RESERVATIONS = _gauge(
     "reservations", ("mode",), "Pairs that were promised a GPU and still wait for their second half."
 )
 ENFORCED = _gauge(
-    "limits_enforced", ("mode",), "1 if what a share may use is enforced, 0 if it is a promise."
+    "limits_enforced",
+    ("mode", "fence"),
+    "1 if this fence keeps shares to their memory, 0 if not; with no fence a share is a promise.",
+)
+LIMITED_CONTAINERS = _gauge(
+    "limited_containers", ("fence",), "vGPU containers that this fence keeps to their memory."
+)
+CONTAINERS_ABOVE_CAP = _gauge(
+    "containers_above_cap", (), "vGPU containers that are measured above their memory cap."
+)
+CONTAINERS_WITHOUT_LIBRARY = _gauge(
+    "containers_without_library",
+    (),
+    "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

@@ -1,6 +1,6 @@
 """Metrics of paired resources (vGPU, MPS): how many pairs were granted, refused, given up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from agent.telemetry import definitions as d
@@ -16,9 +16,15 @@ class PairStats(Protocol):
 
 
 def part(
-    mode: str, stats: PairStats, enforced: Callable[[], bool], reserved: Callable[[], int] = lambda: 0
+    mode: str,
+    stats: PairStats,
+    enforced: Callable[[], Mapping[str, bool]],
+    reserved: Callable[[], int] = lambda: 0,
 ) -> Callable[[], Callable[[Add], None]]:
-    """What `mode` adds to a scrape; `reserved` answers how many pairs are promised and not complete."""
+    """What `mode` adds to a scrape.
+
+    `enforced` answers which fences hold; `reserved` how many pairs are promised and not complete.
+    """
 
     def read() -> Callable[[Add], None]:
         counts = (
@@ -32,7 +38,8 @@ def part(
             for value, result in counts:
                 series(d.PAIRS, value, (mode, result))
             series(d.RESERVATIONS, waiting, (mode,))
-            series(d.ENFORCED, enforced_now, (mode,))
+            for fence, holds in enforced_now.items():
+                series(d.ENFORCED, holds, (mode, fence))
 
         return add
 

@@ -9,6 +9,7 @@ import pytest
 
 from agent.isolation import layout
 from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.status.client import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.scenarios import vgpu
 
@@ -121,3 +122,46 @@ async def test_strict_starts_no_share_without_the_library_and_takes_back_its_uni
         )
         whole = vgpu.share_pod("whole", 100, 0)
         await vgpu.running(rig, whole)
+
+
+@pytest.mark.timeout(180)
+async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> None:
+    async with embedded_rig() as rig:
+        await serving(rig)
+        pod = vgpu.share_pod("share", 30, 4)
+        await vgpu.running(rig, pod)
+        gpu = await vgpu.gpu_of(rig, pod)
+        written = f'{{"main":{{"fences":["library","sweep"],"memoryBytes":{4 * BLOCK}}}}}'
+        await rig.kubelet.wait_for(
+            lambda: rig.kubelet.pod(pod).written.get("gpu-node-agent.io/limits") == written,
+            30.0,
+            lambda: f"the pod's annotations are {rig.kubelet.pod(pod).written}",
+        )
+        pid = await rig.container_pid(pod, "main")
+        maps = anyio.Path(rig.agent_log().parent / "proc" / str(pid) / "maps")
+        await maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/bin/static\n")
+        rig.machine.processes.start(rig.gpu_uuids().index(gpu), pid, memory_mib=2 * 4 * 256)
+        await rig.kubelet.wait_for(
+            lambda: reasons(rig, pod) == {"LimitsApplied", "LimitsNotLoaded", "MemoryCapExceeded"},
+            30.0,
+            lambda: f"events of the pod: {reasons(rig, pod)}",
+        )
+        socket = rig.agent_log().parent / "run" / "agent.sock"
+        status = await anyio.to_thread.run_sync(ask, socket, "status")
+        (holder,) = [
+            each
+            for one in status["gpus"]
+            for each in one["holders"]
+            if each["pod"] == "default/share" and vgpu.MEMORY in each["units"]
+        ]
+        assert holder["limits"] == {
+            "memoryBytes": 4 * BLOCK,
+            "fences": ["sweep"],
+            "injected": False,
+            "aboveCap": True,
+        }
+
+
+def reasons(rig: EmbeddedRig, pod: PodSpec) -> set[str]:
+    """Of the events about a pod."""
+    return {each["reason"] for each in rig.http.events if each["involvedObject"]["name"] == pod.name}

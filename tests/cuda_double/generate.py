@@ -49,7 +49,7 @@ def layout_header() -> str:
         f'#define SIM_CUDA_STATE_BESIDE_LIBRARY "{layout.STATE_BESIDE_LIBRARY}"',
         f"#define SIM_CUDA_KINDS {len(layout.MemoryKind)}u",
     ]
-    sizes = ("DEVICES", "SLOTS", "SHARED", "HOLDERS", "FAULTS", "RECORDS", "ARGUMENTS")
+    sizes = ("DEVICES", "SLOTS", "SHARED", "HOLDERS", "LIMITS", "FAULTS", "RECORDS", "ARGUMENTS")
     lines += [f"#define SIM_CUDA_{name} {getattr(layout, name)}u" for name in sizes]
     lines += [f"#define SIM_CUDA_MEMORY_{kind.name} {kind.value}u" for kind in layout.MemoryKind]
     lines += [f"#define SIM_CUDA_FAULT_{action.name} {action.value}u" for action in layout.FaultAction]

@@ -27,6 +27,7 @@ SHARED: Final = 1024
 HOLDERS: Final = 16
 CALLS: Final = 1024
 FAULTS: Final = 16
+LIMITS: Final = 256
 RECORDS: Final = 256
 ARGUMENTS: Final = 16
 
@@ -180,6 +181,23 @@ class CudaRecordState(Structure):
     ]
 
 
+class CudaLimitState(Structure):
+    """A limit that was set through NVML on one GPU for a cgroup. Kept and reported, not enforced here."""
+
+    state: int
+    device: int
+    soft: int
+    hard: int
+    cgroup: bytes
+    _fields_: ClassVar = [
+        ("state", c_uint32),
+        ("device", c_uint32),
+        ("soft", c_uint64),
+        ("hard", c_uint64),
+        ("cgroup", c_char * 512),
+    ]
+
+
 class CudaMachineState(Structure):
     """The whole mapping."""
 
@@ -194,6 +212,7 @@ class CudaMachineState(Structure):
     record_head: int
     lock: Array[c_uint64]
     devices: Array[CudaDeviceState]
+    limits: Array[CudaLimitState]
     faults: Array[CudaFaultState]
     records: Array[CudaRecordState]
     calls: Array[c_uint64]
@@ -211,6 +230,7 @@ class CudaMachineState(Structure):
         ("record_head", c_uint32),
         ("lock", c_uint64 * 16),  # a robust pthread_mutex_t; the first process makes it
         ("devices", CudaDeviceState * DEVICES),
+        ("limits", CudaLimitState * LIMITS),
         ("faults", CudaFaultState * FAULTS),
         ("records", CudaRecordState * RECORDS),
         ("calls", c_uint64 * CALLS),
@@ -226,6 +246,7 @@ STRUCTURES: Final = (
     CudaSharedState,
     CudaFaultState,
     CudaRecordState,
+    CudaLimitState,
     CudaMachineState,
 )
 VERSION: Final = zlib.crc32(

@@ -1,5 +1,6 @@
 /* The shared file: its mapping, its lock, the slots of its processes. */
 #include "double.h"
+#include "living.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,8 +18,7 @@ static struct sim_cuda_machine *mapped;
 static pthread_mutex_t mapping = PTHREAD_MUTEX_INITIALIZER;
 static int file = -1; /* never closed: the kernel drops the record locks with any descriptor of the file */
 static uint32_t slot;
-static uint32_t me;
-static uint64_t started, space;
+static int registered;
 static int forked;
 
 _Static_assert(sizeof(pthread_mutex_t) <= sizeof(((struct sim_cuda_machine *)0)->lock), "room for the mutex");
@@ -30,13 +30,8 @@ static void in_child(void) {
 
 /* Lock one byte for this process; the kernel frees it when the process ends. */
 static int lock_byte(uint64_t byte, int wait) {
-    struct flock range = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)(SIM_CUDA_LOCK_BASE + byte), .l_len = 1};
+    struct flock range = cuda_slot_lock(byte, F_WRLCK);
     return fcntl(file, wait ? F_SETLKW : F_SETLK, &range);
-}
-
-static int held_by_another(uint64_t byte) {
-    struct flock range = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)(SIM_CUDA_LOCK_BASE + byte), .l_len = 1};
-    return fcntl(file, F_GETLK, &range) == 0 && range.l_type != F_UNLCK;
 }
 
 static void make_mutex(struct sim_cuda_machine *machine) {
@@ -52,7 +47,7 @@ static void make_mutex(struct sim_cuda_machine *machine) {
         machine->symbols = symbols_checksum;
         __atomic_store_n(&machine->ready, 1, __ATOMIC_RELEASE);
     }
-    struct flock range = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = (off_t)(SIM_CUDA_LOCK_BASE + turn), .l_len = 1};
+    struct flock range = cuda_slot_lock(turn, F_UNLCK);
     fcntl(file, F_SETLK, &range);
 }
 
@@ -137,19 +132,10 @@ void state_unlock(void) {
     pthread_mutex_unlock((pthread_mutex_t *)mapped->lock);
 }
 
-static int alive(uint32_t number) {
-    const struct sim_cuda_slot *other = &mapped->slots[number];
-    /* The kernel does not name our own locks: a second copy of this library in this process has them, too. */
-    if (other->pid == me && other->space == space && other->started == started) {
-        return 1;
-    }
-    return held_by_another(number);
-}
-
 void state_sweep(void) {
     for (uint32_t number = 0; number < mapped->slot_high; number++) {
         struct sim_cuda_slot *dead = &mapped->slots[number];
-        if (!dead->state || alive(number)) {
+        if (!dead->state || (registered && number == slot) || cuda_slot_holder(mapped, file, number) != 0) {
             continue;
         }
         for (uint32_t entry = 0; entry < SIM_CUDA_SHARED; entry++) {
@@ -165,35 +151,16 @@ void state_sweep(void) {
     repair();
 }
 
-static uint64_t start_time(void) {
-    char text[1024];
-    unsigned long long ticks = 0;
-    FILE *status = fopen("/proc/self/stat", "re");
-    if (status == NULL) {
-        return 0;
-    }
-    size_t length = fread(text, 1, sizeof(text) - 1, status);
-    fclose(status);
-    text[length] = '\0';
-    const char *after_name = strrchr(text, ')');
-    if (after_name != NULL) {
-        sscanf(after_name + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &ticks);
-    }
-    return ticks;
-}
-
 CUresult state_register(void) {
-    struct stat namespace;
-    me = (uint32_t)getpid();
-    started = start_time();
-    space = stat("/proc/self/ns/pid", &namespace) == 0 ? namespace.st_ino : 0;
+    struct sim_cuda_slot me = cuda_slot_of_this_process();
     state_lock();
     for (int tries = 0; tries < 2; tries++) {
         for (uint32_t number = 0; number < SIM_CUDA_SLOTS; number++) {
             struct sim_cuda_slot *free_slot = &mapped->slots[number];
             if (!free_slot->state && lock_byte(number, 0) == 0) {
                 slot = number;
-                *free_slot = (struct sim_cuda_slot){.state = 1, .pid = me, .space = space, .started = started};
+                registered = 1;
+                *free_slot = me;
                 if (number >= mapped->slot_high) {
                     mapped->slot_high = number + 1;
                 }

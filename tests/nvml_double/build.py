@@ -8,10 +8,11 @@ import importlib.metadata
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.cuda_double.generate import layout_header
 from tests.nvml_double.header import header_text
 
 SONAME: Final = "libnvidia-ml.so.1"
@@ -21,6 +22,7 @@ _FLAGS: Final = (
     *("-pthread", "-Wl,-z,defs", f"-Wl,-soname,{SONAME}"),
 )
 _SOURCES = Path(__file__).parent
+_CUDA = _SOURCES.parent / "cuda_double"
 
 
 class BuildError(Exception):
@@ -34,10 +36,12 @@ def build(directory: Path, without: Sequence[str] = ()) -> Path:
     Each set of sources and options has a folder of its own, so that a cached library never is stale.
     """
     sources = sorted(_SOURCES.glob("*.c"))
-    header = header_text()
+    # Processes and memory come from the CUDA double's file, too, so that both doubles give the same figures.
+    made = {"sim_layout.h": header_text(), "cuda_layout.h": layout_header()}
     nvml_h = _nvml_header()
     digest = hashlib.sha256()
-    for text in (*_FLAGS, *sorted(without), header, nvml_h.read_text(), (_SOURCES / "sim.h").read_text()):
+    shared = [(_SOURCES / "sim.h").read_text(), (_CUDA / "living.h").read_text()]
+    for text in (*_FLAGS, *sorted(without), *made.values(), *shared, nvml_h.read_text()):
         digest.update(text.encode() + b"\0")
     for source in sources:
         digest.update(source.read_bytes() + b"\0")
@@ -46,15 +50,16 @@ def build(directory: Path, without: Sequence[str] = ()) -> Path:
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            draft = _compile(Path(scratch), sources, header, nvml_h.parent, without)
+            draft = _compile(Path(scratch), sources, made, nvml_h.parent, without)
             draft.replace(library)  # whole or not at all: others may build the same beside us
     return library
 
 
 def _compile(
-    scratch: Path, sources: Sequence[Path], header: str, include: Path, without: Sequence[str]
+    scratch: Path, sources: Sequence[Path], made: Mapping[str, str], include: Path, without: Sequence[str]
 ) -> Path:
-    (scratch / "sim_layout.h").write_text(header)
+    for name, text in made.items():
+        (scratch / name).write_text(text)
     # An exact name outranks the pattern.
     hidden = " ".join(f"{name};" for name in without)
     (scratch / "exports").write_text(f"{{ global: nvml*; local: {hidden} *; }};\n")
@@ -64,6 +69,7 @@ def _compile(
         *_FLAGS,
         f"-I{scratch}",
         f"-I{_SOURCES}",
+        f"-I{_CUDA}",
         f"-isystem{include}",
         f"-Wl,--version-script={scratch / 'exports'}",
         *(str(source) for source in sources),

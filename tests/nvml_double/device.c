@@ -57,6 +57,9 @@ static struct memory read_memory(struct sim_gpu *gpu) {
         begun = sim_begin(sim_machine());
         memory = (struct memory){gpu->memory_total, gpu->memory_reserved, gpu->memory_used};
     } while (sim_torn(sim_machine(), begun, &tries));
+    memory.used += sim_cuda_used(sim_cuda_gpu(gpu));
+    uint64_t room = memory.total - memory.reserved;
+    memory.used = memory.used < room ? memory.used : room; /* the two doubles may have been made with different sizes */
     return memory;
 }
 

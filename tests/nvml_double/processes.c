@@ -11,6 +11,21 @@ static int worked_since(const struct sim_process *process, uint64_t since) {
                                            process->encoder_utilization | process->decoder_utilization);
 }
 
+struct put_cuda {
+    put_t put;
+    void *out;
+    unsigned int room, found;
+};
+
+static void put_cuda(void *data, uint32_t pid, uint64_t bytes) {
+    struct put_cuda *rest = data;
+    if (rest->found < rest->room) {
+        struct sim_process process = {.pid = pid, .kind = SIM_PROCESS_COMPUTE, .memory_used = bytes};
+        rest->put(rest->out, rest->found, &process);
+    }
+    rest->found++;
+}
+
 /* The processes of a GPU that stand in a list (`kind`), or, for kind 0, that worked after `since`.
  * At most `room` of them are put; answers how many there are. */
 static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, unsigned int room, put_t put,
@@ -33,6 +48,11 @@ static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, 
             found++;
         }
     } while (sim_torn(machine, begun, &tries));
+    if (kind & SIM_PROCESS_COMPUTE) {
+        struct put_cuda rest = {.put = put, .out = out, .room = room, .found = found};
+        sim_cuda_each(sim_cuda_gpu(gpu), put_cuda, &rest);
+        found = rest.found;
+    }
     return found;
 }
 
@@ -44,32 +64,37 @@ static void put_info(void *out, unsigned int number, const struct sim_process *p
     info->computeInstanceId = 0xFFFFFFFFu;
 }
 
-static nvmlReturn_t running(struct sim_gpu *gpu, uint32_t kind, unsigned int *count, nvmlProcessInfo_t *infos) {
+/* Each list has three forms, which differ in what they say of a process. */
+static void put_info_v1(void *out, unsigned int number, const struct sim_process *process) {
+    nvmlProcessInfo_v1_t *info = (nvmlProcessInfo_v1_t *)out + number;
+    info->pid = process->pid;
+    info->usedGpuMemory = process->memory_used;
+}
+
+static nvmlReturn_t running(struct sim_gpu *gpu, uint32_t kind, unsigned int *count, put_t put, void *infos) {
     unsigned int room = infos == NULL ? 0 : *count;
-    *count = collect(gpu, kind, 0, room, put_info, infos);
+    *count = collect(gpu, kind, 0, room, put, infos);
     return *count > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *infos) {
-    SIM_NEED(count != NULL);
-    SIM_GPU(nvmlDeviceGetComputeRunningProcesses);
-    return running(gpu, SIM_PROCESS_COMPUTE, count, infos);
-}
+/* nvmlProcessInfo_v2_t is laid out as the newest form. */
+_Static_assert(sizeof(nvmlProcessInfo_v2_t) == sizeof(nvmlProcessInfo_t), "one form");
 
-nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned int *count,
-                                                        nvmlProcessInfo_t *infos) {
-    SIM_NEED(count != NULL);
-    SIM_GPU(nvmlDeviceGetMPSComputeRunningProcesses);
-    SIM_OFFERED(gpu->cc_major >= 7);
-    return running(gpu, SIM_PROCESS_MPS, count, infos);
-}
+#define LIST(list, suffix, type, kind, put, offered)                                                            \
+    nvmlReturn_t nvmlDeviceGet##list##suffix(nvmlDevice_t device, unsigned int *count, type *infos) {           \
+        SIM_NEED(count != NULL);                                                                                \
+        SIM_GPU(nvmlDeviceGet##list);                                                                           \
+        SIM_OFFERED(offered);                                                                                   \
+        return running(gpu, kind, count, put, infos);                                                           \
+    }
+#define LISTS(list, kind, offered)                                             \
+    LIST(list, _v3, nvmlProcessInfo_t, kind, put_info, offered)                \
+    LIST(list, _v2, nvmlProcessInfo_v2_t, kind, put_info, offered)             \
+    LIST(list, , nvmlProcessInfo_v1_t, kind, put_info_v1, offered)
 
-nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned int *count,
-                                                      nvmlProcessInfo_t *infos) {
-    SIM_NEED(count != NULL);
-    SIM_GPU(nvmlDeviceGetGraphicsRunningProcesses);
-    return running(gpu, SIM_PROCESS_GRAPHICS, count, infos);
-}
+LISTS(ComputeRunningProcesses, SIM_PROCESS_COMPUTE, 1)
+LISTS(MPSComputeRunningProcesses, SIM_PROCESS_MPS, gpu->cc_major >= 7)
+LISTS(GraphicsRunningProcesses, SIM_PROCESS_GRAPHICS, 1)
 
 static void put_sample(void *out, unsigned int number, const struct sim_process *process) {
     nvmlProcessUtilizationSample_t *sample = (nvmlProcessUtilizationSample_t *)out + number;

@@ -12,6 +12,7 @@
 #include <nvml.h>
 #pragma GCC visibility pop
 
+#include "cuda_layout.h"
 #include "sim_layout.h"
 
 struct nvmlDevice_st {
@@ -53,6 +54,17 @@ int64_t sim_now_ms(void);
 nvmlReturn_t sim_copy(const char *text, size_t size, char *buffer, unsigned int length);
 /* PCI data of an address. */
 void sim_pci(nvmlPciInfo_t *pci, uint32_t domain, uint32_t bus, uint32_t device, uint32_t id, uint32_t subsystem);
+
+/* --- cuda.c: what programs have through the CUDA double, where the environment names its file ------------- */
+
+/* The GPU's number there, or -1. */
+int32_t sim_cuda_gpu(const struct sim_gpu *gpu);
+/* Bytes of all living processes. */
+uint64_t sim_cuda_used(int32_t number);
+/* Calls `visit` for each living process that has memory. */
+void sim_cuda_each(int32_t number, void (*visit)(void *data, uint32_t pid, uint64_t bytes), void *data);
+/* The shared file, or NULL. */
+struct sim_cuda_machine *sim_cuda_machine(void);
 
 #define SIM_NEED(condition)                      \
     do {                                         \

@@ -89,7 +89,8 @@ struct gna_limit_record {
  *     4096  16 device blocks of 4,096 bytes, in the order of the limit file's records
  *    69632  2,048 slots of 384 bytes, one per process; the last is shared by all processes that found none
  *   856064  8,192 members of 16 bytes: the processes that share the last slot
- *   987136  reserved, zero
+ *   987136  4,096 fingerprints of 8 bytes: memory that a process of this container exported
+ *  1019904  reserved, zero
  * --------------------------------------------------------------------------------------------------------------- */
 #define GNA_USAGE_MAGIC UINT64_C(0x4753550041474e47) /* the bytes "GNGA\0USG" */
 #define GNA_USAGE_BYTES 1048576u
@@ -100,6 +101,7 @@ struct gna_limit_record {
 #define GNA_SLOTS 2048u
 #define GNA_SHARED_SLOT 2047u
 #define GNA_MEMBERS 8192u
+#define GNA_EXPORTS 4096u
 /* What pthread_mutex_init leaves in a robust, process-shared mutex of glibc at offset 16, all else being zero. */
 #define GNA_LOCK_KIND 144u
 #define GNA_LOCK_KIND_OFFSET 16u
@@ -120,7 +122,8 @@ struct gna_usage_header {
     uint64_t swept_ns;       /* 256  CLOCK_BOOTTIME of the last search for dead processes */
     uint64_t attached;       /* 264  processes that ever claimed a slot */
     uint64_t newer;          /* 272  entry points handed out that are newer than the library */
-    uint8_t reserved_b[3816];
+    uint64_t used_slots;     /* 280  slots below this number have been in use; the shared one is not counted */
+    uint8_t reserved_b[3808];
 };
 
 struct gna_usage_device {
@@ -166,7 +169,8 @@ struct gna_usage {
     struct gna_usage_device device[GNA_MAX_DEVICES];
     struct gna_usage_slot slot[GNA_SLOTS];
     struct gna_usage_member member[GNA_MEMBERS];
-    uint8_t reserved[61440];
+    uint64_t exported[GNA_EXPORTS]; /* FNV-1a of an opaque handle, at its remainder; overwritten in time */
+    uint8_t reserved[28672];
 };
 
 #define GNA_AT(type, field, offset) _Static_assert(offsetof(type, field) == (offset), #type "." #field)
@@ -185,6 +189,7 @@ GNA_SIZE(struct gna_limit_record, 256);
 GNA_SIZE(struct gna_usage_header, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage_header, lock, 128);
 GNA_AT(struct gna_usage_header, swept_ns, 256);
+GNA_AT(struct gna_usage_header, used_slots, 280);
 GNA_SIZE(struct gna_usage_device, GNA_DEVICE_BYTES);
 GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);
@@ -193,6 +198,7 @@ GNA_AT(struct gna_usage_slot, device, 128);
 GNA_AT(struct gna_usage, device, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage, slot, GNA_USAGE_SLOTS);
 GNA_AT(struct gna_usage, member, GNA_USAGE_MEMBERS);
+GNA_AT(struct gna_usage, exported, 987136);
 GNA_SIZE(struct gna_usage, GNA_USAGE_BYTES);
 _Static_assert(sizeof(pthread_mutex_t) <= 128, "room for the lock");
 

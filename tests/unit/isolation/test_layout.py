@@ -66,7 +66,7 @@ def test_garbage_is_no_limit_file(content: bytes) -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_in_a_usage_region_is_a_hint_at_most(head: bytes) -> None:
-    content = head + bytes(layout.USAGE_HEAD_BYTES - len(head))
+    content = head + bytes(layout.usage_head_bytes(2) - len(head))
     with pytest.raises(BadLayout):
         layout.read_usage(content)
     with pytest.raises(BadLayout):
@@ -75,7 +75,7 @@ def test_garbage_in_a_usage_region_is_a_hint_at_most(head: bytes) -> None:
 
 def test_a_new_usage_region_counts_nothing() -> None:
     head = layout.usage_head(2)
-    content = head + bytes(layout.USAGE_HEAD_BYTES - len(head))
+    content = head + bytes(layout.usage_head_bytes(2) - len(head))
     assert layout.read_usage(content) == [layout.Usage(0, 0, 0, 0)] * 2
 
 

@@ -142,7 +142,7 @@ def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() ->
 
 def use(container: str, gpu: int, cores: float | None, utilization: float, memory: int) -> ContainerUse:
     share = Share("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
-    own = Use(share, memory * MIB, Grade.MEASURED, utilization, Grade.ESTIMATED, 1)
+    own = Use(share, memory * MIB, Grade.MEASURED, utilization, Grade.ESTIMATED, (1,))
     return ContainerUse(own, Span(0, memory * MIB), Span(0.5, 0.75))
 
 
@@ -180,7 +180,7 @@ async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Grade]]) -> C
     share = Share("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
     found = None
     for second, (ratio, grade) in enumerate(readings):
-        use = Use(share, round(ratio * 100) * MIB, grade, ratio, grade, 1)
+        use = Use(share, round(ratio * 100) * MIB, grade, ratio, grade, (1,))
         found = watch.windowed(use, float(second))
     assert found
     return found

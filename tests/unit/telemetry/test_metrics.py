@@ -288,11 +288,14 @@ async def test_gpu_managers_metrics_are_an_option_with_a_path_of_its_own() -> No
 async def test_pairs_that_wait_are_told() -> None:
     parts = Parts()
     stats = PairingStats(granted=3, refused=1)
-    parts.sources.parts.append(pairs.part("vgpu", stats, enforced=lambda: False, reserved=lambda: 2))
+    parts.sources.parts.append(
+        pairs.part("vgpu", stats, enforced=lambda: {"library": False, "sweep": True}, reserved=lambda: 2)
+    )
     text = await page(parts.sources)
     assert value(text, "gpu_agent_reservations", mode="vgpu") == 2
     assert value(text, "gpu_agent_pairs_total", mode="vgpu", result="refused") == 1
-    assert value(text, "gpu_agent_limits_enforced", mode="vgpu") == 0
+    assert value(text, "gpu_agent_limits_enforced", mode="vgpu", fence="library") == 0
+    assert value(text, "gpu_agent_limits_enforced", mode="vgpu", fence="sweep") == 1
 
 
 async def test_many_scrapes_at_a_time_are_all_answered() -> None:

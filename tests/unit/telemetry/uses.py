@@ -18,6 +18,6 @@ def many_uses(uuids: Sequence[str], per_gpu: int) -> Uses:
         for number in range(per_gpu):
             share = Share("team", f"pod-{index}-{number}", "main", uuid, index, Mode.VGPU, 0.01, 512 * MIB)
             ratio = (number + 1) / (per_gpu + 1) / 7
-            use = Use(share, number * 3 * MIB + index, Grade.MEASURED, ratio, Grade.MEASURED, 1)
+            use = Use(share, number * 3 * MIB + index, Grade.MEASURED, ratio, Grade.MEASURED, (1,))
             found.append(ContainerUse(use, Span(use.memory / 2, use.memory), Span(ratio / 2, ratio)))
     return Uses(tuple(found))

@@ -1,0 +1,125 @@
+/* What the files of the library share. Hooks have the driver's own names and types; all else begins with gna_. */
+#ifndef GNA_CAPS_H
+#define GNA_CAPS_H
+
+#define __CUDA_API_VERSION_INTERNAL /* every ABI under the name that it is exported by */
+#include <cuda.h>
+
+#include "ids.inc" /* generated: one GNA_ID_ per symbol, and no macro of cuda.h left that renames one */
+#include "layout.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define HOOK(symbol) __attribute__((visibility("default"))) CUresult symbol
+#define REAL(symbol) ((__typeof__(&symbol))gna_real(GNA_ID_##symbol))
+
+#define GNA_GRANULE (UINT64_C(2) << 20)
+#define GNA_SMALL (UINT64_C(1) << 20) /* below it, allocations share granules */
+#define GNA_LOCK_SECONDS 3            /* a lock that is not had by then refuses */
+
+static inline uint64_t gna_round_up(uint64_t bytes, uint64_t unit) {
+    return bytes > UINT64_MAX - unit ? UINT64_MAX - unit + 1 : (bytes + unit - 1) / unit * unit;
+}
+
+/* --- loader.c: the real dlsym, found without the help of any dlsym ---------------------------------------- */
+void *gna_real_dlsym(void *handle, const char *name);
+void *gna_real_dlvsym(void *handle, const char *name, const char *version);
+void *gna_own_folder(char *path, size_t bytes); /* NULL when it is not known */
+
+/* --- resolver.c ------------------------------------------------------------------------------------------- */
+extern _Atomic(void *) gna_reals[GNA_IDS];
+void *gna_resolve(unsigned id); /* never NULL: a function that answers CUDA_ERROR_NOT_FOUND for what is absent */
+bool gna_has(unsigned id);
+
+static inline void *gna_real(unsigned id) {
+    void *found = atomic_load_explicit(&gna_reals[id], memory_order_acquire);
+    return __builtin_expect(found != NULL, 1) ? found : gna_resolve(id);
+}
+
+/* --- private.c: locks and tables of this process ----------------------------------------------------------- */
+struct gna_mutex {
+    _Atomic int holder; /* a pid: a child of fork takes over what its parent held */
+};
+void gna_enter(struct gna_mutex *mutex);
+void gna_leave(struct gna_mutex *mutex);
+
+enum gna_kind {
+    GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
+    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_KINDS
+};
+struct gna_entry {
+    uint64_t key;
+    uint64_t bytes;  /* as charged, or as asked for where small ones share granules */
+    uint64_t other;  /* by kind: another key */
+    int32_t record;  /* of the limit file */
+    uint16_t kind;
+    uint16_t flag;
+    uint32_t count, mappings;
+};
+bool gna_put(const struct gna_entry *entry); /* replaces; false when there is no memory for the table */
+bool gna_get(enum gna_kind kind, uint64_t key, struct gna_entry *entry);
+bool gna_take(enum gna_kind kind, uint64_t key, struct gna_entry *entry);
+/* The first entry from *place on for which the kind matches; *place moves on. False at the end. */
+bool gna_next(enum gna_kind kind, size_t *place, struct gna_entry *entry);
+void gna_forget_all(void);
+
+/* --- files.c ---------------------------------------------------------------------------------------------- */
+extern struct gna_usage *gna_usage;
+bool gna_files_open(void);   /* both files are sound; otherwise it said why, once */
+bool gna_usage_sound(void);  /* still: a tenant may have truncated it */
+bool gna_usage_back(size_t offset, size_t bytes); /* have pages behind a part of the region */
+unsigned gna_records(void);
+bool gna_limit_of(unsigned record, struct gna_limit *limit);
+int gna_record_of_uuid(const void *uuid);
+void gna_complain(const char *what, const char *cause, const char *remedy);
+
+/* --- slots.c ---------------------------------------------------------------------------------------------- */
+bool gna_lock_shared(pthread_mutex_t *lock, bool *died);
+struct gna_usage_slot *gna_attach(void); /* this process's slot; NULL: refuse */
+void gna_sweep(bool thorough);
+uint64_t gna_now_ns(void);
+
+/* --- ledger.c --------------------------------------------------------------------------------------------- */
+CUresult gna_reserve(int record, uint64_t bytes); /* CUDA_SUCCESS or CUDA_ERROR_OUT_OF_MEMORY */
+void gna_release(int record, uint64_t bytes);
+void gna_charged(int record, uint64_t *used, uint64_t *limit); /* of the container, what is unseen included */
+uint64_t gna_sum_of_slots(unsigned record);
+void gna_context_charged(int record, int64_t bytes);
+void gna_ledger_forget(void);
+
+/* --- memory.c --------------------------------------------------------------------------------------------- */
+/* As gna_reserve, but gives back first what this process's pools and graphs hold and do not use. */
+CUresult gna_reserve_hard(int record, uint64_t bytes);
+CUresult gna_charge(enum gna_kind kind, int record, uint64_t bytes);
+void gna_discharge(enum gna_kind kind, int record, uint64_t bytes);
+int gna_record_of(CUdevice device); /* -1: this container holds no such GPU */
+CUresult gna_current_record(int *record);
+int gna_location_record(const CUmemLocation *location, bool *on_device);
+void gna_small_forget(void);
+
+/* --- pools.c, graphs.c: both under one lock, since each may make room by what the other gives back --------- */
+extern struct gna_mutex gna_pools_lock;
+void gna_reclaim(int record);
+/* The lock is held. With a stream, what it still works on is waited for, too. */
+void gna_reclaim_locked(int record, CUstream stream, bool wait);
+void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
+void gna_pools_forget(void);
+void gna_graphs_reclaim(int record);
+void gna_graphs_forget(void);
+bool gna_capturing(CUstream stream, CUgraph *graph);
+void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes);
+
+/* --- imports.c -------------------------------------------------------------------------------------------- */
+void gna_exported(const void *handle, size_t bytes);
+bool gna_is_ours(const void *handle, size_t bytes);
+
+/* --- contexts.c ------------------------------------------------------------------------------------------- */
+void gna_context_gone(CUcontext context); /* and with it what was allocated in it */
+
+/* --- launch.c --------------------------------------------------------------------------------------------- */
+void gna_count_launch(void);
+
+#endif

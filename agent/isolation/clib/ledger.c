@@ -1,0 +1,128 @@
+/* What is charged: reserved before the driver is called, released when it failed or after it has freed.
+ *
+ * Under the device's lock the slot is raised first and the total after it, and lowered likewise. Whoever takes the
+ * lock from a process that died with it adds the slots up again, so that at most that process's last step counts too
+ * much, until its slot is swept. */
+#include "caps.h"
+
+#include <pthread.h>
+#include <string.h>
+
+static _Atomic uint64_t own_charged[GNA_MAX_DEVICES];
+
+void gna_ledger_forget(void) {
+    for (unsigned record = 0; record < GNA_MAX_DEVICES; record++) {
+        atomic_store(&own_charged[record], 0);
+    }
+}
+
+uint64_t gna_sum_of_slots(unsigned record) {
+    uint64_t sum = gna_usage->slot[GNA_SHARED_SLOT].state == GNA_SLOT_FREE ? 0 : gna_usage->slot[GNA_SHARED_SLOT].device[record].charged;
+    uint64_t used = __atomic_load_n(&gna_usage->header.used_slots, __ATOMIC_ACQUIRE);
+    for (uint64_t number = 0; number < used && number < GNA_SHARED_SLOT; number++) {
+        sum += gna_usage->slot[number].device[record].charged;
+    }
+    return sum;
+}
+
+static struct gna_usage_device *lock_device(int record) {
+    struct gna_usage_device *device = &gna_usage->device[record];
+    bool died;
+    if (!gna_usage_sound() || !gna_lock_shared(&device->lock, &died)) {
+        return NULL;
+    }
+    if (died) {
+        device->total = gna_sum_of_slots((unsigned)record);
+        device->repaired++;
+        pthread_mutex_consistent(&device->lock);
+    }
+    return device;
+}
+
+static bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
+    return bytes <= limit && used <= limit - bytes;
+}
+
+/* 1: charged. 0: it does not fit. -1: the lock was not to be had. */
+static int try(int record, uint64_t bytes, uint64_t limit, struct gna_usage_slot *slot, bool last) {
+    struct gna_usage_device *device = lock_device(record);
+    if (device == NULL) {
+        return -1;
+    }
+    /* Whatever the region says, which others of the container may write: this process alone stays below the cap. */
+    uint64_t own = atomic_load(&own_charged[record]), used = device->total > own ? device->total : own;
+    int charged = fits(used, bytes, limit);
+    if (charged) {
+        slot->device[record].charged += bytes;
+        device->total += bytes;
+        atomic_fetch_add(&own_charged[record], bytes);
+        if (device->total > device->peak) {
+            device->peak = device->total;
+        }
+    } else if (last) {
+        device->refused++;
+    }
+    pthread_mutex_unlock(&device->lock);
+    return charged;
+}
+
+CUresult gna_reserve(int record, uint64_t bytes) {
+    if (bytes == 0) {
+        return CUDA_SUCCESS;
+    }
+    struct gna_usage_slot *slot = gna_attach();
+    struct gna_limit limit;
+    if (slot == NULL || record < 0 || !gna_limit_of((unsigned)record, &limit)) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    uint64_t cap = limit.memory_bytes;
+    if (cap != GNA_NO_LIMIT) {
+        cap = cap > limit.unseen_bytes ? cap - limit.unseen_bytes : 0;
+    }
+    int charged = try(record, bytes, cap, slot, false);
+    if (charged == 0) {
+        gna_sweep(false);
+        charged = try(record, bytes, cap, slot, true);
+    }
+    return charged == 1 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+void gna_release(int record, uint64_t bytes) {
+    struct gna_usage_slot *slot = bytes == 0 || record < 0 ? NULL : gna_attach();
+    struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record);
+    if (device == NULL) {
+        return; /* it stays charged: the safe side */
+    }
+    struct gna_usage_slot_device *part = &slot->device[record];
+    /* Never below zero, whatever was written into the region meanwhile. */
+    part->charged = part->charged > bytes ? part->charged - bytes : 0;
+    device->total = device->total > bytes ? device->total - bytes : 0;
+    atomic_fetch_sub(&own_charged[record], bytes);
+    pthread_mutex_unlock(&device->lock);
+}
+
+void gna_context_charged(int record, int64_t bytes) {
+    struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
+    struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record);
+    if (device != NULL) {
+        slot->device[record].context += (uint64_t)bytes;
+        pthread_mutex_unlock(&device->lock);
+    }
+}
+
+void gna_charged(int record, uint64_t *used, uint64_t *limit) {
+    struct gna_limit now;
+    *used = 0;
+    *limit = 0;
+    if (gna_attach() == NULL || record < 0 || !gna_limit_of((unsigned)record, &now)) {
+        return;
+    }
+    gna_sweep(false);
+    struct gna_usage_device *device = lock_device(record);
+    *limit = now.memory_bytes;
+    *used = now.memory_bytes;
+    if (device != NULL) {
+        *used = device->total + now.unseen_bytes;
+        pthread_mutex_unlock(&device->lock);
+    }
+}

@@ -1,0 +1,292 @@
+/* Stream-ordered memory: a pool is charged with what it has reserved from the GPU, whatever of it is in use.
+ *
+ * Before an allocation the most that the pool may grow by is reserved; after it the charge becomes what the driver says
+ * the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
+#include "caps.h"
+
+#include <string.h>
+
+struct gna_mutex gna_pools_lock;
+static _Atomic unsigned pools;
+
+void gna_pools_forget(void) {
+    atomic_store(&pools, 0);
+    gna_graphs_forget();
+}
+
+static uint64_t key_of(CUmemoryPool pool) {
+    return (uintptr_t)pool;
+}
+
+/* The lock is held. */
+static bool entry_of(CUmemoryPool pool, CUdevice device, struct gna_entry *entry) {
+    if (gna_get(GNA_POOL, key_of(pool), entry)) {
+        return true;
+    }
+    *entry = (struct gna_entry){.kind = GNA_POOL, .key = key_of(pool), .record = gna_record_of(device), .other = (uint64_t)device};
+    atomic_fetch_add(&pools, 1);
+    return gna_put(entry);
+}
+
+/* The lock is held. Memory that came along behind the library's back is charged, where it fits; false where not. */
+static bool settle(struct gna_entry *pool) {
+    cuuint64_t reserved;
+    if (REAL(cuMemPoolGetAttribute)((CUmemoryPool)(uintptr_t)pool->key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &reserved) != CUDA_SUCCESS) {
+        return true;
+    }
+    bool fits = true;
+    if (reserved < pool->bytes) {
+        gna_release(pool->record, pool->bytes - reserved);
+        pool->bytes = reserved;
+    } else if (reserved > pool->bytes) {
+        fits = gna_reserve(pool->record, reserved - pool->bytes) == CUDA_SUCCESS;
+        pool->bytes = fits ? reserved : pool->bytes;
+    }
+    gna_put(pool);
+    return fits;
+}
+
+void gna_reclaim_locked(int record, CUstream stream, bool wait) {
+    struct gna_entry pool;
+    if (wait) {
+        REAL(cuStreamSynchronize)(stream);
+    }
+    for (size_t place = 0; gna_next(GNA_POOL, &place, &pool);) {
+        if (pool.record == record) {
+            REAL(cuMemPoolTrimTo)((CUmemoryPool)(uintptr_t)pool.key, 0);
+            settle(&pool);
+        }
+    }
+    gna_graphs_reclaim(record);
+}
+
+void gna_reclaim(int record) {
+    gna_enter(&gna_pools_lock);
+    gna_reclaim_locked(record, NULL, false);
+    gna_leave(&gna_pools_lock);
+}
+
+void gna_pools_settle(void) {
+    struct gna_entry pool;
+    if (atomic_load_explicit(&pools, memory_order_relaxed) == 0) {
+        return;
+    }
+    gna_enter(&gna_pools_lock);
+    for (size_t place = 0; gna_next(GNA_POOL, &place, &pool);) {
+        settle(&pool);
+    }
+    gna_leave(&gna_pools_lock);
+}
+
+/* Real drivers take memory for a pool in steps of 32 MiB where they can. */
+static uint64_t growth(uint64_t bytes) {
+    return gna_round_up(bytes, UINT64_C(32) << 20);
+}
+
+/* The lock is held. */
+static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream) {
+    uint64_t least = gna_round_up(bytes, GNA_GRANULE), wanted = growth(bytes);
+    CUresult result = gna_reserve(pool->record, wanted);
+    for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 3; attempt++) {
+        if (attempt > 0) {
+            gna_reclaim_locked(pool->record, stream, attempt == 2);
+            gna_get(GNA_POOL, pool->key, pool);
+        }
+        wanted = least;
+        result = gna_reserve(pool->record, wanted);
+    }
+    if (result == CUDA_SUCCESS) {
+        pool->bytes += wanted;
+        gna_put(pool);
+    }
+    return result;
+}
+
+typedef CUresult call_t(CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream stream);
+
+static CUresult allocate(call_t *call, CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream given, CUstream stream, CUdevice device) {
+    struct gna_entry entry;
+    CUgraph graph = NULL;
+    if (gna_capturing(stream, &graph)) {
+        /* No memory now: a node of a graph, which is charged when the graph runs. */
+        CUresult result = call(pointer, bytes, pool, given);
+        if (result == CUDA_SUCCESS) {
+            gna_graph_grows(graph, gna_record_of(device), device, bytes);
+        }
+        return result;
+    }
+    gna_attach();
+    gna_enter(&gna_pools_lock);
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (entry_of(pool, device, &entry)) {
+        result = reserve(&entry, bytes, stream);
+    }
+    if (result == CUDA_SUCCESS) {
+        result = call(pointer, bytes, pool, given);
+        if (!settle(&entry) && result == CUDA_SUCCESS) {
+            REAL(cuMemFreeAsync)(*pointer, stream);
+            gna_reclaim_locked(entry.record, stream, true);
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    }
+    gna_leave(&gna_pools_lock);
+    return result;
+}
+
+static CUresult device_of(CUstream stream, CUdevice *device) {
+    if (stream != NULL && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD && gna_has(GNA_ID_cuStreamGetDevice)) {
+        return REAL(cuStreamGetDevice)(stream, device);
+    }
+    return REAL(cuCtxGetDevice)(device);
+}
+
+static CUresult plain(CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream stream) {
+    (void)pool;
+    return REAL(cuMemAllocAsync)(pointer, bytes, stream);
+}
+
+static CUresult plain_ptsz(CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream stream) {
+    (void)pool;
+    return REAL(cuMemAllocAsync_ptsz)(pointer, bytes, stream);
+}
+
+static CUresult from_current(call_t *call, CUdeviceptr *dptr, size_t bytesize, CUstream given, CUstream stream) {
+    CUdevice device;
+    CUmemoryPool pool;
+    CUresult result = device_of(stream, &device);
+    if (result == CUDA_SUCCESS) {
+        result = REAL(cuDeviceGetMemPool)(&pool, device);
+    }
+    if (result != CUDA_SUCCESS || dptr == NULL || bytesize == 0) {
+        return result != CUDA_SUCCESS ? result : call(dptr, bytesize, NULL, given);
+    }
+    return allocate(call, dptr, bytesize, pool, given, stream, device);
+}
+
+HOOK(cuMemAllocAsync)(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {
+    return from_current(plain, dptr, bytesize, hStream, hStream);
+}
+
+HOOK(cuMemAllocAsync_ptsz)(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {
+    return from_current(plain_ptsz, dptr, bytesize, hStream, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+}
+
+/* A pool that was made elsewhere, by a private table say, has the device of the context. */
+static CUresult from_pool(call_t *call, CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream given, CUstream stream) {
+    struct gna_entry entry;
+    CUdevice device;
+    if (dptr == NULL || pool == NULL || bytesize == 0) {
+        return call(dptr, bytesize, pool, given);
+    }
+    if (gna_get(GNA_POOL, key_of(pool), &entry)) {
+        device = (CUdevice)entry.other;
+    } else {
+        CUresult result = device_of(stream, &device);
+        if (result != CUDA_SUCCESS) {
+            return result;
+        }
+    }
+    if (device < 0) {
+        return call(dptr, bytesize, pool, given); /* a pool of the host's memory */
+    }
+    return allocate(call, dptr, bytesize, pool, given, stream, device);
+}
+
+static CUresult pool_plain(CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream stream) {
+    return REAL(cuMemAllocFromPoolAsync)(pointer, bytes, pool, stream);
+}
+
+static CUresult pool_ptsz(CUdeviceptr *pointer, size_t bytes, CUmemoryPool pool, CUstream stream) {
+    return REAL(cuMemAllocFromPoolAsync_ptsz)(pointer, bytes, pool, stream);
+}
+
+HOOK(cuMemAllocFromPoolAsync)(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream) {
+    return from_pool(pool_plain, dptr, bytesize, pool, hStream, hStream);
+}
+
+HOOK(cuMemAllocFromPoolAsync_ptsz)(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream) {
+    return from_pool(pool_ptsz, dptr, bytesize, pool, hStream, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+}
+
+static void know(CUmemoryPool pool, CUdevice device) {
+    struct gna_entry entry;
+    gna_attach();
+    gna_enter(&gna_pools_lock);
+    entry_of(pool, device, &entry);
+    gna_leave(&gna_pools_lock);
+}
+
+HOOK(cuMemPoolCreate)(CUmemoryPool *pool, const CUmemPoolProps *poolProps) {
+    CUresult result = REAL(cuMemPoolCreate)(pool, poolProps);
+    if (result == CUDA_SUCCESS) {
+        int type = (int)poolProps->location.type;
+        know(*pool, type == CU_MEM_LOCATION_TYPE_DEVICE ? poolProps->location.id : type == 6 ? poolProps->location.localized.deviceId : -1);
+    }
+    return result;
+}
+
+HOOK(cuDeviceGetDefaultMemPool)(CUmemoryPool *pool_out, CUdevice dev) {
+    CUresult result = REAL(cuDeviceGetDefaultMemPool)(pool_out, dev);
+    if (result == CUDA_SUCCESS) {
+        know(*pool_out, dev);
+    }
+    return result;
+}
+
+HOOK(cuDeviceGetMemPool)(CUmemoryPool *pool, CUdevice dev) {
+    CUresult result = REAL(cuDeviceGetMemPool)(pool, dev);
+    if (result == CUDA_SUCCESS) {
+        know(*pool, dev);
+    }
+    return result;
+}
+
+HOOK(cuMemPoolDestroy)(CUmemoryPool pool) {
+    struct gna_entry entry;
+    gna_attach();
+    gna_enter(&gna_pools_lock);
+    CUresult result = REAL(cuMemPoolDestroy)(pool);
+    if (result == CUDA_SUCCESS && gna_take(GNA_POOL, key_of(pool), &entry)) {
+        gna_release(entry.record, entry.bytes);
+        atomic_fetch_sub(&pools, 1);
+    }
+    gna_leave(&gna_pools_lock);
+    return result;
+}
+
+HOOK(cuMemPoolTrimTo)(CUmemoryPool pool, size_t minBytesToKeep) {
+    CUresult result = REAL(cuMemPoolTrimTo)(pool, minBytesToKeep);
+    gna_pools_settle();
+    return result;
+}
+
+HOOK(cuMemPoolSetAttribute)(CUmemoryPool pool, CUmemPool_attribute attr, void *value) {
+    CUresult result = REAL(cuMemPoolSetAttribute)(pool, attr, value);
+    gna_pools_settle();
+    return result;
+}
+
+#define WAIT(symbol, ...)                              \
+    CUresult result = REAL(symbol)(__VA_ARGS__);       \
+    gna_pools_settle();                                \
+    return result
+
+HOOK(cuCtxSynchronize)(void) {
+    WAIT(cuCtxSynchronize, );
+}
+
+HOOK(cuCtxSynchronize_v2)(CUcontext ctx) {
+    WAIT(cuCtxSynchronize_v2, ctx);
+}
+
+HOOK(cuStreamSynchronize)(CUstream hStream) {
+    WAIT(cuStreamSynchronize, hStream);
+}
+
+HOOK(cuStreamSynchronize_ptsz)(CUstream hStream) {
+    WAIT(cuStreamSynchronize_ptsz, hStream);
+}
+
+HOOK(cuEventSynchronize)(CUevent hEvent) {
+    WAIT(cuEventSynchronize, hEvent);
+}

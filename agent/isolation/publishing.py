@@ -1,0 +1,168 @@
+"""Which fences hold for each container: published as annotation and events of its pod, and in `status`."""
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+import structlog
+
+from agent.isolation.folders import About
+from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.watch import LimitWatch, Place
+from agent.model.demand import Pod
+
+log = structlog.get_logger()
+
+ANNOTATION = "gpu-node-agent.io/limits"
+# Until the kubelet's record shows a container nobody measures it; after so long it is published without.
+PATIENCE_SECONDS = 10.0
+MIB = 1 << 20
+
+
+class Fence(Enum):
+    """What keeps a container to its memory."""
+
+    DRIVER = "driver"  # it refuses what is above the cap
+    LIBRARY = "library"  # so does the library in the container, for every call that it knows
+    SWEEP = "sweep"  # whoever is above its cap is reported
+
+
+class Owners(Protocol):
+    """The owners of pods; nothing here waits."""
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """Annotations of the pod are to be these."""
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        """Something happened to the pod."""
+
+
+class Publisher:
+    """Publishes to owners, and answers what holds for a container."""
+
+    def __init__(self, isolation: Isolation, owners: Owners) -> None:
+        self._isolation = isolation
+        self._owners = owners
+        self._watch: LimitWatch | None = None
+        self._written: dict[str, str] = {}  # by UID of the pod
+        # Folders with an event already; those of an earlier agent have one.
+        self._announced = set(isolation.containers.value)
+
+    async def follow(self, watch: LimitWatch) -> None:
+        """Publish after each round, for ever."""
+        self._watch = watch
+        async for _ in watch.seen.values():
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what is new."""
+        pods: dict[str, dict[str, Any]] = {}
+        known = self._isolation.containers.value
+        for key, limits in known.items():
+            fences = self._fences(place_of(limits.about), limits)
+            if Fence.SWEEP not in fences and self._isolation.age(key) < PATIENCE_SECONDS:
+                continue
+            entry = {"memoryBytes": limits.memory_bytes, "fences": [each.value for each in fences]}
+            pods.setdefault(limits.about.uid, {})[limits.about.container] = entry
+            if key not in self._announced:
+                self._announced.add(key)
+                self._announce(limits, fences)
+        self._announced &= known.keys()
+        abouts = {limits.about.uid: limits.about for limits in known.values()}
+        for uid, entries in pods.items():
+            text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
+            if self._written.get(uid) != text:
+                self._written[uid] = text
+                self._owners.annotate(_pod(abouts[uid]), {ANNOTATION: text})
+        self._written = {uid: text for uid, text in self._written.items() if uid in abouts}
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the driver tells of containers process by process; nobody knows while there are none."""
+        return bool(self._watch and self._watch.seen.value.measured)
+
+    # As agent.telemetry.limits.Limits
+
+    def by_fence(self) -> Mapping[str, int]:
+        """Containers by the fences that hold for them."""
+        measured = self._watch.seen.value.measured if self._watch else {}
+        known = self._isolation.containers.value.values()
+        library = sum(Fence.LIBRARY in self._fences(place_of(each.about), each) for each in known)
+        return {Fence.DRIVER.value: 0, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
+
+    def above_cap(self) -> int:
+        """Containers that use more than they may."""
+        return len(self._watch.seen.value.above) if self._watch else 0
+
+    def without_library(self) -> int:
+        """Containers of which a process uses the GPU without the library that they were given."""
+        return sum(each.injected is False for each in self._isolation.containers.value.values())
+
+    def document(self, place: Place) -> dict[str, Any] | None:
+        """The limits of a container for `status`; None: it has none, and nobody measures it."""
+        limits = self._of(place)
+        fences = self._fences(place, limits)
+        if limits is None and not fences:
+            return None
+        seen = self._watch.seen.value if self._watch else None
+        return {
+            "memoryBytes": limits.memory_bytes if limits else None,
+            "fences": [each.value for each in fences],
+            "injected": limits.injected if limits else None,
+            "aboveCap": bool(seen and place in seen.above),
+        }
+
+    # As agent.isolation.watch.Report
+
+    def exceeded(self, place: Place, memory_bytes: int, cap_bytes: int) -> None:
+        """An event and a line in the log."""
+        namespace, name, container, gpu = place
+        text = (
+            f"container {container} uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use "
+            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; start the pod anew with more "
+            "tencent.com/vcuda-memory, or without what allocates past the enforcement library"
+        )
+        log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)
+        limits = self._of(place)
+        pod = Pod(namespace, name, (), limits.about.uid if limits else "")
+        self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
+
+    def not_loaded(self, about: About) -> None:
+        """An event and a line in the log."""
+        text = (
+            f"a process of container {about.container} uses GPU {about.gpu} without the enforcement library: "
+            "it is a static program, has another C library than glibc, or a loader of its own"
+        )
+        log.warning("library_not_loaded", pod=f"{about.namespace}/{about.pod}", container=about.container)
+        self._owners.event(_pod(about), "LimitsNotLoaded", text, warning=True)
+
+    def _announce(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> None:
+        about = limits.about
+        names = ", ".join(each.value for each in fences)
+        text = (
+            f"container {about.container} may use {limits.memory_bytes // MIB} MiB of GPU {about.gpu}, "
+            f"enforced by: {names}"
+        )
+        self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
+
+    def _of(self, place: Place) -> ContainerLimits | None:
+        known = self._isolation.containers.value.values()
+        return next((each for each in known if place_of(each.about) == place), None)
+
+    def _fences(self, place: Place, limits: ContainerLimits | None) -> tuple[Fence, ...]:
+        found = []
+        if limits and limits.about.build and limits.injected is not False:
+            found.append(Fence.LIBRARY)
+        if self._watch and place in self._watch.seen.value.measured:
+            found.append(Fence.SWEEP)
+        return tuple(found)
+
+
+def place_of(about: About) -> Place:
+    """Which container of which pod on which GPU."""
+    return (about.namespace, about.pod, about.container, about.gpu)
+
+
+def _pod(about: About) -> Pod:
+    return Pod(about.namespace, about.pod, (), about.uid)

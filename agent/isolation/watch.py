@@ -1,0 +1,174 @@
+"""What the driver measures of containers with limits: who is above its cap, and who runs without the library.
+
+The third fence, and the check on the second: it needs neither the container's goodwill nor its files. It is
+fed with each round of samples; what it reads of a process is bounded. Blocking work is done in a thread.
+"""
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import anyio.to_thread
+import structlog
+
+from agent.isolation.errors import FolderUnusable
+from agent.isolation.folders import About
+from agent.isolation.room import ContainerLimits, Isolation, Policy
+from agent.kit.cell import Cell
+
+log = structlog.get_logger()
+
+# What a container may be measured above its cap: contexts come before anybody can count them.
+LEAST_TOLERANCE = 64 << 20
+TOLERANCE_RATIO = 0.02
+# Readings in a row, a second apart, before it is reported: memory of a process that just ended lingers.
+READINGS = 2
+# Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
+STABLE_READINGS = 3
+STEP = 2 << 20
+LONGEST_MAPS = 8 << 20
+
+Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A container on one GPU, by the driver's word for each of its processes."""
+
+    place: Place
+    cap_bytes: int  # what its units stand for
+    memory_bytes: int
+    pids: tuple[int, ...] = ()
+
+
+class Report(Protocol):
+    """Reports to a container's owner."""
+
+    def exceeded(self, place: Place, memory_bytes: int, cap_bytes: int) -> None:
+        """It uses more memory than it may."""
+
+    def not_loaded(self, about: About) -> None:
+        """A process of it uses the GPU without the enforcement library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The last round."""
+
+    measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
+    above: frozenset[Place] = frozenset()
+
+
+class LimitWatch:
+    """Follows the samples; publishes `seen`."""
+
+    def __init__(self, isolation: Isolation, report: Report, proc: Path) -> None:
+        self.seen: Cell[Seen] = Cell(Seen())
+        self._isolation = isolation
+        self._report = report
+        self._proc = proc
+        self._rounds: dict[Place, int] = {}  # readings above the cap in a row
+        self._loaded: dict[str, dict[int, bool]] = {}  # by folder and process
+        self._unseen: dict[str, deque[int]] = {}
+        self._written: dict[str, int] = {}  # unseen bytes that the limit file has
+
+    async def look(self, round_: Sequence[Measured]) -> None:
+        """Take in one round: all containers that were measured."""
+        folders = {
+            (a.namespace, a.pod, a.container, a.gpu): (key, limits)
+            for key, limits in self._isolation.containers.value.items()
+            for a in (limits.about,)
+        }
+        caps = {place: limits.memory_bytes for place, (_, limits) in folders.items()}
+        above = self._above(round_, caps)
+        self.seen.publish(Seen({each.place: each.memory_bytes for each in round_}, above))
+        work = [(*folders[each.place], each) for each in round_ if each.place in folders]
+        for gone in self._loaded.keys() - {key for key, _, _ in work}:
+            del self._loaded[gone]
+            self._unseen.pop(gone, None)
+            self._written.pop(gone, None)
+        if work:
+            loaded = await anyio.to_thread.run_sync(self._read, work)
+            for key, limits, _ in work:
+                if key in loaded:
+                    if limits.injected is not False and not loaded[key]:
+                        self._report.not_loaded(limits.about)
+                    self._isolation.saw(key, loaded[key])
+
+    def _above(self, round_: Sequence[Measured], caps: Mapping[Place, int]) -> frozenset[Place]:
+        counted: dict[Place, int] = {}
+        for each in round_:
+            cap = caps.get(each.place, each.cap_bytes)
+            off = self._isolation.policy(each.place[0]) is Policy.OFF
+            if not off and each.memory_bytes > cap + tolerance(cap):
+                rounds = counted[each.place] = self._rounds.get(each.place, 0) + 1
+                if rounds == READINGS:
+                    self._report.exceeded(each.place, each.memory_bytes, cap)
+        self._rounds = counted
+        return frozenset(place for place, rounds in counted.items() if rounds >= READINGS)
+
+    def _read(self, work: Sequence[tuple[str, ContainerLimits, Measured]]) -> Mapping[str, bool]:
+        """Whether all processes have the library, by folder; nothing of those without a process."""
+        found: dict[str, bool] = {}
+        for key, limits, measured in work:
+            known = self._loaded.get(key, {})
+            library = self._isolation.library_file(limits.about)
+            now = {
+                pid: known[pid] if pid in known else loads(pid, library, self._proc) for pid in measured.pids
+            }
+            self._loaded[key] = {pid: each for pid, each in now.items() if each is not None}
+            if self._loaded[key]:
+                found[key] = all(self._loaded[key].values())
+            self._settle(key, measured)
+        return found
+
+    def _settle(self, key: str, measured: Measured) -> None:
+        """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        written = self._written.get(key)
+        if not measured.pids and written == 0:
+            return  # nobody is there
+        folders = self._isolation.folders
+        try:
+            if written is None:
+                written = self._written[key] = folders.limits(key).unseen_bytes
+            usage = folders.usage(key)
+            if usage is None:
+                return
+            readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
+            readings.append(max(0, measured.memory_bytes - usage.total_bytes))
+            unseen = min(readings) // STEP * STEP
+            if len(readings) == STABLE_READINGS and written != unseen:
+                folders.put(key, replace(folders.limits(key), unseen_bytes=unseen))
+                self._written[key] = unseen
+        except FolderUnusable as error:
+            log.info("usage_unreadable", problem=str(error))
+
+
+def tolerance(cap_bytes: int) -> int:
+    """How far above its cap a container may be measured without a report, in bytes."""
+    return max(LEAST_TOLERANCE, int(cap_bytes * TOLERANCE_RATIO))
+
+
+def loads(pid: int, library: Path, proc: Path) -> bool | None:
+    """Whether a process has the library in its memory; None: it cannot be looked at. Blocks.
+
+    A file is known by its name and inode: what a container mounts or copies under that name has another.
+    """
+    try:
+        inode = str(library.stat().st_ino)
+        with (proc / str(pid) / "maps").open("rb") as maps:
+            text = maps.read(LONGEST_MAPS)
+    except OSError:
+        return None
+    name = os.fsencode(library.name)
+    for line in text.split(b"\n"):
+        # By proc(5) a line has six fields, the last two of which are inode and path.
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name):
+            return True
+    # Beyond what was read it may stand: nothing is said then.
+    return None if len(text) == LONGEST_MAPS else False

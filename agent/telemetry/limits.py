@@ -1,0 +1,37 @@
+"""Metrics of vGPU limits: how many containers each fence holds, and how many are above their caps."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from agent.telemetry import definitions as d
+from agent.telemetry.reading import Add, Part
+
+
+class Limits(Protocol):
+    """What is known of containers with limits."""
+
+    def by_fence(self) -> Mapping[str, int]:
+        """Containers by the fences that hold for them."""
+
+    def above_cap(self) -> int:
+        """Containers that use more than they may."""
+
+    def without_library(self) -> int:
+        """Containers of which a process uses the GPU without the library that they were given."""
+
+
+def part(limits: Limits) -> Part:
+    """What limits add to a scrape."""
+
+    def read() -> Callable[[Add], None]:
+        by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+
+        def add(series: Add) -> None:
+            for fence, count in by_fence.items():
+                series(d.LIMITED_CONTAINERS, count, (fence,))
+            series(d.CONTAINERS_ABOVE_CAP, above, ())
+            series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+
+        return add
+
+    return read

@@ -1,0 +1,197 @@
+"""A cap holds to the byte, whatever takes the memory, and the container sees it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from agent.isolation.clib.build import cached
+from tests.component.caps.conftest import MakeContainer, Programs
+from tests.cuda_double.machine import MIB, CudaMachine
+
+CLASSES = {
+    "linear": "[alloc(64) for _ in range(count)]",
+    "small": "[alloc(0.5) for _ in range(count * 128)]",
+    "pitch": "[out_pitch() for _ in range(count)]",
+    "managed": "[out('cuMemAllocManaged', size(64 * MIB), 1) for _ in range(count)]",
+    "physical": "[create(64) for _ in range(count)]",
+    "pool": "[out('cuMemAllocAsync', size(64 * MIB), u64()) for _ in range(count)]",
+    "array": "[array(8192, 8192, 0, form=1) for _ in range(count)]",
+}
+PITCH = """
+def out_pitch():
+    address, pitch = u64(), size(0)
+    check("cuMemAllocPitch_v2", ctypes.byref(address), ctypes.byref(pitch), size(65536), size(1024), 4)
+    return address.value
+"""
+FITS = (1024 - 300) // 64
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_cap_holds_to_the_byte(
+    kind: str, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made, PITCH, "init()", f"count = {FITS}")
+    program(CLASSES[kind])
+    assert machine.used() == made.charged()
+    assert 1024 * MIB - 64 * MIB < machine.used() <= 1024 * MIB
+    # The rest, in the finest steps that there are, and not one more.
+    program("rest = memory()[0] // MIB; [alloc(2) for _ in range(rest // 2)]")
+    assert machine.used() == made.charged() == 1024 * MIB
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(1))") == 2
+    assert machine.peak() == 1024 * MIB
+
+
+def test_what_is_freed_can_be_had_again(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made, PITCH, "init()")
+    before = machine.used()
+    for _ in range(3):
+        program("kept = [alloc(64) for _ in range(5)] + [alloc(0.5) for _ in range(10)] + [out_pitch()]")
+        program("[free(address) for address in kept]")
+    program("handle = create(64); at = reserve(64); map_at(at, 64, handle)")
+    program("check('cuMemRelease', u64(handle))")
+    assert made.charged() == machine.used() == before + 64 * MIB  # the mapping holds it
+    program("unmap(at, 64)")
+    program("made = array(4096, 4096); check('cuArrayDestroy', u64(made))")
+    program("at = out('cuMemAllocAsync', size(64 * MIB), u64()); check('cuMemFreeAsync', u64(at), u64())")
+    program("check('cuCtxSynchronize')")
+    assert made.charged() == machine.used() == before
+
+
+@pytest.mark.parametrize("cap", [0, 1])
+def test_a_cap_of_next_to_nothing_refuses_everything(
+    cap: int, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(cap, context=0)
+    machine.state.devices[0].context_bytes = 0
+    program = programs(made, "init()")
+    assert program("memory()") == [cap * MIB, cap * MIB]
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(2 * MIB))") == 2
+    assert machine.used() == 0
+
+
+def test_a_context_that_the_cap_cannot_hold_is_refused(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    program = programs(container(100), "check('cuInit', 0)")
+    assert program("call('cuDevicePrimaryCtxRetain', ctypes.byref(u64()), 0)") == 2
+    assert program("call('cuCtxCreate_v2', ctypes.byref(u64()), 0, 0)") == 2
+    assert machine.used() == 0
+
+
+def test_a_cap_above_the_gpu_is_the_gpu(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    program = programs(container(1 << 20), "init()")
+    assert program("memory()") == [(16384 - 300) * MIB, 16384 * MIB]
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(17 << 30))") == 2
+
+
+def test_two_containers_have_two_caps(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    one, two = container(1024), container(512)
+    first, second = programs(one, "init()"), programs(two, "init()")
+    first("alloc(700)")
+    second("alloc(200)")
+    assert [program("memory()[1] // MIB") for program in (first, second)] == [1024, 512]
+    assert second("call('cuMemAlloc_v2', ctypes.byref(u64()), size(20 * MIB))") == 2
+    assert machine.used() == one.charged() + two.charged()
+
+
+def test_processes_of_a_container_share_its_cap(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    first, second = programs(made, "init()"), programs(made, "init()")
+    first("alloc(300)")
+    assert second("call('cuMemAlloc_v2', ctypes.byref(u64()), size(200 * MIB))") == 2
+    assert second("memory()[0]") == 124 * MIB
+    first.kill()
+    second("alloc(600)")
+    assert machine.used() == made.charged() == 900 * MIB
+
+
+def test_a_resize_is_in_force_at_once(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made, "init()", "alloc(700)")
+    made.set_limit(2048)
+    assert program("memory()") == [1048 * MIB, 2048 * MIB]
+    program("alloc(1000)")
+    made.set_limit(1024)
+    assert program("memory()") == [0, 1024 * MIB]
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(1))") == 2
+    assert machine.used() == 2000 * MIB
+
+
+def test_a_child_of_fork_has_books_of_its_own(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made)
+    child = program("fork('init(); alloc(100); time.sleep(60)')")
+    try:
+        program("init()", "alloc(200)")
+        assert made.charged() <= 900 * MIB
+        _until(lambda: made.charged() == 900 * MIB)
+        assert {pid for pid, _, _ in made.slots()} == {program.pid, child}
+    finally:
+        os.kill(child, signal.SIGKILL)
+    program("os.waitpid(-1, 0)", "memory()")
+    assert made.charged() == 500 * MIB
+
+
+def test_exec_gives_back_what_the_process_had(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made, "init()", "alloc(700)")
+    program.send(
+        "print('{\"value\": 0}', flush=True); os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])"
+    )
+    program.receive()
+    program("init()")
+    assert program("memory()[0]") == 724 * MIB
+    assert made.charged() == machine.used() == 300 * MIB
+
+
+def test_launches_are_counted(container: MakeContainer, machine: CudaMachine, programs: Programs) -> None:
+    made = container(1024)
+    program = programs(made, "init()", "kernel = function()")
+    program("[launch(kernel) for _ in range(3000)]")
+    assert machine.calls("cuLaunchKernel") == 3000
+    ((_, launches, _),) = made.slots()
+    assert launches == 2048  # in steps of 1,024
+
+
+def test_nothing_is_written_to_standard_output_or_error(
+    container: MakeContainer, machine: CudaMachine, programs: Programs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = programs(container(1024), "init()", "alloc(700)")
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(200 * MIB))") == 2
+    program.kill()
+    assert capfd.readouterr() == ("", "")
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(400)
+def test_the_library_is_built_for_both_processors() -> None:
+    # e_machine of ELF: 62 is x86-64, 183 AArch64.
+    machines = {
+        name: int.from_bytes(cached(name).read_bytes()[18:20], "little") for name in ("x86_64", "aarch64")
+    }
+    assert machines == {"x86_64": 62, "aarch64": 183}
