@@ -143,7 +143,6 @@ class Agent:
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
     gpu_specification: SpecificationKeeper | None = None
-    isolation: "Isolation | None" = None  # of vGPU; None: it is off
     limits: Limits | None = None  # of vGPU containers; None: nothing enforces them
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
