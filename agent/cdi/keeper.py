@@ -109,7 +109,12 @@ class SpecificationKeeper:
         self._publish(self._lacking(made))
 
     def _lacking(self, made: Specification) -> str | None:
-        present = {state.uuid for state in self._inventory.value.gpus if not state.health.away}
+        # In MIG mode only the instances have devices, and nobody is given such a GPU.
+        present = {
+            state.uuid
+            for state in self._inventory.value.gpus
+            if not state.health.away and not state.gpu.mig_enabled
+        }
         if missing := sorted(present - made.names):
             return (
                 f"the generated CDI specification lacks {', '.join(missing)}: nvidia-ctk did not see them; "

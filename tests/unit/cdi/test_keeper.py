@@ -200,6 +200,13 @@ async def test_a_gpu_that_the_generator_does_not_see_is_told(scene: Scene) -> No
     assert "lacks GPU-1" in (scene.keeper.devices.value.problem or "")
 
 
+async def test_a_gpu_in_mig_mode_has_no_device_and_needs_none(scene: Scene) -> None:
+    scene.machine.names = ("GPU-0", "MIG-1")
+    scene.inventory.publish(snapshot(gpu(0), gpu(1, mig_enabled=True)))
+    await scene.keeper.keep()
+    assert scene.keeper.devices.value == Devices(frozenset({"GPU-0", "MIG-1"}))
+
+
 async def test_a_folder_that_cannot_be_written_is_told(scene: Scene) -> None:
     scene.folder.write_text("in the way")
     await scene.keeper.keep()
