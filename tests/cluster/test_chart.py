@@ -1,4 +1,4 @@
-"""Simulated GPUs by the chart: a cluster without any GPU, the real agent, and a fault by hand."""
+"""The chart on clusters that differ: one without any GPU, and what `preset: auto` makes of others."""
 
 import json
 import subprocess
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.build import agent_image
 from tests.cluster.install_fixtures import an_installation, audit, open_cluster
-from tests.cluster.installation import NAMESPACE, Installation
+from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
 
@@ -22,6 +23,33 @@ SCRAPE = """
 import urllib.request
 print(urllib.request.urlopen("http://127.0.0.1:9446/metrics", timeout=10).read().decode())
 """
+
+RUNTIME_CLASS = {
+    "apiVersion": "node.k8s.io/v1",
+    "kind": "RuntimeClass",
+    "metadata": {"name": "nvidia"},
+    "handler": "nvidia",
+}
+POLICIES = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "clusterpolicies.nvidia.com"},
+    "spec": {
+        "group": "nvidia.com",
+        "scope": "Cluster",
+        "names": {"kind": "ClusterPolicy", "plural": "clusterpolicies", "singular": "clusterpolicy"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+                },
+            }
+        ],
+    },
+}
 
 
 class Simulated(Installation):
@@ -84,6 +112,61 @@ def test_simulated_node_by_chart(simulated: Installation) -> None:
     assert all('{simulated="true"' in line for line in series)
     assert any("gpu_agent_gpu_xids_total" in line and 'xid="79"' in line for line in series)
 
-    simulated.helm("uninstall", "gpu-node-agent", "--wait", "--timeout=100s")
+    simulated.helm("uninstall", RELEASE, "--wait", "--timeout=100s")
     labels = cluster.get("Node", cluster.node)["metadata"]["labels"]
     assert "gpu-node-agent.io/simulated" not in labels
+
+
+def _policy(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1",
+        "kind": "ClusterPolicy",
+        "metadata": {"name": "cluster-policy"},
+        "spec": spec,
+    }
+
+
+@pytest.fixture
+def bare(open_cluster: Cluster) -> Iterator[Installation]:
+    with an_installation(open_cluster) as made:
+        yield made
+
+
+def _said(bare: Installation) -> str:
+    arguments = ["--create-namespace", "--set", "image.repository=example.com/agent", "--dry-run=server"]
+    return bare.helm("install", RELEASE, str(helm.CHART), *arguments)
+
+
+def test_auto_follows_the_cluster(bare: Installation) -> None:
+    cluster = bare.cluster
+    made = []
+
+    def apply(document: dict[str, Any]) -> None:
+        made.append(document)
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(document))
+
+    try:
+        assert "Preset toolkit: " in _said(bare)
+        apply(RUNTIME_CLASS)
+        said = _said(bare)
+        assert "Preset runtimeclass: " in said
+        assert "RuntimeClass nvidia is there" in said
+        apply(POLICIES)
+        cluster.kubectl(
+            "wait", "--for=condition=Established", "--timeout=20s", "crd/clusterpolicies.nvidia.com"
+        )
+        assert "Preset runtimeclass: " in _said(bare)  # the operator's kind alone is no operator
+        apply(_policy())
+        said = _said(bare)
+        assert "Preset operator: " in said
+        assert "runtimeClassName: nvidia" in said
+        assert 'path: "/run/nvidia/driver"' in said
+        apply(_policy(driver={"enabled": False}, cdi={"nriPluginEnabled": True}))
+        said = _said(bare)
+        assert "with its NRI plugin" in said
+        assert "runtimeClassName: nvidia" not in said
+        assert "privileged: true" in said
+    finally:
+        for document in reversed(made):
+            where = (str(document["kind"]), str(document["metadata"]["name"]))
+            cluster.kubectl("delete", *where, "--ignore-not-found", "--timeout=30s")
