@@ -195,7 +195,7 @@ def test_what_comes_from_a_registry_is_pinned() -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     stages = re.findall(r"^FROM (\S+)(?: AS \w+)?$", text, re.MULTILINE)
-    assert stages == ["${BUILD_BASE}", "scratch"]
+    assert stages == ["${BUILD_BASE}", "${BUILD_BASE}", "scratch"]
     assert re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", defaults["BUILD_BASE"])
 
 
