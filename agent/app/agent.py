@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agent.cdi.keeper import SpecificationKeeper
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState
@@ -30,6 +29,7 @@ from agent.telemetry.reading import Part, Sources
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
+    from agent.cdi.keeper import SpecificationKeeper
     from agent.cluster.api import KubeApi
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
@@ -142,7 +142,7 @@ class Agent:
     guard: Guard | None = None
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
-    gpu_specification: SpecificationKeeper | None = None
+    gpu_specification: "SpecificationKeeper | None" = None
     limits: Limits | None = None  # of vGPU containers; None: nothing enforces them
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.

@@ -9,19 +9,17 @@ import os
 from pathlib import Path
 
 from agent.cdi.errors import HookNotInstalled
+from agent.cdi.programs import HOOK
 from agent.kit import atomic_file
-
-NAME = "nvidia-cdi-hook"
-FOLDER = "bin"  # below host.state
 
 
 def install(source: Path, folder: Path) -> Path:
     """Copy the program to `folder` unless it is there already; its path. Blocks. Raises HookNotInstalled."""
-    target = folder / NAME
+    target = folder / HOOK
     try:
         if not _same(source, target):
             # Hooks of containers that start meanwhile run on with the file that they have opened.
-            atomic_file.write(folder, NAME, source.read_bytes(), mode=0o755)
+            atomic_file.write(folder, HOOK, source.read_bytes(), mode=0o755)
         refused = os.statvfs(folder).f_flag & os.ST_NOEXEC
     except OSError as error:
         raise HookNotInstalled(
@@ -29,7 +27,7 @@ def install(source: Path, folder: Path) -> Path:
         ) from error
     if refused:
         raise HookNotInstalled(
-            f"{folder} is on a file system mounted noexec, so that no runtime can run {NAME} there; "
+            f"{folder} is on a file system mounted noexec, so that no runtime can run {HOOK} there; "
             "name another folder in host.state"
         )
     return target

@@ -6,7 +6,6 @@ never removed here: a container that is started again needs its devices whether 
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -14,7 +13,7 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi.errors import BadSpecification, CdiError
-from agent.cdi.specification import FILE, Specification, parse
+from agent.cdi.specification import FILE, Devices, Specification, parse
 from agent.cdi.toolkit import MOST_BYTES, Generator
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file, small_file
@@ -28,14 +27,6 @@ log = structlog.get_logger()
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 # How often somebody's `rm` is looked for.
 LOOK_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """Which GPUs containers can get by the file, by UUID, and why it is not as it should be."""
-
-    names: frozenset[str] = frozenset()
-    problem: str | None = None
 
 
 class SpecificationKeeper:

@@ -19,6 +19,14 @@ FILE = "gpu-node-agent-gpus.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Devices:
+    """Which GPUs containers can get by the file, by UUID, and why it is not as it should be."""
+
+    names: frozenset[str] = frozenset()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Specification:
     """A checked specification."""
 

@@ -13,12 +13,11 @@ import anyio
 import anyio.to_thread
 
 from agent.cdi.errors import GenerationFailed
-from agent.cdi.hook import NAME as HOOK
 from agent.cdi.hook import install
+from agent.cdi.programs import CTK, HOOK
 from agent.cdi.specification import CLASS, VENDOR, Specification, parse
 from agent.kit import programs, small_file
 
-PROGRAM = "nvidia-ctk"
 SECONDS = 30.0  # NVML without persistence mode wakes one GPU after the other
 MOST_BYTES = 4 << 20  # 16 GPUs take 30 KiB
 CONTROL_NODE = "dev/nvidiactl"
@@ -39,11 +38,6 @@ class Places:
     driver_root: Path
     host_driver_root: Path  # the same folder, as the host sees it
     hook: Path  # where the hook is put, on the host and for the agent alike
-
-
-def present(folder: Path) -> bool:
-    """Whether both programs lie in a folder. Blocks."""
-    return all(os.access(folder / name, os.X_OK) for name in (PROGRAM, HOOK))
 
 
 class Toolkit:
@@ -93,9 +87,7 @@ class Toolkit:
             try:
                 return (await anyio.to_thread.run_sync(small_file.read_text, file, MOST_BYTES)).encode()
             except (OSError, UnicodeDecodeError) as error:
-                raise GenerationFailed(
-                    f"{PROGRAM} cdi transform root wrote no {file.name}: {error}"
-                ) from error
+                raise GenerationFailed(f"{CTK} cdi transform root wrote no {file.name}: {error}") from error
 
     def _dev_root(self) -> Path:
         """Some driver roots hold files only: their device nodes are in the host's own /dev, and in ours."""
@@ -103,8 +95,8 @@ class Toolkit:
         return root if (root / CONTROL_NODE).exists() else Path("/")
 
     async def _run(self, *arguments: str, stdin: bytes = b"") -> bytes:
-        command = [str(self._places.programs / PROGRAM), "--quiet", *arguments]
-        what = f"{PROGRAM} {' '.join(word for word in arguments if not word.startswith('-'))}"
+        command = [str(self._places.programs / CTK), "--quiet", *arguments]
+        what = f"{CTK} {' '.join(word for word in arguments if not word.startswith('-'))}"
         try:
             done = await programs.run(
                 command, environment=_environment(), seconds=SECONDS, most_bytes=MOST_BYTES, stdin=stdin

@@ -14,7 +14,7 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi import specification
-from agent.cdi.hook import FOLDER as BIN
+from agent.cdi.programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit import trees
 from agent.kit.lock import Taken, exclusive

@@ -12,8 +12,7 @@ from pathlib import Path
 import structlog
 import yaml
 
-from agent.cdi.keeper import Devices
-from agent.cdi.specification import KIND
+from agent.cdi.specification import KIND, Devices
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet.api import Allocation, DeviceNode, Mount

@@ -12,8 +12,8 @@ import pytest
 
 from agent.cdi import keeper
 from agent.cdi.errors import GenerationFailed
-from agent.cdi.keeper import Devices, SpecificationKeeper
-from agent.cdi.specification import FILE, Specification, parse
+from agent.cdi.keeper import SpecificationKeeper
+from agent.cdi.specification import FILE, Devices, Specification, parse
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList

@@ -7,7 +7,8 @@ import pytest
 
 from agent.cdi import toolkit
 from agent.cdi.errors import BadSpecification, GenerationFailed
-from agent.cdi.toolkit import Places, Toolkit, present
+from agent.cdi.programs import present
+from agent.cdi.toolkit import Places, Toolkit
 from tests.unit.cdi.test_specification import text
 
 # Notes down how it is called; a transform hands on what it reads, to the file that is named last.

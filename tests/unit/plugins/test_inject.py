@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.cdi.keeper import Devices
+from agent.cdi.specification import Devices
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
