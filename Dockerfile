@@ -12,8 +12,9 @@ COPY .ci/build-toolkit .ci/container-toolkit/go.mod .ci/container-toolkit/go.sum
 RUN sh /toolkit/build-toolkit /toolkit /usr/libexec/gpu-node-agent
 
 FROM ${BUILD_BASE} AS build
-# A folder wheels/ in the context, where there is one, stands in for the package index.
-COPY requirements.lock wheel[s] /wheels/
+# A folder wheels/ in the context, where there is one, stands in for the package index, and a folder lib/ for building
+# the enforcement library.
+COPY requirements.lock wheel[s] li[b] /wheels/
 RUN set -eu; \
     offline=""; for wheel in /wheels/*.whl; do [ -e "$wheel" ] && offline="--no-index --find-links=/wheels"; done; \
     python3 -m pip install --quiet --no-cache-dir --no-compile --disable-pip-version-check --root-user-action=ignore \
@@ -24,6 +25,11 @@ RUN set -eu; \
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
 COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agent
+# What is preloaded into vGPU containers, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
+RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
+    if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \
+    else python3 -m agent.isolation.clib.build lib; fi; \
+    rm -rf agent/isolation/clib
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
 RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,7 +11,7 @@ from msgspec import Meta
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.model.layout import Entry, faults_of
-from agent.model.modes import ALIASES, FOREIGN_VALUES, SWITCHING, Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, Mode, ModeName
 from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
@@ -154,12 +154,24 @@ LONGEST_SOCKET_PATH = 107
 CONTROL_SOCKET = "/agent.sock"  # below host.run
 
 
-class Modes(Section, frozen=True):
-    """Which modes this node may be switched to; one that is off is never registered."""
+if TYPE_CHECKING:
 
-    pgpu: bool = True
-    vgpu: bool = True
-    mps: bool = True
+    class Modes(Section, frozen=True):
+        """As below, as far as a mode is asked for by name."""
+
+        vgpu: bool = True
+        mps: bool = True
+
+else:
+    Modes = msgspec.defstruct(
+        "Modes",
+        [(mode.value, bool, True) for mode in OFFERED_MODES],
+        bases=(Section,),
+        namespace={
+            "__doc__": "Modes that this node may be switched to; one that is off is never registered."
+        },
+        frozen=True,
+    )
 
 
 class Vgpu(Section, frozen=True):
@@ -207,7 +219,7 @@ class LayoutEntry(Section, frozen=True):
 
     # Index ranges (0-3, 5), UUIDs, product patterns (NVIDIA H200, *T4*), or rest.
     gpus: list[str | int]
-    mode: Literal["off", "pgpu", "vgpu", "mps"]
+    mode: ModeName
     replicas: Annotated[int, Meta(ge=1, le=100)] = 1  # pgpu only: time slices of each GPU
 
 
@@ -301,22 +313,20 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _long_socket_path(settings: Settings) -> list[tuple[str, str]]:
-    """A run folder below which a socket cannot be made: the task that makes it would fail for ever."""
+    """A run folder below which a task would fail for ever to make a socket."""
     owner, below, remedy = "the agent's socket", CONTROL_SOCKET, "name a shorter folder"
     if settings.modes.mps:
         owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
         remedy += ", or set modes.mps: false"
     length = len(os.fsencode(settings.host.run)) + len(below)
-    if length <= LONGEST_SOCKET_PATH:
-        return []
-    sentence = (
+    told = (
         f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
     )
-    return [("host.run", sentence)]
+    return [("host.run", told)] if length > LONGEST_SOCKET_PATH else []
 
 
 def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
-    modes = [mode.value for mode in Mode if mode is not Mode.OFF]
+    modes = [mode.value for mode in OFFERED_MODES]
     words = ("none", "disable", *modes)
     # What the label would never be taken for, if a layout had such a name.
     meanings = dict.fromkeys(words, "the name of a mode") | {

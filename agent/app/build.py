@@ -23,7 +23,7 @@ from agent.kit.supervise import FatalError
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.model.layout import Entry
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Vocabulary
 from agent.modes.memory import ModeMemory
@@ -38,9 +38,9 @@ from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
+from agent.plugins.context import PluginContext, module_of
 from agent.plugins.fractions import Fence, no_fence
 from agent.plugins.inject import Injector, NodeSoftware
-from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
@@ -132,13 +132,14 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     assignment: Cell[Assignment] = Cell(Assignment())
     source, recorder = _pod_ports(agent, group)
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
-    plugins = {
-        **_plugins(agent, assignment, injector),
+    context = PluginContext(settings, snapshot, assignment, agent.holdings, injector)
+    plugins: dict[Mode, list[ResourcePlugin]] = {
         Mode.VGPU: _vgpu_plugins(
             agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder)
         ),
         Mode.MPS: agent.mps.plugins,
     }
+    plugins |= {mode: module_of(mode).build(context) for mode in OFFERED_MODES if mode not in plugins}
     resources = ResourceSet(plugins, agent.endpoints, _endpoint_of(agent), agent.supervisor, group)
     writers: dict[str, Patching] = {}
     if agent.cluster:
@@ -201,36 +202,12 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
 def vocabulary_of(settings: Settings) -> Vocabulary:
     """What may be asked for under a configuration."""
     allowed = settings.modes
-    modes = [mode for mode in (Mode.PGPU, Mode.VGPU, Mode.MPS) if getattr(allowed, mode.value)]
+    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
     layouts = {
         name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
         for name, entries in settings.layouts.items()
     }
     return Vocabulary(layouts, tuple(modes), settings.default_mode)
-
-
-def _plugins(
-    agent: Agent, assignment: Cell[Assignment], injector: Injector
-) -> dict[Mode, list[ResourcePlugin]]:
-    """The plugins of each mode; none is registered before its mode is first used."""
-    slicing = agent.settings.time_slicing
-    snapshot = agent.inventory.snapshot
-
-    def pgpu(resource: str, whole: bool, replicas: bool) -> PgpuPlugin:
-        return PgpuPlugin(
-            snapshot,
-            assignment,
-            agent.holdings,
-            injector,
-            resource=resource,
-            whole=whole,
-            replicas=replicas,
-            refuse_more_than_one=slicing.refuse_more_than_one,
-        )
-
-    whole = [pgpu(RESOURCE, whole=True, replicas=not slicing.rename)]
-    shared = [pgpu(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else []
-    return {Mode.PGPU: [*whole, *shared]}
 
 
 def _pod_ports(agent: Agent, group: TaskGroup) -> tuple[PodSource | None, Recorder | None]:

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from agent.check import node_files
-from agent.model.compat import vgpu_warning
+from agent.model.compat import hooked, vgpu_warning
 from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, told
 from agent.model.gpu import Driver, Gpu
 from agent.mps.binary import find
@@ -87,7 +87,8 @@ def _modes(settings: Settings, driver: Driver, gpus: list[Gpu]) -> Iterator[Look
             Grade.WARNING,
             f"on for GPU {', '.join(mig)}: such a GPU is not sold; nvidia-smi -i <index> -mig 0 turns it off",
         )
-    if settings.modes.vgpu and (warning := vgpu_warning(driver)):
+    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement)
+    if vgpu_hooked and (warning := vgpu_warning(driver)):
         yield Look("mode vgpu", Grade.WARNING, warning)
     if not settings.modes.mps:
         return

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.model import cuda
+from agent.model import compat, cuda
+from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 
@@ -43,7 +44,7 @@ def add_commands(
         "--driver", type=_driver, help="its number (550.144.03) or CUDA version; default: this node's"
     )
     compat.add_argument(
-        "--mode", choices=("pgpu", "vgpu", "mps"), default="pgpu", help="default: %(default)s"
+        "--mode", choices=[mode.value for mode in OFFERED_MODES], default="pgpu", help="default: %(default)s"
     )
     compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
     configuration(compat)
@@ -102,7 +103,7 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    hooked = settings.vgpu.enforcement in ("library", "strict")
+    hooked = compat.hooked(settings.vgpu.enforcement)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(

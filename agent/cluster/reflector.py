@@ -25,7 +25,8 @@ WATCH_SECONDS = 300  # the server ends a watch after this; less a random part, s
 SILENCE_SECONDS = 90.0
 STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure is a new one
 LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
-LIST_SECONDS = 30.0
+LIST_SECONDS = 30.0  # for one page
+PAGE_ITEMS = 500
 TOO_MANY_REQUESTS = 429
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
@@ -79,8 +80,13 @@ class _Problem(msgspec.Struct):
     message: str = ""
 
 
+class _ListMetadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    next_page: str = msgspec.field(default="", name="continue")
+
+
 class _Page(msgspec.Struct):
-    metadata: Metadata
+    metadata: _ListMetadata
     items: list[msgspec.Raw] = msgspec.field(default_factory=list)
 
 
@@ -241,11 +247,21 @@ class Reflector(Generic[Item]):
             await self.items.wait_change(self.items.version)
 
     async def _list(self) -> None:
-        """A plain list, for servers without streaming lists; version 0 comes from the server's cache."""
-        query = self._selector | ({"resourceVersion": "0"} if self.from_cache else {})
-        page = msgspec.json.decode(await self._api.get(self._path, query, LIST_SECONDS), type=_Page)
-        found = [self._decoder.decode(raw) for raw in page.items]
-        self._publish({item.metadata.uid: item for item in found})
+        """A plain list, for servers without streaming lists; version 0 comes from the server's cache.
+
+        Other lists come in pages: of the JSON of a whole cluster's pods no more than one is held at a time.
+        """
+        query = dict(self._selector)
+        query |= {"resourceVersion": "0"} if self.from_cache else {"limit": str(PAGE_ITEMS)}
+        found: dict[str, Item] = {}
+        while True:
+            body = await self._api.get(self._path, query, LIST_SECONDS)
+            page = msgspec.json.decode(body, type=_Page)
+            found |= {item.metadata.uid: item for item in map(self._decoder.decode, page.items)}
+            if not page.metadata.next_page:
+                break
+            query["continue"] = page.metadata.next_page
+        self._publish(found)
         self._version = page.metadata.resource_version
 
     def _publish(self, items: dict[str, Item]) -> None:

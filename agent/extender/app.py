@@ -96,7 +96,14 @@ class Extender:
         try:
             # In the lists from here on stands all that a former leader bound: its last write is over.
             self.feed, self.fleet = Feed(self._api, fleet, self.supervisor, self.metrics.expired.inc), fleet
-            binder = Binder(self._api, fleet, policy, settings.assume_seconds, lambda: self.election.holds)
+            binder = Binder(
+                self._api,
+                fleet,
+                policy,
+                settings.assume_seconds,
+                lambda: self.election.holds,
+                gang_seconds=settings.gang_seconds,
+            )
             self._serving = Serving(Verdicts(fleet), binder)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._log_completeness, self.feed, fleet)

@@ -14,6 +14,7 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
+from agent.extender.gangs import Gangs
 from agent.extender.objects import as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand, annotations_of
 from agent.extender.wire import Binding
@@ -22,13 +23,14 @@ from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
 
 log = structlog.get_logger()
 
+CONFLICT = 409
 BIND_SECONDS = (
     4.0  # less than the time between losing and giving up a lease: no late write of a former leader
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PodRequest:
     """What is known of a pod that is being scheduled."""
 
     demand: PodDemand
@@ -50,7 +52,10 @@ class Binder:
         assume_seconds: float,
         holds: Callable[[], bool],
         clock: Callable[[], float] = anyio.current_time,
+        gang_seconds: float = 60.0,
     ) -> None:
+        """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound."""
+        self.gangs = Gangs(fleet, gang_seconds, clock)
         self._api = api
         self._fleet = fleet
         self._policy = policy
@@ -59,16 +64,16 @@ class Binder:
         self._clock = clock
         self._open: dict[str, tuple[str, PodClaim]] = {}  # written, and no answer came
 
-    def wish(self, pod: Pod) -> Wish:
+    def request(self, pod: Pod) -> PodRequest:
         """What a pod wants. Raises Impossible."""
-        return Wish(demand_for(pod), policy_of(pod, self._policy))
+        return PodRequest(demand_for(pod), policy_of(pod, self._policy))
 
     async def bind(self, binding: Binding) -> None:
         """Raises NotBound."""
-        wish = await self._wish_of(binding)
+        request = await self._read(binding)
         # From here to `assume` nothing waits: no other binding can take the same units.
-        claim = self._claim(binding, wish)
-        annotations = annotations_of(wish.demand, claim.chosen) if claim.chosen else {}
+        claim = self._claim(binding, request)
+        annotations = annotations_of(request.demand, claim.chosen) if claim.chosen else {}
         if annotations:
             annotations |= {HINT_TIME: str(time.time_ns()), HINT_NODE: binding.node}
         if not self._holds():
@@ -79,7 +84,9 @@ class Binder:
         try:
             await self._write(binding, annotations)
         except ApiRefused as error:
-            if error.status < 500:  # it was looked at and not done
+            # It was looked at and not done. But a conflict may say that the pod is bound, by a write whose
+            # answer was lost: its units count until the watch or the deadline says otherwise.
+            if error.status < 500 and error.status != CONFLICT:
                 self._forget(binding.pod_uid)
             raise NotBound(str(error)) from error
         except ApiError as error:
@@ -92,26 +99,36 @@ class Binder:
             gpu=";".join(",".join(map(str, one)) for one in claim.chosen or ()),
         )
 
-    def _claim(self, binding: Binding, wish: Wish) -> PodClaim:
+    def _claim(self, binding: Binding, request: PodRequest) -> PodClaim:
         uid = binding.pod_uid
+        self._open = {one: written for one, written in self._open.items() if self._fleet.where(one)}
+        if kept := self.gangs.take(uid, binding.node, request.demand):
+            return kept
         if where := self._fleet.where(uid):
             former = self._open.get(uid)
             if where != binding.node or former is None or former[0] != where:
                 raise NotBound(f"the pod is bound to {where}, or about to be; nothing was done")
             return former[1]  # the same once more: the first write may have been lost
         self._open.pop(uid, None)
-        found = self._fleet.pick(binding.node, wish.demand, wish.policy)
-        if found is None:
-            reason = self._fleet.verdict(binding.node, wish.demand)
+        claim = self.choose(binding.node, request, f"{binding.pod_namespace}/{binding.pod_name}")
+        if claim is None:
+            reason = self._fleet.verdict(binding.node, request.demand)
             raise NotBound(f"{binding.node} has no room any more: {reason}")
-        chosen = found.chosen if self._fleet.has_inventory(binding.node) else None
-        return PodClaim(wish.demand, chosen=chosen, name=f"{binding.pod_namespace}/{binding.pod_name}")
+        return claim
+
+    def choose(self, node: str, request: PodRequest, name: str) -> PodClaim | None:
+        """GPUs of a node for a pod (`name`: for people), not assumed yet; None: it does not fit."""
+        found = self._fleet.pick(node, request.demand, request.policy)
+        if found is None:
+            return None
+        chosen = found.chosen if self._fleet.has_inventory(node) else None
+        return PodClaim(request.demand, chosen=chosen, name=name)
 
     def _forget(self, uid: str) -> None:
         self._open.pop(uid, None)
         self._fleet.forget(uid)
 
-    async def _wish_of(self, binding: Binding) -> Wish:
+    async def _read(self, binding: Binding) -> PodRequest:
         # What filter was told of the pod is the caller's word; a pod is bound by what the API server says.
         path = f"/api/v1/namespaces/{binding.pod_namespace}/pods/{binding.pod_name}"
         try:
@@ -121,12 +138,12 @@ class Binder:
         if pod.metadata.uid != binding.pod_uid:
             raise NotBound("there is another pod of that name by now; nothing was done")
         try:
-            wish = self.wish(as_model(pod))
+            request = self.request(as_model(pod))
         except Impossible as error:
             raise NotBound(str(error)) from error
-        if wish.demand.nothing:
+        if request.demand.nothing:
             raise NotBound("the pod asks for no GPU: kube-scheduler binds it by itself; see managedResources")
-        return wish
+        return request
 
     async def _write(self, binding: Binding, annotations: dict[str, str]) -> None:
         body = {

@@ -9,8 +9,7 @@ from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.free_gpu import FreeGpu
-from agent.model.modes import Mode
-from agent.model.node_inventory import PAIRS
+from agent.model.modes import PAIRS, Mode
 from agent.model.placement import Policy, order, unusable
 from agent.model.topology import Topology
 

@@ -27,19 +27,29 @@ def would_have_to_go(
         if _fits_without(inventory, claims, going, demand):
             break
     # What went on the way without need may stay, large ones first.
-    needed = still_needed(inventory, claims, sorted(going, key=lambda uid: _size(claims[uid]))[::-1], demand)
-    return [claims[uid] for uid in needed or ()]
+    return [claims[uid] for uid in _reprieved(inventory, claims, going[::-1], demand)]
 
 
 def still_needed(
-    inventory: NodeInventory, claims: Mapping[str, PodClaim], victims: Sequence[str], demand: PodDemand
-) -> list[str] | None:
-    """Those of the victims that must go, by UID; None: the demand does not fit without all of them.
+    fleet: Fleet, name: str, victims: Sequence[str], demand: PodDemand, *, give_back: bool
+) -> Sequence[str] | None:
+    """Those of a node's victims that must go, by UID; None: the demand does not fit without all of them.
 
-    The first ones are kept where they can be. Victims that hold no GPU are none of ours: they stay victims.
+    `give_back`: keep those that can be, the first ones before the others. A victim without GPUs has to go for
+    another reason, which is not known here.
     """
+    inventory = fleet.inventory(name)
+    if inventory is None:
+        return None if fleet.verdict_by_totals(name, demand, without=victims) else victims
+    claims = fleet.claims(name)
     if not _fits_without(inventory, claims, victims, demand):
         return None
+    return _reprieved(inventory, claims, victims, demand) if give_back else victims
+
+
+def _reprieved(
+    inventory: NodeInventory, claims: Mapping[str, PodClaim], victims: Sequence[str], demand: PodDemand
+) -> list[str]:
     going = list(victims)
     for uid in victims:
         fewer = [one for one in going if one != uid]

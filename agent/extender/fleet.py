@@ -4,7 +4,7 @@ Built from the nodes' inventories and the bound pods. A choice counts from the m
 the API server confirms it; the watch then takes over, or a deadline lets go of it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -73,6 +73,7 @@ class Fleet:
         if node := self._nodes.get(name):
             node.known, node.inventory, node.totals = False, None, MappingProxyType({})
             self._touch(name)
+            self._drop_if_empty(name, node)
 
     def set_pod(self, pod: BoundPod) -> None:
         """The watch shows a bound pod that has not ended."""
@@ -98,7 +99,10 @@ class Fleet:
     # Choices
 
     def assume(self, uid: str, node: str, claim: PodClaim, expires: float) -> None:
-        """A choice was made and is about to be written."""
+        """A choice was made and is about to be written, or is kept for a while."""
+        former = self._assumed.get(uid)
+        if former and former.node != node:
+            self._unclaim(former.node, uid)
         self._assumed[uid] = Assumed(node, claim, expires)
         self._claim(uid)
 
@@ -117,6 +121,11 @@ class Fleet:
         for uid in late:
             self.forget(uid)
         return late
+
+    def assumed(self, uid: str) -> PodClaim | None:
+        """The choice for a pod that no watch has shown as bound; None: there is none."""
+        known = self._assumed.get(uid)
+        return known.claim if known and known.expires is not None else None
 
     def where(self, uid: str) -> str | None:
         """The node that a pod is bound to, or about to be; None: not placed."""
@@ -139,6 +148,18 @@ class Fleet:
     def waiting(self) -> int:
         """Choices that the watch has not shown yet."""
         return sum(each.expires is not None for each in self._assumed.values())
+
+    def inventory(self, name: str) -> NodeInventory | None:
+        """What the node's agent published; None: nothing that can be used."""
+        node = self._nodes.get(name)
+        return node.inventory if node else None
+
+    def verdict_by_totals(self, name: str, demand: PodDemand, without: Collection[str] = ()) -> str:
+        """Why a demand does not fit by allocatable units alone; empty: it fits. `without`: pods left out."""
+        node = self._nodes.get(name)
+        if node is None or not node.known:
+            return UNKNOWN_NODE
+        return _by_totals(node, demand, without)
 
     def has_inventory(self, name: str) -> bool:
         """Whether the node's agent told of its GPUs; without it the node is judged by totals."""
@@ -230,17 +251,21 @@ class Fleet:
         node = self._nodes.get(name)
         if node and node.claims.pop(uid, None) is not None:
             self._touch(name)
-            if not node.known and not node.claims:
-                del self._nodes[name]
+            self._drop_if_empty(name, node)
+
+    def _drop_if_empty(self, name: str, node: _Node) -> None:
+        if not node.known and not node.claims:
+            del self._nodes[name]
 
     def _touch(self, name: str) -> None:
         self._nodes[name].free = None
         self.on_change(name)
 
 
-def _by_totals(node: _Node, demand: PodDemand) -> str:
+def _by_totals(node: _Node, demand: PodDemand, without: Collection[str] = ()) -> str:
+    claims = [claim for uid, claim in node.claims.items() if uid not in without]
     for resource, count in demand.totals:
-        used = sum(dict(claim.demand.totals).get(resource, 0) for claim in node.claims.values())
+        used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
         free = max(0, node.totals.get(resource, 0) - used)
         if count > free:
             return f"{free} of {count} {resource} free by totals (no inventory)"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.free_gpu import UNLIMITED, FreeGpu
-from agent.model.modes import Mode
+from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 
 
@@ -87,7 +87,7 @@ def _capacity(mode: Mode, gpus: tuple[FreeGpu, ...]) -> ModeCapacity:
 
 def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeCapacity:
     """Free units of every GPU. A pod whose GPUs are not known is counted on each that it may be on."""
-    tallies = {gpu.index: _Tally(gpu) for gpu in inventory.gpus if gpu.mode in (Mode.VGPU, Mode.MPS)}
+    tallies = {gpu.index: _Tally(gpu) for gpu in inventory.gpus if gpu.mode in PAIRS}
     by_uuid = {tally.gpu.uuid: tally for tally in tallies.values()}
     units = 0
     suspects: list[Slot] = []
@@ -150,7 +150,7 @@ class _Tally:
     def take(self, cores: int, blocks: int, clients: int) -> None:
         self.touched = True
         # A container with all the cores has the GPU to itself, whatever memory it asked for.
-        self.shut |= cores >= CORES and self.gpu.mode is Mode.VGPU
+        self.shut |= cores >= CORES and PAIRS[self.gpu.mode].whole_gpus
         self.cores += cores
         self.blocks += blocks
         self.clients += clients

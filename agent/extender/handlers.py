@@ -1,4 +1,4 @@
-"""The HTTP face: filter, prioritize and bind, each answered from the ledger of the leader."""
+"""The HTTP face: filter, prioritize, preempt and bind, each answered from the ledger of the leader."""
 
 import math
 import time
@@ -10,9 +10,10 @@ import structlog
 from anyio import get_cancelled_exc_class
 
 from agent.extender import wire
-from agent.extender.binder import Binder, NotBound
+from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.metrics import Metrics
-from agent.extender.objects import as_model
+from agent.extender.objects import WatchedPod, as_model, gang_of
+from agent.extender.preemption import victims_needed
 from agent.extender.verdicts import Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpServer, Reply, Request
@@ -52,23 +53,33 @@ class Verbs:
 
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
         """Take the paths that gpu-admission's users know, and two more."""
-        for path, act in (("predicates", self.filter), ("priorities", self.prioritize), ("bind", self.bind)):
+        for path, act in (
+            ("predicates", self.filter),
+            ("priorities", self.prioritize),
+            ("preempt", self.preempt),
+            ("bind", self.bind),
+        ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
     async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Nodes that the pod fits on, and why not the others."""
         asked = await _asked(request)
         try:
-            wish = serving.binder.wish(as_model(asked.pod))
+            wanted = serving.binder.request(as_model(asked.pod))
         except Impossible as error:
             refused = dict.fromkeys(asked.names, str(error))
             return _json(wire.filtered(asked, [], refused, unresolvable=True)), "impossible"
-        if wish.demand.nothing:
+        if wanted.demand.nothing:
             return _json(wire.filtered(asked, list(asked.names), {})), "ok"
-        fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
+        gang = gang_of(asked.pod)
+        if gang:
+            serving.binder.gangs.release(asked.pod.metadata.uid)
+        fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if not fitting and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
-            fitting, refused = await serving.verdicts.judge(wish.demand, asked.names)
+            fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
+        if gang:
+            fitting, refused = await _kept_for_gang(serving, asked.pod, gang, wanted, fitting, refused)
         return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
@@ -84,11 +95,24 @@ class Verbs:
         """A score for each node."""
         asked = await _asked(request)
         try:
-            wish = serving.binder.wish(as_model(asked.pod))
+            wanted = serving.binder.request(as_model(asked.pod))
         except Impossible:
             return _json(wire.prioritized(asked.names, [0] * len(asked.names))), "impossible"
-        scores = await serving.verdicts.rank(wish.demand, wish.policy, asked.names)
+        scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
         return _json(wire.prioritized(asked.names, scores)), "ok"
+
+    async def preempt(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+        """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
+        asked = wire.preemption(request.body)
+        try:
+            demand = serving.binder.request(as_model(asked.pod)).demand
+        except Impossible:
+            return _json(wire.preempted(asked, {})), "impossible"
+        if demand.nothing:
+            return _json(wire.preempted(asked, asked.victims)), "ok"
+        fleet = serving.verdicts.fleet
+        found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
+        return _json(wire.preempted(asked, found)), "ok" if found else "nowhere"
 
     async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Choose GPUs and bind."""
@@ -133,6 +157,30 @@ class Verbs:
             return await act(request, serving)
         except wire.BadRequest as error:
             return Reply.text(str(error), 400), "malformed"
+
+
+async def _kept_for_gang(
+    serving: Serving,
+    pod: WatchedPod,
+    gang: str,
+    wanted: PodRequest,
+    fitting: list[str],
+    refused: dict[str, str],
+) -> tuple[list[str], dict[str, str]]:
+    """The best of the nodes alone, where the pod's GPUs are kept for it; see `gangs`."""
+    gangs, uid = serving.binder.gangs, pod.metadata.uid
+    if not fitting:
+        gangs.refuse(gang)
+        return fitting, refused
+    scores = await serving.verdicts.rank(wanted.demand, wanted.policy, fitting)
+    for _, node in sorted(zip(scores, fitting, strict=True), key=lambda each: -each[0]):
+        claim = serving.binder.choose(node, wanted, f"{pod.metadata.namespace}/{pod.metadata.name}")
+        if claim is not None:
+            if serving.verdicts.fleet.where(uid) is None:
+                gangs.keep(uid, gang, node, claim)
+            others = dict.fromkeys(fitting, f"the pod's GPUs are kept on {node}, as its gang's are on others")
+            return [node], {**refused, **{name: why for name, why in others.items() if name != node}}
+    return fitting, refused
 
 
 async def _asked(request: Request) -> wire.Asked:

@@ -15,9 +15,9 @@ from agent.extender.fleet import BoundPod
 from agent.extender.free_capacity import Held, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
-from agent.model.ids import BadDeviceId, Unit, parse
-from agent.model.modes import Mode
-from agent.model.node_inventory import INVENTORY, PAIRS, BadInventory, NodeInventory, decode
+from agent.model.ids import BadDeviceId, parse
+from agent.model.modes import PAIRS, Mode
+from agent.model.node_inventory import INVENTORY, BadInventory, NodeInventory, decode
 from agent.model.placement import ASSIGNED
 
 log = structlog.get_logger()
@@ -53,11 +53,19 @@ class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
 
 
+class _SchedulingGroup(msgspec.Struct, rename="camel", frozen=True):
+    pod_group_name: str = ""
+
+
+class _PodSpec(PodSpec, rename="camel", frozen=True):
+    scheduling_group: _SchedulingGroup | None = None  # of kube-scheduler's own gangs, since 1.36
+
+
 class WatchedPod(msgspec.Struct, frozen=True):
     """A pod, status included as far as it tells devices."""
 
     metadata: Metadata
-    spec: PodSpec = PodSpec()
+    spec: _PodSpec = _PodSpec()
     status: _PodStatus = _PodStatus()
 
 
@@ -117,6 +125,17 @@ def bound_pod(pod: WatchedPod) -> BoundPod | None:
     return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed)
 
 
+# Of the Coscheduling plugin (kubernetes-sigs/scheduler-plugins).
+GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
+
+
+def gang_of(pod: WatchedPod) -> str:
+    """The group whose pods are scheduled together, as namespace/name; empty: the pod is scheduled alone."""
+    group = pod.spec.scheduling_group
+    name = group.pod_group_name if group else pod.metadata.labels.get(GROUP_LABEL, "")
+    return f"{pod.metadata.namespace}/{name}" if name else ""
+
+
 def as_model(pod: WatchedPod) -> Pod:
     """The pod as the model knows it."""
     return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
@@ -146,11 +165,11 @@ def _demand(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> Po
     return pod_demand(Pod("", "", tuple(containers)))
 
 
+# The mode of each unit of a pair, and its place in the pair.
 _MODES = {
-    Unit.VGPU_CORE: (Mode.VGPU, 0),
-    Unit.VGPU_MEMORY: (Mode.VGPU, 1),
-    Unit.MPS_CORE: (Mode.MPS, 0),
-    Unit.MPS_MEMORY: (Mode.MPS, 1),
+    unit: (mode, place)
+    for mode, pair in PAIRS.items()
+    for place, unit in enumerate((pair.core_unit, pair.memory_unit))
 }
 _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
@@ -192,9 +211,9 @@ def _add(
         except BadDeviceId:
             continue
         if parsed.unit in _MODES:
-            mode, half = _MODES[parsed.unit]
+            mode, place = _MODES[parsed.unit]
             one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
-            one[half].add(device.id)
+            one[place].add(device.id)
             one[2].add(container)
 
 

@@ -7,13 +7,13 @@ inherit units from init containers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.model.demand import MPS, VGPU, Demand, Pod, ResourcePair, Stage, demand_of, init_group_of
-from agent.model.modes import Mode
-from agent.model.node_inventory import PAIRS
+from agent.model.demand import Demand, Pod, Stage, demand_of, init_group_of
+from agent.model.modes import PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.units import ResourcePair
 
 WHOLE_GPU = "nvidia.com/gpu"
-RESOURCES = (WHOLE_GPU, VGPU.core, VGPU.memory, MPS.core, MPS.memory)
+RESOURCES = (WHOLE_GPU, *(name for pair in PAIRS.values() for name in (pair.core, pair.memory)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class Settings(Section, frozen=True):
     mix: dict[Size, Weight] = field(default_factory=lambda: {str(size): part for size, part in USUAL.items()})
     # How long a choice is kept for a pod that the watch does not show as bound.
     assume_seconds: Annotated[float, Meta(ge=5, le=600)] = 30.0
+    # How long GPUs are kept for a member of a gang between filter and bind.
+    gang_seconds: Annotated[float, Meta(ge=5, le=600)] = 60.0
     logging: Logging = Logging()
     http: Http = Http()
     tls: Tls = Tls()

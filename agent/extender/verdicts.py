@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio.lowlevel
 
 from agent.extender.choice import Worth
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import UNKNOWN_NODE, Fleet
 from agent.extender.free_capacity import Summary
 from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand
@@ -44,9 +44,9 @@ class Verdicts:
     """Answers for one ledger; takes its `on_change`."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._verdicts: OrderedDict[PodDemand, _Shape] = OrderedDict()
-        self._worths: OrderedDict[tuple[PodDemand, Policy], dict[str, Worth | None]] = OrderedDict()
+        self._worths: OrderedDict[tuple[PodDemand, Policy], dict[str, Worth]] = OrderedDict()
         fleet.on_change = self._changed
 
     async def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
@@ -55,7 +55,7 @@ class Verdicts:
         known, alike = shape.by_node, shape.alike
         fitting: list[str] = []
         refused: dict[str, str] = {}
-        verdict = self._fleet.verdict
+        verdict = self.fleet.verdict
         work, pause = Work(), _Pause()
         for name in names:
             reason = known.get(name)
@@ -63,7 +63,9 @@ class Verdicts:
                 if work.steps >= REQUEST_STEPS:
                     refused[name] = NOT_REACHED
                     continue
-                reason = known[name] = verdict(name, demand, work, alike)
+                reason = verdict(name, demand, work, alike)
+                if reason != UNKNOWN_NODE:  # the ledger tells of no change of it
+                    known[name] = reason
                 if pause.due(work):
                     await anyio.lowlevel.checkpoint()
             if reason:
@@ -77,8 +79,8 @@ class Verdicts:
 
         A score in proportion would let the ten best of a thousand nodes look alike.
         """
-        known = _kept(self._worths, (demand, policy), dict[str, Worth | None])
-        pick = self._fleet.pick
+        known = _kept(self._worths, (demand, policy), dict[str, Worth])
+        pick = self.fleet.pick
         work, pause = Work(), _Pause()
         worths: list[Worth | None] = []
         for name in names:
@@ -88,8 +90,9 @@ class Verdicts:
                     continue
                 work.steps += PICK_STEPS
                 found = pick(name, demand, policy, work)
-                known[name] = found.worth if found else None
-                worths.append(known[name])
+                worths.append(found.worth if found else None)
+                if found:  # a node that does not fit is not asked about, and it may be unknown
+                    known[name] = found.worth
                 if pause.due(work):
                     await anyio.lowlevel.checkpoint()
             else:

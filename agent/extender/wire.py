@@ -6,11 +6,12 @@ After `k8s.io/kube-scheduler/extender/v1`: keys are the Go fields' names, object
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from agent.extender.objects import WatchedPod
+from agent.extender.objects import WatchedPod, decode_pod
+from agent.extender.preemption import only_gpus_matter
 
 
 class BadRequest(Exception):
@@ -35,6 +36,34 @@ class _Object(msgspec.Struct):
     metadata: _Named
 
 
+class _MetaPod(msgspec.Struct):
+    uid: str = msgspec.field(name="UID")
+
+
+class _MetaVictims(msgspec.Struct, rename="pascal"):
+    pods: list[_MetaPod] = msgspec.field(default_factory=list)
+    violations: int = msgspec.field(default=0, name="NumPDBViolations")
+
+
+class _Uid(msgspec.Struct):
+    uid: str
+
+
+class _VictimPod(msgspec.Struct):
+    metadata: _Uid
+
+
+class _Victims(msgspec.Struct, rename="pascal"):
+    pods: list[_VictimPod] = msgspec.field(default_factory=list)
+    violations: int = msgspec.field(default=0, name="NumPDBViolations")
+
+
+class _PreemptionArgs(msgspec.Struct, rename="pascal"):
+    pod: msgspec.Raw
+    node_name_to_victims: dict[str, _Victims] | None = None
+    node_name_to_meta_victims: dict[str, _MetaVictims] | None = None
+
+
 class Binding(msgspec.Struct, rename="pascal", frozen=True):
     """Whom to bind where."""
 
@@ -53,8 +82,19 @@ class Asked:
     objects: Mapping[str, msgspec.Raw] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A pod and, by node, the UIDs of its victims, the most important first."""
+
+    pod: WatchedPod
+    only_gpus: bool  # whether the pod asks of a node for nothing else that victims could hold
+    victims: Mapping[str, Sequence[str]]
+    violations: Mapping[str, int]  # of PodDisruptionBudgets, by node
+
+
 _args, _objects = msgspec.json.Decoder(_Args), msgspec.json.Decoder(_Object)
 _bindings = msgspec.json.Decoder(Binding)
+_preemptions = msgspec.json.Decoder(_PreemptionArgs)
 _NAME = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # RFC 1123, as the API server takes names
 LONGEST_NAME = 253
 _DEEP = "it is nested too deep"
@@ -74,6 +114,21 @@ def asked(body: bytes) -> Asked:
     return Asked(found.pod, list(objects), objects)
 
 
+def preemption(body: bytes) -> Preemption:
+    """The arguments of preempt. Raises BadRequest."""
+    found = _decoded(_preemptions.decode, body)
+    pod, only_gpus = _decoded(decode_pod, found.pod), _decoded(only_gpus_matter, found.pod)
+    if found.node_name_to_meta_victims is not None:
+        named = found.node_name_to_meta_victims
+        victims = {node: [each.uid for each in one.pods] for node, one in named.items()}
+        return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in named.items()})
+    if found.node_name_to_victims is None:
+        raise BadRequest("there are neither NodeNameToVictims nor NodeNameToMetaVictims; nothing was done")
+    whole = found.node_name_to_victims
+    victims = {node: [each.metadata.uid for each in one.pods] for node, one in whole.items()}
+    return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in whole.items()})
+
+
 def binding(body: bytes) -> Binding:
     """The arguments of bind. Raises BadRequest."""
     found = _decoded(_bindings.decode, body)
@@ -86,7 +141,7 @@ def binding(body: bytes) -> Binding:
     return found
 
 
-def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
+def _decoded(decode: Callable[[Any], T], data: bytes | msgspec.Raw) -> T:
     try:
         return decode(data)
     except RecursionError as error:
@@ -118,6 +173,18 @@ def prioritized(names: Sequence[str], scores: Sequence[int]) -> bytes:
     return msgspec.json.encode(
         [{"Host": name, "Score": score} for name, score in zip(names, scores, strict=True)]
     )
+
+
+def preempted(request: Preemption, victims: Mapping[str, Sequence[str]]) -> bytes:
+    """The answer to preempt: the nodes that count, and whom they lose."""
+    found = {
+        node: {
+            "Pods": [{"UID": uid} for uid in uids],
+            "NumPDBViolations": min(request.violations[node], len(uids)),
+        }
+        for node, uids in victims.items()
+    }
+    return msgspec.json.encode({"NodeNameToMetaVictims": found})
 
 
 def bound(error: str = "") -> bytes:

@@ -1,7 +1,7 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it anew."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +22,9 @@ from agent.kubelet.podresources import (
     PodResourcesUnavailable,
 )
 from agent.kubelet.record import Record, View, join
-from agent.model.ids import SEPARATOR, BadDeviceId, Unit, parse
-from agent.model.modes import Mode
+from agent.model.ids import SEPARATOR, BadDeviceId, parse
+from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.units import REPLICA
 
 log = structlog.get_logger()
 
@@ -37,15 +38,6 @@ BURST_SECONDS = 3.0
 # A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
 # It is given so long from its start, or from the end of an outage of the API server.
 NEW_KUBELET_SECONDS = 30.0
-
-MODE_OF_UNIT: Mapping[Unit, Mode] = {
-    Unit.WHOLE: Mode.PGPU,
-    Unit.REPLICA: Mode.PGPU,
-    Unit.VGPU_CORE: Mode.VGPU,
-    Unit.VGPU_MEMORY: Mode.VGPU,
-    Unit.MPS_CORE: Mode.MPS,
-    Unit.MPS_MEMORY: Mode.MPS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +63,7 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
         for text in kinds.values():
             with suppress(BadDeviceId):
                 device = parse(text)
-                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is Unit.REPLICA, holding)
+                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
                 found.setdefault(device.gpu, {})[holder] = None
     return {gpu: list(holders) for gpu, holders in found.items()}
 

@@ -6,6 +6,11 @@ from agent.model.gpu import Driver
 VGPU_BASELINE = (12, 4)
 
 
+def hooked(enforcement: str) -> bool:
+    """Whether `vgpu.enforcement` puts a library into containers: the baseline is that library's."""
+    return enforcement in ("library", "strict")
+
+
 def vgpu_warning(driver: Driver | None) -> str | None:
     """What to watch out for with vGPU under a driver; None: nothing, or no driver is known.
 

@@ -11,7 +11,6 @@ from typing import Literal
 from agent.model.compat import VGPU_BASELINE
 
 Version = tuple[int, int]
-SharingMode = Literal["pgpu", "vgpu", "mps"]
 
 # Driver branch -> newest CUDA version that it serves.
 SERVED: dict[int, Version] = {
@@ -78,7 +77,7 @@ def parse_driver(text: str) -> DriverFacts:
 def findings(
     runtime: Version,
     driver: DriverFacts,
-    mode: SharingMode,
+    mode: str,
     capability: Version | None = None,
     *,
     hooked: bool = True,

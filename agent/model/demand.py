@@ -8,52 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from agent.model.ids import Unit
+from agent.model.modes import PAIRS, Mode
+from agent.model.units import ResourcePair
 
 CORES = 100  # per GPU, in both pairs
 
 
-@dataclass(frozen=True, slots=True)
-class ResourcePair:
-    """A pair of resources whose units lie on one GPU."""
-
-    name: str  # as people say it
-    core: str
-    memory: str
-    core_unit: Unit
-    memory_unit: Unit
-    block_bytes: int  # of one unit of memory
-    reserved_bytes: int = 0  # of each GPU, never sold
-    whole_gpus: bool = False  # whether 100, 200, ... cores stand for whole GPUs
-    memory_alone: bool = False  # whether memory may be asked for without cores
-
-    def blocks(self, memory_bytes: int) -> int:
-        """Units of memory that a GPU of that size has."""
-        return max(0, (memory_bytes - self.reserved_bytes) // self.block_bytes)
-
-
-GIB = 1 << 30
-VGPU = ResourcePair(
-    "vGPU",
-    "tencent.com/vcuda-core",
-    "tencent.com/vcuda-memory",
-    Unit.VGPU_CORE,
-    Unit.VGPU_MEMORY,
-    block_bytes=256 << 20,
-    whole_gpus=True,
-    memory_alone=True,
-)
-# One GiB of each GPU stays for the MPS server itself.
-MPS = ResourcePair(
-    "MPS",
-    "nvidia.com/mps-core",
-    "nvidia.com/mps-memory",
-    Unit.MPS_CORE,
-    Unit.MPS_MEMORY,
-    block_bytes=GIB,
-    reserved_bytes=GIB,
-)
-
+VGPU, MPS = PAIRS[Mode.VGPU], PAIRS[Mode.MPS]
 
 STATIC_PODS = (
     "a static pod cannot have a share, since its spec is not to be seen before it runs; use a DaemonSet"

@@ -6,21 +6,12 @@ them to their GPU. At most 63 characters, the limit that the device plugin API d
 """
 
 from dataclasses import dataclass
-from enum import Enum
+
+from agent.model.modes import UNITS
+from agent.model.units import WHOLE, Unit
 
 LONGEST = 63
 SEPARATOR = "::"
-
-
-class Unit(Enum):
-    """What one device ID stands for; the value is its mark in the ID."""
-
-    WHOLE = ""
-    VGPU_CORE = "c"  # 1 % of a GPU
-    VGPU_MEMORY = "m"  # 256 MiB
-    MPS_CORE = "sc"  # 1 % of a GPU
-    MPS_MEMORY = "sm"  # 1 GiB
-    REPLICA = "r"  # a time slice of a whole GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +23,14 @@ class DeviceId:
     number: int = 0
 
     def __str__(self) -> str:
-        return self.gpu if self.unit is Unit.WHOLE else f"{self.gpu}{SEPARATOR}{self.unit.value}{self.number}"
+        return self.gpu if self.unit is WHOLE else f"{self.gpu}{SEPARATOR}{self.unit.mark}{self.number}"
 
 
 class BadDeviceId(ValueError):
     """Text that no resource of this agent uses as a device ID."""
 
 
-_UNITS = {unit.value: unit for unit in Unit if unit is not Unit.WHOLE}
+_NUMBERED = {mark: unit for mark, unit in UNITS.items() if unit is not WHOLE}
 
 
 def parse(text: str) -> DeviceId:
@@ -48,9 +39,9 @@ def parse(text: str) -> DeviceId:
     if not gpu or len(text) > LONGEST:
         raise BadDeviceId(f"device ID {text[:80]!r} is empty or longer than {LONGEST} characters")
     if not separator:
-        return DeviceId(gpu, Unit.WHOLE)
+        return DeviceId(gpu, WHOLE)
     mark = tail.rstrip("0123456789")
     digits = tail[len(mark) :]
-    if mark not in _UNITS or not digits or (digits != "0" and digits.startswith("0")):
-        raise BadDeviceId(f"device ID {text!r} does not end in a unit that this agent sells")
-    return DeviceId(gpu, _UNITS[mark], int(digits))
+    if mark not in _NUMBERED or not digits or (digits != "0" and digits.startswith("0")):
+        raise BadDeviceId(f"device ID {text!r} does not end in a unit that this agent offers")
+    return DeviceId(gpu, _NUMBERED[mark], int(digits))

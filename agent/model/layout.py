@@ -54,7 +54,7 @@ def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
     for number, entry in enumerate(entries):
         if not entry.gpus:
             faults.append((number, "names no GPU; name indices, UUIDs, a product or rest"))
-        if entry.replicas > 1 and entry.mode is not Mode.PGPU:
+        if entry.replicas > 1 and not entry.mode.row.slices:
             faults.append((number, f"replicas are for mode pgpu, not {entry.mode.value}"))
         for token in entry.gpus:
             span = _RANGE.fullmatch(token)

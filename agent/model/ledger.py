@@ -11,9 +11,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Pod, ResourcePair
+from agent.model.demand import CORES, Demand, Pod
 from agent.model.free_gpu import FreeGpu
 from agent.model.ids import SEPARATOR
+from agent.model.units import ResourcePair
 
 
 class PairMember(Enum):
@@ -61,7 +62,7 @@ class UnitPool:
     @classmethod
     def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
         """The pool of a GPU of that size: 100 cores and its whole blocks of memory."""
-        core, memory = pair.core_unit.value, pair.memory_unit.value
+        core, memory = pair.core_unit.mark, pair.memory_unit.mark
         cores = tuple(f"{gpu}{SEPARATOR}{core}{n}" for n in range(CORES))
         blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(pair.blocks(memory_bytes)))
         return cls(gpu, index, cores, blocks, frozenset(cores), frozenset(blocks))

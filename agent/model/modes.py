@@ -1,19 +1,103 @@
-"""The ways in which a GPU can be sold, and which GPU is sold in which."""
+"""The table of modes, one row each, and which GPU is offered in which.
+
+A new mode is a row here and a module of the same name in `agent.plugins`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRow:
+    """What the rest of the agent has to know of a mode."""
+
+    # Resources of their own kind; those of a pair follow from it.
+    single: tuple[str, ...] = ()
+    single_units: tuple[Unit, ...] = ()  # what their device IDs stand for
+    pair: ResourcePair | None = None
+    slices: bool = False  # whether a layout may cut its GPUs into time slices
+    # Whether something has to run on a GPU before it is offered, and is torn down afterwards.
+    needs_daemon: bool = False
+
+
+NOTHING: Final = ModeRow()
 
 
 class Mode(Enum):
-    """How a GPU is sold; a GPU belongs to one mode at a time."""
+    """How a GPU is offered; a GPU belongs to one mode at a time. The value is the word of the node label."""
+
+    _value_: str
+    row: ModeRow
+
+    def __new__(cls, word: str, row: ModeRow = NOTHING) -> Self:
+        self = object.__new__(cls)
+        self._value_ = word
+        self.row = row
+        return self
 
     OFF = "off"  # by nobody
-    PGPU = "pgpu"
-    VGPU = "vgpu"
-    MPS = "mps"
+    PGPU = (
+        "pgpu",
+        ModeRow(("nvidia.com/gpu", "nvidia.com/gpu.shared"), (WHOLE, REPLICA), slices=True),
+    )
+    VGPU = (
+        "vgpu",
+        ModeRow(
+            pair=ResourcePair(
+                "vGPU",
+                "tencent.com/vcuda-core",
+                "tencent.com/vcuda-memory",
+                Unit("c", UnitKind.CORE),
+                Unit("m", UnitKind.MEMORY),
+                block_bytes=256 << 20,
+                whole_gpus=True,
+                memory_alone=True,
+            )
+        ),
+    )
+    MPS = (
+        "mps",
+        ModeRow(
+            pair=ResourcePair(
+                "MPS",
+                "nvidia.com/mps-core",
+                "nvidia.com/mps-memory",
+                Unit("sc", UnitKind.CORE),
+                Unit("sm", UnitKind.MEMORY),
+                block_bytes=1 << 30,
+                reserved_bytes=1 << 30,  # for the MPS server itself
+            ),
+            needs_daemon=True,
+        ),
+    )
 
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The extended resources by which pods ask for it."""
+        pair = self.row.pair
+        return self.row.single + ((pair.core, pair.memory) if pair else ())
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What its device IDs stand for."""
+        pair = self.row.pair
+        return self.row.single_units + ((pair.core_unit, pair.memory_unit) if pair else ())
+
+
+OFFERED_MODES = tuple(mode for mode in Mode if mode is not Mode.OFF)
+PAIRS: Mapping[Mode, ResourcePair] = {mode: mode.row.pair for mode in OFFERED_MODES if mode.row.pair}
+MODE_OF_UNIT: Mapping[Unit, Mode] = {unit: mode for mode in OFFERED_MODES for unit in mode.units}
+UNITS: Mapping[str, Unit] = {unit.mark: unit for unit in MODE_OF_UNIT}
+# The word of a mode, in configuration and annotations.
+if TYPE_CHECKING:
+    ModeName = str
+else:
+    ModeName = Literal[tuple(mode.value for mode in Mode)]
 
 # Words of the node label beside modes and layouts. gpu-manager's nodes carry nvidia-device-enable=enable.
 ALIASES = {"enable": Mode.VGPU.value}

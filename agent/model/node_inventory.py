@@ -4,16 +4,14 @@ It holds what changes rarely (capacity, mode, health, links), never what is free
 pods. A text of another version is refused rather than half understood.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from agent.model.demand import MPS, VGPU, ResourcePair
-from agent.model.modes import Mode
+from agent.model.modes import PAIRS, Mode, ModeName
 from agent.model.topology import Topology
 
 INVENTORY = "gpu-node-agent.io/inventory"
@@ -21,7 +19,6 @@ VERSION = 1
 LONGEST_TROUBLE = 40  # characters: the text stays below 4 KiB for 16 GPUs that are all unhealthy
 LONGEST = 64 << 10  # bytes of a text that is read at all
 MOST_GPUS = 64
-PAIRS: Mapping[Mode, ResourcePair] = {Mode.VGPU: VGPU, Mode.MPS: MPS}
 _MIB = 1 << 20
 
 
@@ -77,7 +74,7 @@ def _topology(indices: tuple[int, ...], links: tuple[int, ...]) -> Topology:
 class _Gpu(msgspec.Struct, omit_defaults=True):
     u: Annotated[str, Meta(max_length=63)]
     i: Annotated[int, Meta(ge=0, le=1023)]
-    m: Literal["off", "pgpu", "vgpu", "mps"]
+    m: ModeName
     mem: Annotated[int, Meta(ge=0, le=1 << 31)]
     drain: bool = False
     bad: str = ""

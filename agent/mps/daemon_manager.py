@@ -235,13 +235,13 @@ class Fleet:
                     # One that the switcher has not judged yet may be in use: with the kubelet or the driver
                     # away that takes as long as they are.
                     continue
-                if mode.mode in (Mode.PGPU, Mode.VGPU) or (mode.mode is Mode.OFF and uuid in seen_off):
+                if mode.mode is Mode.OFF and uuid not in seen_off:
+                    # Off is also what a GPU is for a moment before it is set up.
+                    off.add(uuid)
+                elif mode.mode is not Mode.MPS:
                     if uuid not in self.leftovers:
                         log.info("mps_leftover", gpu=uuid, mode=mode.mode.value)
                     await self._stop(uuid)
-                elif mode.mode is Mode.OFF:
-                    # Off is also what a GPU is for a moment before it is set up.
-                    off.add(uuid)
             seen_off = off
             await self._look_at_modes(assignment.value)
             await self.look()  # the program may have been installed, or taken away, since

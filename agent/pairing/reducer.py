@@ -6,10 +6,12 @@ What others have is worked out once for each call, and is the measure of room an
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from agent.model.demand import MPS, VGPU, Demand, Impossible, Pod, ResourcePair, Stage, init_group_of
+from agent.model.demand import Demand, Impossible, Pod, Stage, init_group_of
 from agent.model.ids import SEPARATOR
 from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
+from agent.model.modes import PAIRS
 from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.units import ResourcePair
 from agent.pairing.ports import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
 
@@ -17,7 +19,7 @@ from agent.pairing.requester import Asker, PodKey, Records, resource_of
 # size alone; after it the record is read again.
 PROMPT_SECONDS = 1.0
 NOTHING: frozenset[str] = frozenset()
-PAIRED = frozenset({VGPU.core, VGPU.memory, MPS.core, MPS.memory})
+PAIRED = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from agent.model.demand import (
     Impossible,
     InitContainerGroup,
     Pod,
-    ResourcePair,
     Stage,
     demand_of,
     init_group_of,
 )
 from agent.model.ledger import Held, Holder, Holdings, PairMember, Reservation
+from agent.model.units import ResourcePair
 
 PodKey = tuple[str, str]
 

@@ -7,8 +7,9 @@ import anyio
 import structlog
 
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
-from agent.model.demand import STATIC_PODS, Pod, ResourcePair
+from agent.model.demand import STATIC_PODS, Pod
 from agent.model.ledger import PairMember, Reservation
+from agent.model.units import ResourcePair
 from agent.pairing.ports import Cause, PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import Asker, PodKey, Records, askers, resource_of, same_outcome
 

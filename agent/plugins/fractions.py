@@ -11,10 +11,10 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.kubelet.podresources import PodList
-from agent.model.demand import ResourcePair
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
+from agent.model.units import ResourcePair
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import Cause, PairRefused
 from agent.pairing.reducer import Grant

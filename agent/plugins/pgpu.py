@@ -8,7 +8,7 @@ from time import monotonic
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused
+from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
 from agent.kubelet.podresources import (
     PATIENCE_SECONDS,
     Holding,
@@ -16,15 +16,16 @@ from agent.kubelet.podresources import (
     PodResourcesUnavailable,
     RecordReader,
 )
-from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, Unit, parse
+from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
+from agent.model.units import REPLICA, WHOLE
 from agent.plugins import encode
+from agent.plugins.context import PluginContext
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
-RESOURCE = "nvidia.com/gpu"
-SHARED_RESOURCE = "nvidia.com/gpu.shared"
+RESOURCE, SHARED_RESOURCE = Mode.PGPU.resources
 
 # Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
@@ -107,11 +108,7 @@ class PgpuPlugin:
         if len(set(ids)) < len(ids):
             raise Refused(f"the same device ID of {self.resource} stands twice among those asked for")
         states = [self._sold(device_id) for device_id in ids]
-        if (
-            self._refuse_more_than_one
-            and len(ids) > 1
-            and any(parse(one).unit is Unit.REPLICA for one in ids)
-        ):
+        if self._refuse_more_than_one and len(ids) > 1 and any(parse(one).unit is REPLICA for one in ids):
             raise Refused(
                 f"{len(ids)} time slices of {self.resource} were asked for, and more give no more of a GPU: "
                 "ask for 1 (timeSlicing.refuseMoreThanOne is on)"
@@ -169,7 +166,7 @@ class PgpuPlugin:
             parsed = parse(device_id)
         except BadDeviceId as error:
             raise Refused(f"{error}; {self.resource} is asked for by GPU UUID") from error
-        if parsed.unit not in (Unit.WHOLE, Unit.REPLICA):
+        if parsed.unit not in (WHOLE, REPLICA):
             raise Refused(f"device ID {device_id} belongs to another resource than {self.resource}")
         state = self._inventory.value.by_uuid.get(parsed.gpu)
         if state is None:
@@ -197,7 +194,7 @@ class PgpuPlugin:
         if mode.replicas == 1:
             return [state.uuid] if self._whole else []
         count = mode.replicas if self._replicas else 0
-        return [str(DeviceId(state.uuid, Unit.REPLICA, number)) for number in range(count)]
+        return [str(DeviceId(state.uuid, REPLICA, number)) for number in range(count)]
 
     def _devices(self, assignment: Assignment) -> Iterator[tuple[str, bool, int | None]]:
         held = self._held()
@@ -228,3 +225,23 @@ class PgpuPlugin:
 
 def _gpu(device_id: str) -> str:
     return device_id.partition("::")[0]
+
+
+def build(context: PluginContext) -> list[ResourcePlugin]:
+    """`nvidia.com/gpu`, and where slices are renamed a resource of their own for them."""
+    slicing = context.settings.time_slicing
+
+    def plugin(resource: str, whole: bool, replicas: bool) -> ResourcePlugin:
+        return PgpuPlugin(
+            context.inventory,
+            context.modes,
+            context.record,
+            context.injector,
+            resource=resource,
+            whole=whole,
+            replicas=replicas,
+            refuse_more_than_one=slicing.refuse_more_than_one,
+        )
+
+    whole = plugin(RESOURCE, whole=True, replicas=not slicing.rename)
+    return [whole, plugin(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else [whole]

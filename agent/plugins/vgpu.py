@@ -8,7 +8,7 @@ import structlog
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import RecordReader
-from agent.model.compat import vgpu_warning
+from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
 from agent.model.ledger import PairMember
@@ -37,7 +37,7 @@ class VgpuPlugin(SharePlugin):
         inventory: Cell[Snapshot],
         enforcement: str = "off",
     ) -> None:
-        """`enforcement`: the node's policy, for the log."""
+        """`enforcement`: the node's policy."""
         self._snapshot = inventory
         self._enforcement = enforcement
         self._keeper = member is PairMember.CORE
@@ -50,7 +50,8 @@ class VgpuPlugin(SharePlugin):
             if self._keeper:
                 log.info("vgpu_in_use", enforcement=self._enforcement)
                 group.start_soon(self._shares.run)
-                group.start_soon(self._warn)
+                if hooked(self._enforcement):
+                    group.start_soon(self._warn)
 
     async def _warn(self) -> None:
         known: Driver | None = None

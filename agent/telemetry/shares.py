@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from agent.kubelet.holdings import MODE_OF_UNIT
 from agent.kubelet.podresources import PodList
-from agent.model.demand import CORES, MPS, VGPU
+from agent.model.demand import CORES
 from agent.model.gpu import Gpu
-from agent.model.ids import BadDeviceId, Unit, parse
-from agent.model.modes import Mode
+from agent.model.ids import BadDeviceId, parse
+from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
 
-_CORES = (Unit.VGPU_CORE, Unit.MPS_CORE)
-_BLOCK_BYTES = {Unit.VGPU_MEMORY: VGPU.block_bytes, Unit.MPS_MEMORY: MPS.block_bytes}
+_CORES = frozenset(pair.core_unit for pair in PAIRS.values())
+_BLOCK_BYTES = {pair.memory_unit: pair.block_bytes for pair in PAIRS.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,9 @@ def shares_of(pods: PodList, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
 
 
 def _share(key: tuple[str, str, str, str], units: _Units, gpu: Gpu) -> Share:
-    # 100 vGPU cores stand for the GPU with all its memory, whatever was asked of that.
-    whole = units.whole or (units.mode is Mode.VGPU and units.cores == CORES)
+    pair = units.mode.row.pair
+    # 100 cores may stand for the GPU with all its memory, whatever was asked of that.
+    whole = units.whole or (pair is not None and pair.whole_gpus and units.cores == CORES)
     namespace, pod, container, uuid = key
     cores = 1.0 if whole else units.cores / CORES if units.cores else None
     memory = gpu.memory_bytes if whole else units.memory

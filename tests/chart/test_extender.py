@@ -159,8 +159,10 @@ def test_scheduler_configurations_name_what_the_extender_serves(file: Path) -> N
     assert document["clientConnection"]["kubeconfig"] == "/etc/kubernetes/scheduler.conf"
     named: list[str] = []
     for entry in document["extenders"]:
-        verbs = {entry.get(key) for key in ("filterVerb", "prioritizeVerb", "bindVerb")} - {None}
-        assert verbs <= {"predicates", "priorities", "bind"}
+        verbs = {entry.get(key) for key in ("filterVerb", "preemptVerb", "prioritizeVerb", "bindVerb")} - {
+            None
+        }
+        assert {"predicates", "preempt"} <= verbs <= {"predicates", "preempt", "priorities", "bind"}
         assert entry["urlPrefix"].endswith("/scheduler")
         if "//127.0.0.1:" in entry["urlPrefix"]:
             # Not among the names in the certificate that kubeadm makes for the API server.

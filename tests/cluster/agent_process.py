@@ -31,6 +31,7 @@ class AgentProcess:
         """
         # A file for every list message that it sends (tests/recording_agent.py); None: the plain program.
         self.record: Path | None = None
+        self.checkout = REPOSITORY  # the tree whose agent runs
         self._folder = folder
         self._arguments = tuple(arguments)
         self._interpreter = tuple(interpreter)
@@ -70,7 +71,7 @@ class AgentProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self._interpreter, "-m", module, "run", f"--config={config}", *self._arguments],
-                cwd=REPOSITORY,
+                cwd=self.checkout,
                 env=environment | self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

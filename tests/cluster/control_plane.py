@@ -121,5 +121,5 @@ def programs(
         "etcd": program("etcd", "etcd", etcd, "--unsafe-no-fsync", stop=signal.SIGKILL),
         "api": program("api", "kube-apiserver", apiserver, *options.apiserver_flags),
         "kcm": program("kcm", "kube-controller-manager", controllers),
-        "sched": program("sched", "kube-scheduler", scheduler),
+        "sched": program("sched", "kube-scheduler", scheduler, *options.scheduler_flags),
     }

@@ -21,6 +21,8 @@ from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.service import Service
 from tests.cluster.waiting import NotYet, eventually
 
+# kube-scheduler's own gangs: alpha in 1.36.
+GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
 CONFIG = REPOSITORY / "config" / "scheduler"
 
 
@@ -142,7 +144,11 @@ def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterato
         "podMaxBackoffSeconds": 2,
         "clientConnection": {"kubeconfig": f"{pki}/scheduler.kubeconfig", **limits},
     }
-    running.options = Options(scheduler_config=config)
+    running.options = Options(
+        scheduler_config=config,
+        scheduler_flags=(GANGS,),
+        apiserver_flags=(GANGS, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
+    )
     running.up()
     try:
         Authority(pki).sign("extender", "/CN=extender", usage="serverAuth", alternatives="IP:127.0.0.1")

@@ -3,8 +3,10 @@
 import time
 from typing import Any
 
-from agent.model.demand import CORES, VGPU, ResourcePair
+from agent.model.demand import CORES, VGPU
 from agent.model.node_inventory import INVENTORY, encode
+from agent.model.placement import ASSIGNED, HINT
+from agent.model.units import ResourcePair
 from tests.bench import arrivals
 from tests.cluster.rig import Cluster
 
@@ -47,8 +49,9 @@ def pod(
     size: int,
     annotations: dict[str, str] | None = None,
     pair: ResourcePair = VGPU,
+    **spec: Any,
 ) -> None:
-    """A pod for these nodes that asks for hundredths of GPUs, and of memory as much."""
+    """A pod for these nodes that asks for hundredths of GPUs and as much memory; `spec`: more of its spec."""
     limits = {pair.core: str(size)}
     if size < CORES:
         limits[pair.memory] = str(size * arrivals.BLOCKS // CORES) if pair is VGPU else "5"
@@ -61,9 +64,17 @@ def pod(
                 "containers": [{"name": "main", "image": "none", "resources": {"limits": limits}}],
                 "nodeSelector": {"made-up": "true"},
                 "tolerations": [{"operator": "Exists"}],  # no kubelet keeps these nodes ready
+                "terminationGracePeriodSeconds": 0,  # nor ends their pods
+                **spec,
             },
         }
     )
+
+
+def holder(cluster: Cluster, name: str, size: int, node: str, gpu: int, **spec: Any) -> None:
+    """A pod that holds a part of one GPU already."""
+    chosen = {f"{HINT}0": str(gpu), ASSIGNED: "true"}
+    pod(cluster, name, size, chosen, nodeName=node, **spec)
 
 
 def bound(cluster: Cluster) -> list[dict[str, Any]]:

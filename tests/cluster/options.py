@@ -15,6 +15,7 @@ class Options:
     """Merged over the rig's KubeletConfiguration, key by key."""
     kubelet_flags: tuple[str, ...] = ()
     apiserver_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
     private_network: bool = False
     """Give the cluster a network of its own, where a pod on the node's network reaches the API server."""
     pod_network: bool = False

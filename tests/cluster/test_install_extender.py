@@ -176,10 +176,13 @@ def test_standby_is_ready(installation: Installation) -> None:
     for changed in ({"labels": {"app": "x"}}, {"annotations": {"a": "b"}}, {"labels": {COMPONENT: None}}):
         with pytest.raises(ApiError, match="may change only the label"):
             account.merge_patch(path, {"metadata": changed})
-    (agent,) = installation.pods("agent")
-    path = cluster.api.path("v1", "Pod", NAMESPACE, agent["metadata"]["name"])
+    other = manifests.pod("other", manifests.container("main", ["sleep", "1"]))
+    other["metadata"]["namespace"] = NAMESPACE
+    cluster.apply(other)
+    path = cluster.api.path("v1", "Pod", NAMESPACE, "other")
     with pytest.raises(ApiError, match="may label its own replicas only"):
         account.merge_patch(path, {"metadata": {"labels": {LABEL: "true"}}})
+    cluster.delete("Pod", "other", namespace=NAMESPACE)
     # A label on the wrong replica is taken away.
     assert leader(installation) == third
 

@@ -39,10 +39,15 @@ POD = {
     "spec": {"containers": [{"name": "main", "resources": {"limits": LIMITS}}]},
 }
 NODES = {"items": [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]}
+VICTIMS = {"Pods": [{"UID": "v"}], "NumPDBViolations": 1}
 BODIES: tuple[tuple[str, Any], ...] = (
     ("predicates", {"Pod": POD, "Nodes": None, "NodeNames": ["a", "b", "c"]}),
     ("predicates", {"Pod": POD, "Nodes": NODES}),
     ("priorities", {"Pod": POD, "NodeNames": ["a", "b"]}),
+    (
+        "preempt",
+        {"Pod": POD, "NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "v"}], "NumPDBViolations": 1}}},
+    ),
     ("bind", {"PodName": "p", "PodNamespace": "ns", "PodUID": "u", "Node": "a"}),
 )
 

@@ -4,19 +4,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.model.ids import Unit, parse
+from agent.model.ids import parse
+from agent.model.modes import MODE_OF_UNIT
+from agent.model.units import REPLICA
 from tests.component.protos import load
 from tests.recording_agent import ENDED, HEADER, OPENED, SENDING, SENT, START
 
 # How a GPU is sold, by the kind of its device IDs. Whole and sliced differ, too: both at once sell it twice.
-WAYS = {
-    Unit.WHOLE: "pgpu",
-    Unit.REPLICA: "slices",
-    Unit.VGPU_CORE: "vgpu",
-    Unit.VGPU_MEMORY: "vgpu",
-    Unit.MPS_CORE: "mps",
-    Unit.MPS_MEMORY: "mps",
-}
+WAYS = {unit: mode.value for unit, mode in MODE_OF_UNIT.items()} | {REPLICA: "slices"}
 Ways = Mapping[str, frozenset[str]]  # GPU -> ways in which a list has IDs of it
 NOTHING: Ways = {}
 

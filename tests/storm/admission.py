@@ -11,8 +11,9 @@ from collections.abc import Callable
 import anyio
 
 from agent.model.demand import CORES, VGPU
-from agent.model.ids import Unit, parse
+from agent.model.ids import parse
 from agent.model.modes import Mode
+from agent.model.units import Unit
 from agent.modes.state import Phase as SwitchPhase
 from agent.simulator.kubelet.api import Pod
 from agent.simulator.kubelet.life import Life
@@ -67,7 +68,7 @@ def _fits(world: World, life: Life, pod: Pod) -> bool:
         if mode is Mode.VGPU:
             taken = used.get(uuid, Counter())
             total = VGPU.blocks(world.machine.gpu(uuid).memory_total)
-            rooms.append((CORES - taken[Unit.VGPU_CORE], total - taken[Unit.VGPU_MEMORY], total))
+            rooms.append((CORES - taken[VGPU.core_unit], total - taken[VGPU.memory_unit], total))
     if cores >= CORES:
         return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
     return any(core >= cores and memory >= blocks for core, memory, _ in rooms)
@@ -83,8 +84,8 @@ def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:
             counts.setdefault(device.gpu, Counter())[device.unit] += 1
         for gpu, count in counts.items():
             if (
-                count[Unit.VGPU_CORE] == CORES
+                count[VGPU.core_unit] == CORES
             ):  # the whole GPU, memory included, that nobody asked for by units
-                count[Unit.VGPU_MEMORY] = ALL
+                count[VGPU.memory_unit] = ALL
             found.setdefault(gpu, Counter()).update(count)
     return found

@@ -3,18 +3,11 @@
 import anyio
 
 from agent.model.demand import CORES, VGPU
-from agent.model.ids import Unit, parse
-from agent.model.modes import Mode
+from agent.model.ids import parse
+from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.node.taint import TAINT
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.storm.world import World
-
-MODES = {
-    Unit.WHOLE: Mode.PGPU,
-    Unit.REPLICA: Mode.PGPU,
-    Unit.VGPU_CORE: Mode.VGPU,
-    Unit.VGPU_MEMORY: Mode.VGPU,
-}
 
 
 class Violation(AssertionError):
@@ -57,7 +50,7 @@ def _units_have_one_holder(world: World) -> None:
                 if owner.setdefault(each, uid) != uid:
                     raise Violation(f"{each} is held by pods {owner[each]} and {uid}")
                 device = parse(each)
-                mode = MODES[device.unit]
+                mode = MODE_OF_UNIT[device.unit]
                 before, holder = modes.setdefault(device.gpu, (mode, uid))
                 if before is not mode:
                     raise Violation(

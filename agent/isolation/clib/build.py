@@ -5,9 +5,7 @@ for. Only zig, NVIDIA's headers (both pinned in `wheels.lock`) and the files bes
 """
 
 import hashlib
-import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -44,6 +42,7 @@ def build(folder: Path, architecture: str = "", sanitizer: str = "") -> Path:
     `architecture` is the machine's own by default; `sanitizer` is `thread` or `undefined`, for tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
     library = folder / NAME
     with tempfile.TemporaryDirectory(dir=folder) as name:
         draft = _compile(Path(name), architecture or platform.machine(), sanitizer)
@@ -155,8 +154,6 @@ def main(arguments: Sequence[str]) -> int:
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    if os.environ.get("CLIB_CACHE") == "remove":  # in an image's build nobody comes back for it
-        shutil.rmtree(cache_root(), ignore_errors=True)
     return 0
 
 

@@ -12,7 +12,7 @@ static CUresult charge(CUdevice device, struct gna_entry *entry) {
     int record = gna_record_of(device);
     uint64_t bytes = price(record);
     *entry = (struct gna_entry){.kind = GNA_CONTEXT, .record = record, .bytes = bytes, .other = (uint64_t)device};
-    return record < 0 ? CUDA_SUCCESS : gna_reserve_hard(record, bytes);
+    return record < 0 ? CUDA_ERROR_OUT_OF_MEMORY : gna_reserve_hard(record, bytes);
 }
 
 static CUresult created(CUresult result, struct gna_entry *entry, const CUcontext *context) {

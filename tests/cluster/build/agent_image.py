@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from agent.isolation.clib import build as clib
+from agent.isolation.clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
@@ -64,7 +66,7 @@ def _key(base: Path) -> str:
 
 
 def _prepare(context: Path, report: Report) -> None:
-    """What the Dockerfile copies, and the wheels, so that the build itself needs no network."""
+    """What the Dockerfile copies, and wheels and library, so that the build itself needs no network."""
     for path in _sources():
         target = context / path.relative_to(REPOSITORY)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,11 @@ def _prepare(context: Path, report: Report) -> None:
     key = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
     shutil.copytree(cache.folder("wheels", key, fill, report), context / "wheels")
     shutil.copytree(container_toolkit(report), context / "toolkit")
+    (context / "lib").mkdir()
+    try:
+        shutil.copy2(clib.cached(), context / "lib")
+    except clib_wheels.BuildError as error:
+        raise BuildError(f"building the enforcement library: {error}") from error
 
 
 def _build(context: Path, base: Path, into: Path, report: Report) -> None:

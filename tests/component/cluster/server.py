@@ -108,11 +108,12 @@ def status(code: int, message: str = "", **headers: str) -> Answer:
     return answer
 
 
-def page(version: str, *items: Mapping[str, Any]) -> Answer:
-    """A plain list."""
+def page(version: str, *items: Mapping[str, Any], next_page: str = "") -> Answer:
+    """A plain list, or a part of it."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"metadata": {"resourceVersion": version}, "items": items})
+        metadata = {"resourceVersion": version, "continue": next_page}
+        return web.json_response({"metadata": metadata, "items": items})
 
     return answer
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -164,7 +164,44 @@ async def test_a_list_for_a_ledger_never_comes_from_the_servers_cache() -> None:
         reflector = DeltaReflector(api, PODS, {}, read, listener, "pods")
         group.start_soon(reflector.run)
         await eventually(lambda: listener.seen == {"a", "b"})
-        assert fake.asked[1].query == {}
+        assert fake.asked[1].query == {"limit": "500"}
+        group.cancel_scope.cancel()
+
+
+async def test_a_large_list_is_read_page_by_page_and_shown_whole() -> None:
+    class Listener:
+        shown: ClassVar[list[set[str]]] = []
+
+        def replaced(self, values: Mapping[str, str]) -> None:
+            self.shown.append(set(values))
+
+        def changed(self, uid: str, value: str) -> None:
+            raise AssertionError("nothing changes")
+
+        removed = changed
+
+    def read(raw: bytes) -> tuple[Metadata, str]:
+        found = msgspec.json.decode(raw, type=Pod)
+        return found.metadata, found.metadata.name
+
+    fake, listener = FakeApi(), Listener()
+    pages = (
+        page("7", A, next_page="second"),
+        status(410, "too late"),
+        page("8", A, next_page="second"),
+        page("8", B),
+    )
+    fake.script(PODS, status(400), *pages, watch())
+    async with fake.serving(), client(fake.url) as api, anyio.create_task_group() as group:
+        reflector = DeltaReflector(api, PODS, {"fieldSelector": "x"}, read, listener, "pods")
+        group.start_soon(reflector.run)
+        await eventually(lambda: reflector.synced)
+        # The rest of the first list had expired: it is begun again, and nothing of it was shown.
+        assert listener.shown == [{"a", "b"}]
+        asked = [dict(one.query) for one in fake.asked[1:5]]
+        first = {"fieldSelector": "x", "limit": "500"}
+        assert asked == [first, first | {"continue": "second"}] * 2
+        assert fake.asked[5].version == "8"
         group.cancel_scope.cancel()
 
 

@@ -1,7 +1,7 @@
 """A running extender beside the in-memory API server, and kube-scheduler's side of the protocol."""
 
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
@@ -62,6 +62,18 @@ class Scheduler:
         status, answer = await self.post("predicates", {"Pod": pod, "Nodes": None, "NodeNames": names})
         assert status == 200, answer
         return answer
+
+    async def preempt(self, pod: Object, victims: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """Nodes that count and whom they lose, by UID; `victims` are the scheduler's, by node."""
+        proposed = {
+            node: {"Pods": [{"UID": uid} for uid in uids], "NumPDBViolations": len(uids)}
+            for node, uids in victims.items()
+        }
+        status, answer = await self.post("preempt", {"Pod": pod, "NodeNameToMetaVictims": proposed})
+        assert status == 200, answer
+        found = answer["NodeNameToMetaVictims"]
+        assert all(one["NumPDBViolations"] <= len(one["Pods"]) for one in found.values())
+        return {node: [each["UID"] for each in one["Pods"]] for node, one in found.items()}
 
     async def bind(self, pod: Object, node: str) -> str:
         """The error; empty: bound."""

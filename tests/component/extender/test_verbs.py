@@ -139,11 +139,35 @@ async def test_many_at_once_never_share_a_unit() -> None:
 
 
 async def test_a_refused_binding_frees_its_units_at_once() -> None:
-    api = ClusterApi(refuse=409)
+    api = ClusterApi(refuse=403)
     api.node("a", *gpus(1))
     async with api.serving(), leader(api) as scheduler:
-        assert "409" in await scheduler.bind(api.pod("p", 60, 10), "a")
+        assert "403" in await scheduler.bind(api.pod("p", 60, 10), "a")
         assert (await scheduler.filter(api.pod("q", 60, 10), ["a"]))["NodeNames"] == ["a"]
+
+
+async def test_a_conflict_may_mean_that_the_pod_is_bound_and_frees_nothing() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        fleet = scheduler.extender.fleet
+        assert fleet is not None
+        pod = api.pod("p", 60, 10)
+        # Bound by a write whose answer was lost; the watch has not shown it yet.
+        pod["spec"]["nodeName"] = "a"
+        assert "409" in await scheduler.bind(pod, "a")
+        assert "409" in await scheduler.bind(pod, "a"), "kube-scheduler tries again"
+        assert (await scheduler.filter(api.pod("q", 60, 10), ["a"]))["NodeNames"] == []
+        assert "no room any more" in await scheduler.bind(api.pod("q", 60, 10), "a")
+        api.update(pod)
+        await scheduler.settled()
+        api.end("p")
+        with anyio.fail_after(10):
+            while fleet.pods:
+                await anyio.sleep(0.02)
+        assert await scheduler.bind(api.pod("r", 60, 10), "a") == ""
+        assert scheduler.extender.serving is not None
+        assert scheduler.extender.serving.binder._open == {}, "nothing is kept of pods that are gone"
 
 
 async def test_a_binding_whose_answer_is_lost_still_counts() -> None:
@@ -169,6 +193,9 @@ async def test_a_binding_whose_answer_is_lost_still_counts() -> None:
         ("predicates", b'{"Pod":{"metadata":{"uid":"u"}},"NodeNames":[1]}'),
         ("predicates", b'{"Pod":{"metadata":{"uid":"u"}},"Nodes":{"items":[{}]}}'),
         ("priorities", b'{"NodeNames":["a"]}'),
+        ("preempt", b'{"Pod":{"metadata":{"uid":"u"}}}'),
+        ("preempt", b'{"Pod":{"metadata":{"uid":"u"},"spec":{"volumes":[1]}},"NodeNameToMetaVictims":{}}'),
+        ("preempt", b'{"Pod":{"metadata":{"uid":"u"}},"NodeNameToMetaVictims":{"a":{"Pods":[{}]}}}'),
         ("bind", b"null"),
         ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"","Node":"a"}'),
         ("bind", b'{"PodName":"p","PodNamespace":"ns","PodUID":"u","Node":7}'),

@@ -13,22 +13,22 @@ from tests.component.monitoring.promtool import Document, check, holds, restarte
 GIB = 1 << 30
 AGENT = {"namespace": "gpu-system", "pod": "agent-1", "container": "agent"}
 NEXT = {"namespace": "gpu-system", "pod": "agent-2", "container": "agent"}
-GPUS = {"G0": "0", "G1": "1"}
-# Of GPUs 0 and 1.
+GPUS = {"G0": "0", "G1": "1", "G2": "2"}
 BY_GPU = {
-    "gpu_utilization_mean_ratio": (0.5, 0.25),
-    "gpu_utilization_max_ratio": (0.9, 0.75),
-    "gpu_memory_used_bytes": (10 * GIB, 20 * GIB),
-    "gpu_memory_used_max_bytes": (12 * GIB, 24 * GIB),
-    "gpu_memory_total_bytes": (80 * GIB, 80 * GIB),
-    "gpu_power_mean_watts": (300, 200),
-    "gpu_healthy": (1, 0),
+    "gpu_utilization_mean_ratio": (0.5, 0.25, 0.75),
+    "gpu_utilization_max_ratio": (0.9, 0.75, 1),
+    "gpu_memory_used_bytes": (10 * GIB, 20 * GIB, 30 * GIB),
+    "gpu_memory_used_max_bytes": (12 * GIB, 24 * GIB, 36 * GIB),
+    "gpu_memory_total_bytes": (80 * GIB, 80 * GIB, 80 * GIB),
+    "gpu_power_mean_watts": (300, 200, 500),
+    "gpu_healthy": (1, 0, 1),
 }
 # Namespace, pod, GPU, mode; utilization: mean and most, memory used, shares of cores and memory.
 CONTAINERS = (
     ("a", "p1", "G0", "vgpu", 0.25, 0.5, 1 * GIB, 0.5, 4 * GIB),
     ("a", "p2", "G0", "vgpu", 0.125, 0.5, 2 * GIB, 0.25, 2 * GIB),
     ("b", "q", "G1", "mps", 0.25, 0.75, 3 * GIB, 0.5, 8 * GIB),
+    ("c", "w", "G2", "pgpu", 0.5, 1.0, 16 * GIB, 1.0, 80 * GIB),
 )
 FIGURES = (
     "utilization_mean_ratio",
@@ -44,15 +44,20 @@ RESOURCES = (
     "nvidia.com/mps-core",
     "nvidia.com/mps-memory",
 )
-N0, N1 = '{node="n", gpu="G0", index="0"}', '{node="n", gpu="G1", index="1"}'
-M0, M1 = '{node="n", gpu="G0", index="0", mode="vgpu"}', '{node="n", gpu="G1", index="1", mode="mps"}'
-N, NV, NM = '{node="n"}', '{node="n", mode="vgpu"}', '{node="n", mode="mps"}'
+N0, N1, N2 = (f'{{node="n", gpu="{gpu}", index="{index}"}}' for gpu, index in GPUS.items())
+M0, M1, M2 = (
+    f'{{node="n", gpu="{gpu}", index="{index}", mode="{mode}"}}'
+    for (gpu, index), mode in zip(GPUS.items(), ("vgpu", "mps", "pgpu"), strict=True)
+)
+N, NV, NM, NW = '{node="n"}', *(f'{{node="n", mode="{mode}"}}' for mode in ("vgpu", "mps", "pgpu"))
 P1 = '{node="n", namespace="a", pod="p1", mode="vgpu"}'
 P2 = '{node="n", namespace="a", pod="p2", mode="vgpu"}'
 Q = '{node="n", namespace="b", pod="q", mode="mps"}'
-A, B = '{namespace="a", mode="vgpu"}', '{namespace="b", mode="mps"}'
+W = '{node="n", namespace="c", pod="w", mode="pgpu"}'
+A, B, C = '{namespace="a", mode="vgpu"}', '{namespace="b", mode="mps"}', '{namespace="c", mode="pgpu"}'
 MONTH_A = '{namespace="a", mode="vgpu", month="197001"}'
 MONTH_B = '{namespace="b", mode="mps", month="197001"}'
+MONTH_C = '{namespace="c", mode="pgpu", month="197001"}'
 
 
 def written(resource: str) -> str:
@@ -61,31 +66,31 @@ def written(resource: str) -> str:
 
 
 EVERYWHERE: dict[str, dict[str, float]] = {
-    "gpu:gpu_agent_utilization:mean5m": {N0: 0.5, N1: 0.25},
-    "gpu:gpu_agent_utilization:max5m": {N0: 0.9, N1: 0.75},
-    "gpu:gpu_agent_memory_used_bytes:mean5m": {N0: 10 * GIB, N1: 20 * GIB},
-    "gpu:gpu_agent_memory_used_bytes:max5m": {N0: 12 * GIB, N1: 24 * GIB},
-    "gpu:gpu_agent_power_watts:mean5m": {N0: 300, N1: 200},
-    "gpu:gpu_agent_core_limit:sum": {M0: 0.75, M1: 0.5},
-    "gpu:gpu_agent_memory_limit_bytes:sum": {M0: 6 * GIB, M1: 8 * GIB},
-    "node:gpu_agent_gpus:count": {N: 2},
-    "node:gpu_agent_healthy_gpus:sum": {N: 1},
-    "node:gpu_agent_utilization:mean5m": {N: 0.375},
-    "node:gpu_agent_memory_used_bytes:mean5m": {N: 30 * GIB},
-    "node:gpu_agent_memory_total_bytes:sum": {N: 160 * GIB},
-    "node:gpu_agent_power_watts:mean5m": {N: 500},
-    "node:gpu_agent_core_limit:sum": {NV: 0.75, NM: 0.5},
-    "node:gpu_agent_memory_limit_bytes:sum": {NV: 6 * GIB, NM: 8 * GIB},
+    "gpu:gpu_agent_utilization:mean5m": {N0: 0.5, N1: 0.25, N2: 0.75},
+    "gpu:gpu_agent_utilization:max5m": {N0: 0.9, N1: 0.75, N2: 1},
+    "gpu:gpu_agent_memory_used_bytes:mean5m": {N0: 10 * GIB, N1: 20 * GIB, N2: 30 * GIB},
+    "gpu:gpu_agent_memory_used_bytes:max5m": {N0: 12 * GIB, N1: 24 * GIB, N2: 36 * GIB},
+    "gpu:gpu_agent_power_watts:mean5m": {N0: 300, N1: 200, N2: 500},
+    "gpu:gpu_agent_core_limit:sum": {M0: 0.75, M1: 0.5, M2: 1},
+    "gpu:gpu_agent_memory_limit_bytes:sum": {M0: 6 * GIB, M1: 8 * GIB, M2: 80 * GIB},
+    "node:gpu_agent_gpus:count": {N: 3},
+    "node:gpu_agent_healthy_gpus:sum": {N: 2},
+    "node:gpu_agent_utilization:mean5m": {N: 0.5},
+    "node:gpu_agent_memory_used_bytes:mean5m": {N: 60 * GIB},
+    "node:gpu_agent_memory_total_bytes:sum": {N: 240 * GIB},
+    "node:gpu_agent_power_watts:mean5m": {N: 1000},
+    "node:gpu_agent_core_limit:sum": {NV: 0.75, NM: 0.5, NW: 1},
+    "node:gpu_agent_memory_limit_bytes:sum": {NV: 6 * GIB, NM: 8 * GIB, NW: 80 * GIB},
     "node:gpu_agent_expected:last": {N: 1},
-    "pod:gpu_agent_utilization:mean5m": {P1: 0.25, P2: 0.125, Q: 0.25},
-    "pod:gpu_agent_utilization:max5m": {P1: 0.5, P2: 0.5, Q: 0.75},
-    "pod:gpu_agent_memory_used_bytes:max5m": {P1: 1 * GIB, P2: 2 * GIB, Q: 3 * GIB},
-    "pod:gpu_agent_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5},
-    "pod:gpu_agent_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB},
-    "namespace:gpu_agent_core_limit:sum": {A: 0.75, B: 0.5},
-    "namespace:gpu_agent_memory_limit_bytes:sum": {A: 6 * GIB, B: 8 * GIB},
-    "namespace:gpu_agent_utilization:mean5m": {A: 0.375, B: 0.25},
-    "namespace:gpu_agent_memory_used_bytes:max5m": {A: 3 * GIB, B: 3 * GIB},
+    "pod:gpu_agent_utilization:mean5m": {P1: 0.25, P2: 0.125, Q: 0.25, W: 0.5},
+    "pod:gpu_agent_utilization:max5m": {P1: 0.5, P2: 0.5, Q: 0.75, W: 1},
+    "pod:gpu_agent_memory_used_bytes:max5m": {P1: 1 * GIB, P2: 2 * GIB, Q: 3 * GIB, W: 16 * GIB},
+    "pod:gpu_agent_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
+    "pod:gpu_agent_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB, W: 80 * GIB},
+    "namespace:gpu_agent_core_limit:sum": {A: 0.75, B: 0.5, C: 1},
+    "namespace:gpu_agent_memory_limit_bytes:sum": {A: 6 * GIB, B: 8 * GIB, C: 80 * GIB},
+    "namespace:gpu_agent_utilization:mean5m": {A: 0.375, B: 0.25, C: 0.5},
+    "namespace:gpu_agent_memory_used_bytes:max5m": {A: 3 * GIB, B: 3 * GIB, C: 16 * GIB},
     "cluster:gpu_agent_month:info": {'{month="197001"}': 1},
     "namespace_resource:gpu_quota:min": {
         f'{{namespace="a", resource="{written(resource)}"}}': 10.0 * number
@@ -100,6 +105,7 @@ EVERYWHERE: dict[str, dict[str, float]] = {
         '{namespace="a", resource="tencent_com_vcuda_memory"}': 12,
         '{namespace="b", resource="nvidia_com_mps_core"}': 25,
         '{namespace="b", resource="nvidia_com_mps_memory"}': 3,
+        '{namespace="c", resource="nvidia_com_gpu"}': 0.5,
     },
     "resource:gpu_allocatable:sum": {'{resource="tencent_com_vcuda_core"}': 300},
     "resource:gpu_demand:sum": {'{resource="tencent_com_vcuda_core"}': 155},
@@ -109,24 +115,24 @@ EVERYWHERE: dict[str, dict[str, float]] = {
 # Totals by minute; a minute without the agent is not charged, while the mean of its use reaches over it.
 TOTALS: dict[str, dict[int, dict[str, float]]] = {
     "namespace_month:gpu_agent_gpu_hours:sum": {
-        9: {MONTH_A: 10 * 0.75 / 60, MONTH_B: 10 * 0.5 / 60},
-        31: {MONTH_A: 31 * 0.75 / 60, MONTH_B: 31 * 0.5 / 60},
+        9: {MONTH_A: 10 * 0.75 / 60, MONTH_B: 10 * 0.5 / 60, MONTH_C: 10 / 60},
+        31: {MONTH_A: 31 * 0.75 / 60, MONTH_B: 31 * 0.5 / 60, MONTH_C: 31 / 60},
     },
     "namespace_month:gpu_agent_used_gpu_hours:sum": {
-        9: {MONTH_A: 10 * 0.375 / 60, MONTH_B: 10 * 0.25 / 60},
-        31: {MONTH_A: 32 * 0.375 / 60, MONTH_B: 32 * 0.25 / 60},
+        9: {MONTH_A: 10 * 0.375 / 60, MONTH_B: 10 * 0.25 / 60, MONTH_C: 10 * 0.5 / 60},
+        31: {MONTH_A: 32 * 0.375 / 60, MONTH_B: 32 * 0.25 / 60, MONTH_C: 32 * 0.5 / 60},
     },
     "namespace_month:gpu_agent_memory_gibibyte_hours:sum": {
-        9: {MONTH_A: 10 * 6 / 60, MONTH_B: 10 * 8 / 60},
-        31: {MONTH_A: 31 * 6 / 60, MONTH_B: 31 * 8 / 60},
+        9: {MONTH_A: 10 * 6 / 60, MONTH_B: 10 * 8 / 60, MONTH_C: 10 * 80 / 60},
+        31: {MONTH_A: 31 * 6 / 60, MONTH_B: 31 * 8 / 60, MONTH_C: 31 * 80 / 60},
     },
 }
 
 
 def of_the_agent() -> Iterator[Document]:
     yield from restarted("gpu_agent_ready", 1, AGENT, node="n", **NEXT)
-    for metric, pair in BY_GPU.items():
-        for (gpu, index), value in zip(GPUS.items(), pair, strict=True):
+    for metric, by_gpu in BY_GPU.items():
+        for (gpu, index), value in zip(GPUS.items(), by_gpu, strict=True):
             yield from restarted(f"gpu_agent_{metric}", value, AGENT, node="n", gpu=gpu, index=index, **NEXT)
     for namespace, pod, gpu, mode, *values in CONTAINERS:
         labels = {"namespace": namespace, "pod": pod, "container": "main"}

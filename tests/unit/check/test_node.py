@@ -205,6 +205,12 @@ def test_compat_tells_by_its_exit_code(runtime: str, code: int, capsys: pytest.C
     assert first.startswith({0: "allowed", 3: "unstable", 1: "blocked"}[code])
 
 
+@pytest.mark.parametrize(("enforcement", "code"), [("off", 0), ("report", 0), ("library", 1), ("strict", 1)])
+def test_compat_holds_vgpu_to_the_baseline_where_a_library_is_loaded(enforcement: str, code: int) -> None:
+    asked = ["check", "compat", "--runtime", "12.6", "--driver", "12.8", "--mode", "vgpu"]
+    assert main([*asked, f"--set=vgpu.enforcement={enforcement}"]) == code
+
+
 def test_check_alone_is_still_about_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("defaultMode: pgpu\n")

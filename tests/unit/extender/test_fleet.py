@@ -182,3 +182,27 @@ def test_policies_differ() -> None:
         Policy.SPREAD: ((2,),),
         Policy.FRAGMENTATION: ((0,),),
     }
+
+
+def test_nothing_is_kept_of_nodes_that_went() -> None:
+    made = Fleet()
+    for number in range(100):
+        made.set_node(f"n{number}", gpus(1), {})
+        made.drop_node(f"n{number}")
+    assert made._nodes == {}
+    # One whose pods have not gone yet stays until they have.
+    made.set_node("n", gpus(1), {})
+    bound(made, "a", asks((60, 10)), ((0,),))
+    made.drop_node("n")
+    assert list(made._nodes) == ["n"]
+    made.drop_pod("a")
+    assert made._nodes == {}
+
+
+def test_a_choice_that_is_made_again_elsewhere_counts_once() -> None:
+    made = Fleet()
+    for name in ("a", "b"):
+        made.set_node(name, gpus(1), {})
+        made.assume("u", name, PodClaim(asks((60, 10)), chosen=((0,),)), 10)
+    assert made.verdict("a", asks((60, 10))) == ""
+    assert made.verdict("b", asks((60, 10))) != ""

@@ -9,12 +9,12 @@ from agent.model.demand import (
     Demand,
     Impossible,
     Pod,
-    ResourcePair,
     Stage,
     demand_of,
     init_group_of,
     units,
 )
+from agent.model.units import ResourcePair
 
 
 def ask(

@@ -7,15 +7,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.model.ids import LONGEST, BadDeviceId, DeviceId, Unit, parse
+from agent.model.demand import MPS, VGPU
+from agent.model.ids import LONGEST, BadDeviceId, DeviceId, parse
+from agent.model.modes import UNITS
+from agent.model.units import REPLICA, WHOLE
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 
 gpus = st.uuids().map(lambda value: f"GPU-{value}")
 numbers = st.integers(0, 99_999)
 ids = st.one_of(
-    st.builds(DeviceId, gpus, st.just(Unit.WHOLE)),
-    st.builds(DeviceId, gpus, st.sampled_from([unit for unit in Unit if unit is not Unit.WHOLE]), numbers),
+    st.builds(DeviceId, gpus, st.just(WHOLE)),
+    st.builds(
+        DeviceId, gpus, st.sampled_from([unit for unit in UNITS.values() if unit is not WHOLE]), numbers
+    ),
 )
 
 
@@ -44,12 +49,12 @@ def test_any_text_is_an_id_that_writes_itself_or_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (GPU, DeviceId(GPU, Unit.WHOLE)),
-        (f"{GPU}::c17", DeviceId(GPU, Unit.VGPU_CORE, 17)),
-        (f"{GPU}::m42", DeviceId(GPU, Unit.VGPU_MEMORY, 42)),
-        (f"{GPU}::sc0", DeviceId(GPU, Unit.MPS_CORE, 0)),
-        (f"{GPU}::sm3", DeviceId(GPU, Unit.MPS_MEMORY, 3)),
-        (f"{GPU}::r3", DeviceId(GPU, Unit.REPLICA, 3)),
+        (GPU, DeviceId(GPU, WHOLE)),
+        (f"{GPU}::c17", DeviceId(GPU, VGPU.core_unit, 17)),
+        (f"{GPU}::m42", DeviceId(GPU, VGPU.memory_unit, 42)),
+        (f"{GPU}::sc0", DeviceId(GPU, MPS.core_unit, 0)),
+        (f"{GPU}::sm3", DeviceId(GPU, MPS.memory_unit, 3)),
+        (f"{GPU}::r3", DeviceId(GPU, REPLICA, 3)),
     ],
 )
 def test_the_public_spelling(text: str, expected: DeviceId) -> None:
@@ -83,4 +88,4 @@ def test_a_refusal_names_the_id_shortened() -> None:
 
 
 def test_the_longest_id_that_is_sold_fits() -> None:
-    assert len(str(DeviceId(f"GPU-{uuid.UUID(int=0)}", Unit.MPS_MEMORY, 99_999))) <= LONGEST
+    assert len(str(DeviceId(f"GPU-{uuid.UUID(int=0)}", MPS.memory_unit, 99_999))) <= LONGEST

@@ -13,11 +13,12 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.kubelet.record import Record, View, join
-from agent.model.demand import VGPU, Container, Pod, ResourcePair, Stage
+from agent.model.demand import VGPU, Container, Pod, Stage
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
+from agent.model.units import ResourcePair
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.reducer import Grant, Rules

@@ -161,7 +161,7 @@ async def test_gpus_are_handed_out_as_asked() -> None:
         ("GPU-0::sm1", "belongs to another resource"),
         (
             "GPU-0::zz1",
-            "does not end in a unit that this agent sells; nvidia.com/gpu is asked for by GPU UUID",
+            "does not end in a unit that this agent offers; nvidia.com/gpu is asked for by GPU UUID",
         ),
         ("", "is empty or longer than 63 characters"),
         ("x" * 5000, "is empty or longer than 63 characters"),

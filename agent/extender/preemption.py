@@ -1,0 +1,85 @@
+"""Whom kube-scheduler may evict for a pod: by totals it would evict pods and still have no GPU with room."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio.lowlevel
+import msgspec
+
+from agent.extender.eviction import still_needed
+from agent.extender.fleet import Fleet
+from agent.extender.pod_demand import RESOURCES, PodDemand
+
+NODES_AT_ONCE = 16  # that are looked at before others run: a few milliseconds
+
+
+class _Resources(msgspec.Struct):
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
+    requests: dict[str, Any] = msgspec.field(default_factory=dict)
+    claims: list[Any] = msgspec.field(default_factory=list)
+
+
+class _Port(msgspec.Struct, rename="camel"):
+    host_port: int = 0
+
+
+class _Container(msgspec.Struct):
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    ports: list[_Port] = msgspec.field(default_factory=list)
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    containers: list[_Container] = msgspec.field(default_factory=list)
+    init_containers: list[_Container] = msgspec.field(default_factory=list)
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    overhead: dict[str, Any] = msgspec.field(default_factory=dict)
+    affinity: dict[str, Any] | None = None
+    topology_spread_constraints: list[Any] = msgspec.field(default_factory=list)
+    volumes: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+class _Pod(msgspec.Struct):
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+_SIMPLE_VOLUMES = frozenset(
+    {"name", "projected", "emptyDir", "configMap", "secret", "downwardAPI", "hostPath"}
+)
+
+
+def only_gpus_matter(pod: bytes | msgspec.Raw) -> bool:
+    """Whether a pod's spec asks of a node for nothing that a victim could hold but GPUs.
+
+    Where it asks for CPU, say, a victim may have to go for that. Raises msgspec.DecodeError.
+    """
+    spec = msgspec.json.decode(pod, type=_Pod).spec
+    containers = [*spec.containers, *spec.init_containers]
+    resources = [spec.resources, *(each.resources for each in containers)]
+    asked = {name for each in resources for name in (*each.limits, *each.requests)} - set(RESOURCES)
+    return not (
+        asked
+        or spec.overhead
+        or spec.affinity
+        or spec.topology_spread_constraints
+        or any(each.claims for each in resources)
+        or any(port.host_port for each in containers for port in each.ports)
+        or any(set(volume) - _SIMPLE_VOLUMES for volume in spec.volumes)
+    )
+
+
+async def victims_needed(
+    fleet: Fleet, demand: PodDemand, proposed: Mapping[str, Sequence[str]], *, give_back: bool
+) -> dict[str, Sequence[str]]:
+    """Nodes where a pod fits once their victims are gone, each with those that must go, by UID.
+
+    `proposed`: victims by node, the most important first. `give_back`: leave out those of them whose GPUs are
+    not needed; a node where none is needed is left out, since the pod fits there as it is.
+    """
+    found: dict[str, Sequence[str]] = {}
+    for number, (name, victims) in enumerate(proposed.items(), start=1):
+        needed = still_needed(fleet, name, victims, demand, give_back=give_back)
+        if needed:
+            found[name] = needed
+        if number % NODES_AT_ONCE == 0:
+            await anyio.lowlevel.checkpoint()
+    return found

@@ -1,0 +1,169 @@
+"""What a tenant may try to get more than its cap; the numbers are those of docs/vgpu.md.
+
+The program runs as in a container: a mount namespace with the container's folder at a path of its own and an
+/etc whose ld.so.preload names the library.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.container import Container, make
+from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+
+LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
+# Fills the GPU with pieces of 64 MiB and says how many it got.
+GREEDY = (
+    "import ctypes, sys\n"
+    "cuda = ctypes.CDLL(sys.argv[1]); out = ctypes.c_uint64()\n"
+    "assert cuda.cuInit(0) == 0\n"
+    "assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(out), 0) == 0 and cuda.cuCtxSetCurrent(out) == 0\n"
+    "got = 0\n"
+    "while cuda.cuMemAlloc_v2(ctypes.byref(out), ctypes.c_size_t(64 << 20)) == 0: got += 1\n"
+    "print(got)\n"
+)
+FITS = (1024 - 300) // 64
+WAYS: dict[str, list[str]] = {
+    "1 environment emptied": ["env", "-i"],
+    "1 own LD_PRELOAD": ["env", "LD_PRELOAD=libm.so.6"],
+    "2 another user": ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
+    "2 subprocess of a subprocess": ["sh", "-c", 'env -i "$@"', "sh"],
+    "2 new session": ["setsid", "--wait"],
+    "3 limits in the environment": ["env", "CUDA_DEVICE_MEMORY_LIMIT=64g", "NVIDIA_GPU_MEMORY_LIMIT=65536"],
+    "4 switches of others": [
+        "env",
+        "CUDA_DISABLE_CONTROL=true",
+        "DISABLE_VGPU=1",
+        "GPU_CORE_UTILIZATION_POLICY=disable",
+    ],
+    "8 loader called by hand": [
+        next((it for it in LOADERS if Path(it).exists()), LOADERS[0]),
+        "--preload",
+        "",
+    ],
+    "20 forged MPS limit": ["env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=64G"],
+}
+
+
+@pytest.fixture
+def etc(tmp_path: Path) -> Path:
+    """An /etc for containers that preloads what lies at /mnt."""
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    for name in ("ld.so.cache", "passwd", "group", "nsswitch.conf"):
+        if Path("/etc", name).exists():
+            shutil.copy(Path("/etc", name), folder)
+    (folder / "ld.so.preload").write_text("/mnt/libgna-limits.so\n")
+    return folder
+
+
+def _granted(
+    container: Container, etc: Path, machine: CudaMachine, driver: Path, way: list[str], script: str = GREEDY
+) -> int:
+    """How many pieces a program gets that is started in this way."""
+    shutil.copy(driver, container.folder / "libcuda.so.1")
+    # Beside the driver, since the environment may be emptied.
+    state = container.folder / "cuda-state"
+    state.touch()
+    mounts = f"mount --bind {container.folder} /mnt && mount --bind {machine.path} /mnt/cuda-state"
+    shell = f'{mounts} && mount --bind {etc} /etc && exec "$@"'
+    command = [*way, sys.executable, "-I", "-S", "-c", script, "/mnt/libcuda.so.1"]
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation=private", "sh", "-c", shell, "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_escape(way: str, container: MakeContainer, etc: Path, machine: CudaMachine, driver: Path) -> None:
+    if "loader" in way:
+        # The loader takes no program by its name alone.
+        assert Path(WAYS[way][0]).exists()
+    made = container(1024)
+    assert _granted(made, etc, machine, driver, WAYS[way]) == FITS
+    assert machine.peak() == (300 + FITS * 64) * MIB
+
+
+def test_the_trial_itself_is_without_a_cap(
+    container: MakeContainer, etc: Path, machine: CudaMachine, driver: Path
+) -> None:
+    (etc / "ld.so.preload").unlink()
+    assert _granted(container(1024), etc, machine, driver, ["env"]) == (16384 - 300) // 64
+
+
+def test_escape_5_visible_devices(
+    tmp_path: Path, library: Path, driver: Path, container: MakeContainer
+) -> None:
+    gpus = [CudaGpu(), CudaGpu(uuid="GPU-8f2b1c3d-0000-4000-8000-000000000002", bus_id="0000:1a:00.0")]
+    machine = CudaMachine.create(tmp_path / "two", gpus)
+    made = make(tmp_path / "both", library, (1024, 2048), gpus=gpus)
+    started = Programs(machine, driver)
+    with started.stack:
+        turned = f"{gpus[1].uuid},{gpus[0].uuid}"
+        caps = [started(made, "init()")("memory()[1] // MIB")]
+        caps += [
+            started(made, "init()", CUDA_VISIBLE_DEVICES=visible)("memory()[1] // MIB")
+            for visible in ("1", turned)
+        ]
+    assert caps == [1024, 2048, 2048]
+
+
+def test_escape_10_a_copy_of_the_driver_at_another_path(
+    container: MakeContainer, machine: CudaMachine, programs: Programs, tmp_path: Path, driver: Path
+) -> None:
+    copy = tmp_path / "other.so"
+    shutil.copy(driver, copy)
+    program = programs(container(1024), "init()", driver=copy)
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(800 * MIB))") == 2
+
+
+def test_escape_16_memory_of_a_sibling_container_is_charged(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    one, two = container(1024), container(1024)
+    giver, taker = programs(one, "init()"), programs(two, "init()")
+    giver("handle = create(400)")
+    giver("at = out('cuMemExportToShareableHandle', u64(handle), 1, u64(), kind=ctypes.c_int)")
+    taker(f"fd = os.open(f'/proc/{giver.pid}/fd/{giver('at')}', os.O_RDWR)")
+    taker("handle = out('cuMemImportFromShareableHandle', ctypes.c_void_p(fd), 1)")
+    taker("at = reserve(400); map_at(at, 400, handle)")
+    assert two.charged() == 700 * MIB
+    assert taker("call('cuMemAlloc_v2', ctypes.byref(u64()), size(400 * MIB))") == 2
+    taker("unmap(at, 400); check('cuMemRelease', u64(handle))")
+    assert two.charged() == 300 * MIB
+
+
+def test_memory_of_the_same_container_is_charged_once(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(2048)
+    giver, taker = programs(made, "init()"), programs(made, "init()")
+    giver("handle = IpcHandle(); at = alloc(400); check('cuIpcGetMemHandle', ctypes.byref(handle), u64(at))")
+    taker(f"handle = IpcHandle((ctypes.c_ubyte * 64)(*{giver('list(handle.bytes)')}))")
+    taker("at = out('cuIpcOpenMemHandle_v2', handle, 1)")
+    assert made.charged() == machine.used() == 1000 * MIB
+    stranger = container(2048)
+    third = programs(stranger, "init()")
+    third(f"handle = IpcHandle((ctypes.c_ubyte * 64)(*{giver('list(handle.bytes)')}))")
+    third("at = out('cuIpcOpenMemHandle_v2', handle, 1)")
+    assert stranger.charged() == 700 * MIB
+    third("check('cuIpcCloseMemHandle', u64(at))")
+    assert stranger.charged() == 300 * MIB
+
+
+def test_escape_17_a_flood_of_managed_memory(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    program = programs(container(1024), "init()")
+    program("[out('cuMemAllocManaged', size(64 * MIB), 1) for _ in range(11)]")
+    assert program("call('cuMemAllocManaged', ctypes.byref(u64()), size(64 * MIB), 1)") == 2
+    assert machine.peak() == (300 + 11 * 64) * MIB

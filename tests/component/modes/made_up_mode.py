@@ -1,0 +1,70 @@
+"""A mode that the product does not have: each GPU as two halves, `example.com/half-gpu`.
+
+`test_new_mode_is_one_file` puts this file beside the plugins of a copy of the agent, as `half.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from agent.kit.cell import Cell
+from agent.kubelet.api import Allocation, PreferenceRequest, Refused, ResourcePlugin
+from agent.model.ids import BadDeviceId, DeviceId, parse
+from agent.model.modes import Assignment, Mode
+from agent.plugins import encode
+from agent.plugins.context import PluginContext
+from agent.plugins.follow import follow
+
+HALVES = 2
+
+
+class HalfPlugin:
+    """Two devices for each GPU."""
+
+    offers_preference = False
+    needs_pre_start = False
+
+    def __init__(self, context: PluginContext) -> None:
+        self._context = context
+        self._mode = Mode("half")
+        (self.resource,), (self._unit,) = self._mode.resources, self._mode.units
+        self.lists: Cell[bytes] = Cell(b"")
+
+    async def run(self) -> None:
+        await follow(self.refresh, self._context.inventory, self._context.modes, self._context.record.cell)
+
+    def refresh(self) -> None:
+        parts = (encode.devices(ids, healthy) for ids, healthy in self._devices(self._context.modes.value))
+        encoded = b"".join(parts)
+        if encoded != self.lists.value:
+            self.lists.publish(encoded)
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        devices = list(self._devices(assignment))
+        return sum(len(ids) for ids, _ in devices), sum(len(ids) for ids, healthy in devices if healthy)
+
+    def _devices(self, assignment: Assignment) -> Iterator[tuple[list[str], bool]]:
+        record = self._context.record.cell.value
+        held = {each for holding in record.holdings for each in holding.ids} if record else set()
+        for state in self._context.inventory.value.gpus:
+            mode = assignment.of(state.uuid)
+            if mode.mode is self._mode:
+                ids = [str(DeviceId(state.uuid, self._unit, number)) for number in range(HALVES)]
+                stays = ids if mode.selling or mode.leaving else [each for each in ids if each in held]
+                yield stays, mode.selling and state.healthy
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        raise Refused("not asked for")
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        try:
+            gpus = {parse(each).gpu for each in ids}
+        except BadDeviceId as error:
+            raise Refused(str(error)) from error
+        by_uuid = self._context.inventory.value.by_uuid
+        return self._context.injector.allocation([by_uuid[uuid].gpu for uuid in sorted(gpus)])
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        raise Refused("not asked for")
+
+
+def build(context: PluginContext) -> list[ResourcePlugin]:
+    return [HalfPlugin(context)]
