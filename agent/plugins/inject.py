@@ -59,6 +59,9 @@ def choose(
 ) -> Choice:
     """Which way the configuration and the node allow; `auto` takes CDI only where all sides do it."""
     strategy = settings.injection.strategy
+    if settings.simulator.profile:
+        # Whatever specifications lie about: no runtime can give a container a GPU that is not there.
+        return Choice(False, "the GPUs are simulated")
     if strategy != "auto":
         return Choice(strategy == "cdi", f"injection.strategy is {strategy}")
     if not own.names:

@@ -12,7 +12,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
 from agent.plugins.inject import Injector, NodeSoftware, choose, toolkit_devices
-from agent.settings import DriverFiles, Host, Injection, Settings
+from agent.settings import DriverFiles, Host, Injection, Settings, Simulator
 
 NEW = NodeSoftware("v1.36.3", "containerd://2.4.2")
 NAMED = frozenset({"GPU-a", "0", "all"})
@@ -189,6 +189,13 @@ def test_own_devices_are_of_no_use_to_software_without_cdi() -> None:
     )
     assert not choice.cdi
     assert "kubelet v1.28.1" in choice.reason
+
+
+def test_simulated_gpus_are_named_to_no_runtime() -> None:
+    for strategy in ("auto", "cdi"):
+        wish = Injection(strategy=strategy)  # type: ignore[arg-type]
+        settings = Settings(injection=wish, simulator=Simulator(profile="dgx-h200"))
+        assert not choose(settings, NEW, NAMED, Devices(frozenset({"GPU-0"}))).cdi
 
 
 def test_why_our_own_are_missing_is_told() -> None:
