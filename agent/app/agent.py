@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import Guard
 from agent.inventory.snapshot import GpuState
+from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
@@ -29,11 +30,14 @@ from agent.telemetry.reading import Part, Sources
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
     from agent.cdi.keeper import SpecificationKeeper
     from agent.cluster.api import KubeApi
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
+    from agent.plugins.fractions import Shares
 
 
 class Limits(Protocol):
@@ -42,6 +46,12 @@ class Limits(Protocol):
     @property
     def problem(self) -> str | None:
         """Why containers start without the library, though they should have it; None: they have it."""
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """Units of memory of a GPU that containers have grown by: nobody else may be offered them."""
+
+    def follow_resizes(self, agent: "Agent", shares: "Shares", group: "TaskGroup") -> None:
+        """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
 
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
@@ -144,6 +154,8 @@ class Agent:
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
     gpu_specification: "SpecificationKeeper | None" = None
     limits: Limits | None = None  # of vGPU containers; None: nothing enforces them
+    # Bytes by GPU that vGPU containers have beyond what their pods asked for.
+    grown: Cell[Mapping[str, int]] = field(default_factory=lambda: Cell({}))
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
     metric_parts: list[Part] = field(default_factory=list)

@@ -39,7 +39,7 @@ from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
 from agent.plugins.context import PluginContext, module_of
-from agent.plugins.fractions import Fence, no_fence
+from agent.plugins.fractions import Fence, no_fence, none_grown
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Settings
 from agent.status import top
@@ -135,7 +135,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     context = PluginContext(settings, snapshot, assignment, agent.holdings, injector)
     plugins: dict[Mode, list[ResourcePlugin]] = {
         Mode.VGPU: _vgpu_plugins(
-            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder)
+            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder), group
         ),
         Mode.MPS: agent.mps.plugins,
     }
@@ -147,7 +147,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
 
         own = ClusterNode(agent.cluster.node, agent.cluster.events)
         most = settings.mps.most_clients
-        resources.before_first = inventory_note.ahead(own, snapshot, assignment, most)
+        resources.before_first = inventory_note.ahead(own, snapshot, assignment, most, agent.grown)
         agent.node = build_node(agent, agent.cluster, own, resources, assignment)
         writers |= {"status": agent.node.capacity, "taint": agent.node.taint}
     node = own if agent.cluster else None
@@ -195,7 +195,14 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         )
         group.start_soon(spawn, "node report", agent.state_writer.run)
         group.start_soon(
-            spawn, "inventory note", inventory_note.follow, snapshot, assignment, most, annotations
+            spawn,
+            "inventory note",
+            inventory_note.follow,
+            snapshot,
+            assignment,
+            most,
+            annotations,
+            agent.grown,
         )
 
 
@@ -229,6 +236,7 @@ def _vgpu_plugins(
     source: PodSource | None,
     recorder: Recorder | None,
     fence: Fence,
+    group: TaskGroup,
 ) -> list[ResourcePlugin]:
     settings = agent.settings
     shares, plugins = vgpu.build(
@@ -241,7 +249,10 @@ def _vgpu_plugins(
         recorder,
         agent.cluster.node.name if agent.cluster else "",
         fence,
+        agent.limits.units_grown if agent.limits else none_grown,
     )
+    if agent.limits:
+        agent.limits.follow_resizes(agent, shares, group)
     agent.metric_parts.append(
         pairs.part("vgpu", shares.pairing.stats, lambda: _vgpu_fences(agent), lambda: shares.pairing.waiting)
     )

@@ -1,8 +1,9 @@
 """Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is not off."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from anyio.abc import TaskGroup
@@ -12,6 +13,8 @@ from agent.isolation.errors import IsolationError
 from agent.isolation.folders import LimitFolders
 from agent.isolation.library import IMAGE_FILE
 from agent.isolation.publishing import Publisher
+from agent.isolation.resize import ANNOTATION as RESIZE
+from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation, Policy, Request
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
@@ -19,11 +22,15 @@ from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
-from agent.pairing.ports import Recorder
+from agent.pairing.ports import PairRefused, Recorder
 from agent.pairing.reducer import Grant
+from agent.plugins.fractions import Shares
 from agent.telemetry import limits as limit_metrics
 from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import Uses
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
@@ -45,6 +52,25 @@ class LimitParts:
         """Which fences hold for containers that start now."""
         library = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.isolation.problem is None
         return {"driver": False, "library": library, "sweep": self._publisher.sweeps}
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """See agent.app.agent.Limits."""
+        return self.isolation.grown.get(uuid, frozenset())
+
+    def follow_resizes(self, agent: Agent, shares: Shares, group: TaskGroup) -> None:
+        """See agent.app.agent.Limits."""
+        spawn = agent.supervisor.restarting
+        group.start_soon(spawn, "grown units", _follow_growth, agent, self.isolation, shares)
+        if not agent.settings.vgpu.resize:
+            return
+        if agent.cluster is None:
+            log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
+            return
+        pods = agent.cluster.pods
+        resizer = Resizer(self.isolation, GpuUnits(shares), self._publisher)
+        group.start_soon(
+            spawn, "resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods)
+        )
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
         """The limits of a container, for `status`; None: it has none, and is not measured."""
@@ -69,7 +95,7 @@ async def build_isolation(agent: Agent, group: TaskGroup, recorder: Recorder | N
         watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
-    agent.metric_parts.append(limit_metrics.part(publisher))
+    agent.metric_parts.append(limit_metrics.part(publisher, agent.grown, partial(_vgpu_indices, agent)))
     return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement))
 
 
@@ -101,6 +127,52 @@ class VgpuFence:
         return Allocation(
             mounts=tuple(Mount(each.container_path, str(each.host_path), each.read_only) for each in binds)
         )
+
+
+def _vgpu_indices(agent: Agent) -> Mapping[str, int]:
+    """Indices of the GPUs that are in mode vGPU now, by UUID."""
+    switch = agent.switcher.state.value.gpus if agent.switcher else ()
+    shared = {each.uuid for each in switch if each.active.mode is Mode.VGPU}
+    return {each.uuid: each.gpu.index for each in agent.inventory.snapshot.value.gpus if each.uuid in shared}
+
+
+class GpuUnits:
+    """Free units of memory, as resizing needs them (`agent.isolation.resize.Units`)."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+
+    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+        """See agent.isolation.resize.Units. They leave the pool before another call is served."""
+
+        async def kept(ids: tuple[str, ...]) -> None:
+            try:
+                await keep(ids)
+            finally:
+                self._shares.restock()
+
+        try:
+            await self._shares.pairing.set_aside(gpu, count, kept)
+        except PairRefused as refusal:
+            raise NoUnits(str(refusal)) from refusal
+
+    def give_back(self) -> None:
+        """See agent.isolation.resize.Units."""
+        self._shares.restock()
+
+
+async def _follow_growth(agent: Agent, isolation: Isolation, shares: Shares) -> None:
+    """Units come back when their container is gone, too; for ever."""
+    async for _ in isolation.containers.values():
+        shares.restock()
+        grown = {gpu: len(ids) * VGPU.block_bytes for gpu, ids in isolation.grown.items()}
+        if grown != agent.grown.value:
+            agent.grown.publish(grown)
+
+
+def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:
+    found = {uid: pod.metadata.annotations.get(RESIZE) for uid, pod in pods.pods().items()}
+    return {uid: text for uid, text in found.items() if text is not None}
 
 
 async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:

@@ -10,9 +10,12 @@ import hashlib
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,10 +40,11 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     container: str
     gpu: str  # UUID
     ids: tuple[str, ...]  # units of memory that the kubelet handed out
-    memory_bytes: int
+    memory_bytes: int  # the cap
     cores: int  # percent of the GPU; 0: no claim
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
+    grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -55,6 +59,7 @@ class LimitFolders:
 
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
+        self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
 
     def prepare(self) -> None:
         """Make the root, and remove what an agent that was killed had begun. Raises FolderUnusable."""
@@ -128,14 +133,41 @@ class LimitFolders:
             finally:
                 os.close(descriptor)
 
-    def put(self, key: str, limits: Limits) -> None:
-        """Put limits in force, in the very file that the container has mounted. Raises FolderUnusable."""
-        with self._folder(key) as folder:
+    def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of Limits
+        """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
+        with self._changing, self._folder(key) as folder:
             descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:
-                layout.write_limits(descriptor, 0, limits)
+                now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+                layout.write_limits(descriptor, 0, replace(now, **values))
             except BadLayout as error:
                 raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
+            finally:
+                os.close(descriptor)
+
+    def resize(self, key: str, about: About) -> None:
+        """Give a container another cap. Raises FolderUnusable.
+
+        What the folder says of units comes first: an agent that is killed in between finds them there.
+        """
+        with self._folder(key) as folder:
+            scratch = f".{secrets.token_hex(8)}"
+            try:
+                _write(folder, scratch, msgspec.json.encode(about), 0o600)
+                os.rename(scratch, ABOUT, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(scratch, dir_fd=folder)
+                raise
+        self.change(key, memory_bytes=about.memory_bytes)
+
+    def bound(self, key: str) -> None:
+        """Cut a usage region back that its container made longer. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, USAGE, os.O_RDWR)
+            try:
+                if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
+                    os.ftruncate(descriptor, layout.USAGE_BYTES)
             finally:
                 os.close(descriptor)
 
@@ -152,14 +184,11 @@ class LimitFolders:
     def usage(self, key: str) -> Usage | None:
         """What the library says of the container's use; None: what is there says nothing. A hint.
 
-        A region that its container made longer is cut back: it lies in the memory of the node.
         Raises FolderUnusable.
         """
         with self._folder(key) as folder:
-            descriptor = _opened(folder, USAGE, os.O_RDWR)
+            descriptor = _opened(folder, USAGE, os.O_RDONLY)
             try:
-                if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
-                    os.ftruncate(descriptor, layout.USAGE_BYTES)
                 return layout.read_usage(os.pread(descriptor, layout.usage_head_bytes(1), 0))[0]
             except BadLayout:
                 return None

@@ -10,7 +10,7 @@ import structlog
 from agent.isolation.folders import About
 from agent.isolation.room import ContainerLimits, Isolation
 from agent.isolation.watch import LimitWatch, Place
-from agent.model.demand import Pod
+from agent.model.demand import VGPU, Pod
 
 log = structlog.get_logger()
 
@@ -108,10 +108,30 @@ class Publisher:
         seen = self._watch.seen.value if self._watch else None
         return {
             "memoryBytes": limits.memory_bytes if limits else None,
+            "admittedBytes": len(limits.about.ids) * VGPU.block_bytes if limits else None,
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
             "aboveCap": bool(seen and place in seen.above),
         }
+
+    def measured(self, place: Place) -> int:
+        """What a container uses of the GPU's memory by the driver's word, in bytes; 0: nobody knows."""
+        return self._watch.seen.value.measured.get(place, 0) if self._watch else 0
+
+    def resized(self, about: About, memory_bytes: int) -> None:
+        """An event and a line in the log: a container has another cap than `about` says."""
+        text = (
+            f"container {about.container} may use {memory_bytes // MIB} MiB of GPU {about.gpu} from now on, "
+            f"{about.memory_bytes // MIB} MiB before; it was admitted with {len(about.ids)} units"
+        )
+        pod = f"{about.namespace}/{about.pod}"
+        log.info("limits_resized", pod=pod, container=about.container, memory_bytes=memory_bytes)
+        self._owners.event(_pod(about), "LimitsResized", text, warning=False)
+
+    def not_resized(self, about: About, problem: str) -> None:
+        """An event and a line in the log."""
+        log.info("resize_refused", pod=f"{about.namespace}/{about.pod}", problem=problem)
+        self._owners.event(_pod(about), "ResizeRefused", problem, warning=True)
 
     # As agent.isolation.watch.Report
 

@@ -3,7 +3,7 @@
 The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -98,6 +98,7 @@ class Isolation:
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._held: frozenset[str] = frozenset()  # those that the record showed last
         self._keys: dict[int, tuple[Holding, str]] = {}
+        self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
     def policy(self, namespace: str) -> Policy:
@@ -152,6 +153,32 @@ class Isolation:
             )
             return ()
 
+    @property
+    def grown(self) -> Mapping[str, frozenset[str]]:
+        """Units that containers have grown by, by GPU: nobody else may be offered them."""
+        containers = self.containers.value
+        if self._grown[0] is not containers:
+            found: dict[str, frozenset[str]] = {}
+            for about in (each.about for each in containers.values()):
+                if about.grown:
+                    found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(about.grown)
+            self._grown = (containers, found)
+        return self._grown[1]
+
+    async def resize(self, key: str, about: About) -> None:
+        """Give a container another cap. Raises FolderUnusable: it has the one that its folder says."""
+        # A call that was cut off in between would leave this process with another count than the folder.
+        with anyio.CancelScope(shield=True):
+            try:
+                await anyio.to_thread.run_sync(self.folders.resize, key, about)
+            except FolderUnusable:
+                about = await anyio.to_thread.run_sync(self.folders.about, key)
+                raise
+            finally:
+                if limits := self.containers.value.get(key):
+                    found = replace(limits, about=about, memory_bytes=about.memory_bytes)
+                    self._become({**self.containers.value, key: found})
+
     async def run(self) -> None:
         """Remove folders of containers that are gone, for ever."""
         seen = self._record.version
@@ -188,6 +215,7 @@ class Isolation:
                 self._become({k: v for k, v in self.containers.value.items() if k != key})
         if gone and not self._strays:
             await anyio.to_thread.run_sync(self._remove_libraries)
+        await anyio.to_thread.run_sync(self._bound, tuple(self.containers.value))
 
     def saw(self, key: str, injected: bool) -> None:
         """Processes of a container were looked at: whether all of them have the library."""
@@ -243,18 +271,19 @@ class Isolation:
                 log.warning("limits_unreadable", problem=str(error))
                 strays.add(key)
                 continue
-            try:
-                memory = self.folders.limits(key).memory_bytes
-            except FolderUnusable as error:
-                memory = about.memory_bytes
-                log.warning("limits_written_anew", problem=str(error))
-                self._mended(key, about)
-            found[key] = ContainerLimits(about, memory)
+            self._mend(key, about)
+            found[key] = ContainerLimits(about, about.memory_bytes)
         return found, frozenset(strays)
 
-    def _mended(self, key: str, about: About) -> None:
+    def _mend(self, key: str, about: About) -> None:
+        """Have the limits be those that the folder stands for, whatever happened to the agent before."""
         try:
-            self.folders.mend(key, about)
+            try:
+                if self.folders.limits(key).memory_bytes != about.memory_bytes:
+                    self.folders.change(key, memory_bytes=about.memory_bytes)
+            except FolderUnusable as error:
+                log.warning("limits_written_anew", problem=str(error))
+                self.folders.mend(key, about)
         except FolderUnusable as error:
             log.warning("limits_not_written", problem=str(error))
 
@@ -267,6 +296,14 @@ class Isolation:
                 keys[id(each)] = before if before and before[0] is each else (each, key_of(each.ids))
         self._keys = keys
         return frozenset(key for _, key in keys.values())
+
+    def _bound(self, keys: Sequence[str]) -> None:
+        """Usage regions lie in the node's memory: one that its container made longer is cut back."""
+        for key in keys:
+            try:
+                self.folders.bound(key)
+            except FolderUnusable as error:
+                log.info("usage_unreadable", problem=str(error))
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}

@@ -7,7 +7,7 @@ fed with each round of samples; what it reads of a process is bounded. Blocking 
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -142,7 +142,7 @@ class LimitWatch:
             readings.append(max(0, measured.memory_bytes - usage.total_bytes))
             unseen = min(readings) // STEP * STEP
             if len(readings) == STABLE_READINGS and written != unseen:
-                folders.put(key, replace(folders.limits(key), unseen_bytes=unseen))
+                folders.change(key, unseen_bytes=unseen)
                 self._written[key] = unseen
         except FolderUnusable as error:
             log.info("usage_unreadable", problem=str(error))

@@ -67,6 +67,13 @@ class UnitPool:
         blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(pair.blocks(memory_bytes)))
         return cls(gpu, index, cores, blocks, frozenset(cores), frozenset(blocks))
 
+    def without(self, blocks: frozenset[str]) -> Self:
+        """The pool without some units of memory; the same object where it has none of them."""
+        if not blocks & self.block_set:
+            return self
+        left = tuple(each for each in self.blocks if each not in blocks)
+        return replace(self, blocks=left, block_set=frozenset(left))
+
     def ids(self, member: PairMember) -> tuple[str, ...]:
         """Units of one resource."""
         return self.cores if member is PairMember.CORE else self.blocks

@@ -1,6 +1,8 @@
 """The node's inventory for schedulers, as an annotation of the Node object: on change only."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import anyio
 import structlog
@@ -15,13 +17,20 @@ from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encod
 log = structlog.get_logger()
 
 _MIB = 1 << 20
+NOTHING: Mapping[str, int] = MappingProxyType({})
 AHEAD_SECONDS = 3.0
 
 
 def inventory_of(
-    snapshot: Snapshot, assignment: Assignment, most_clients: int | None = None
+    snapshot: Snapshot,
+    assignment: Assignment,
+    most_clients: int | None = None,
+    grown: Mapping[str, int] = NOTHING,
 ) -> NodeInventory:
-    """What schedulers are told. `most_clients`: a ceiling of MPS clients below what MPS can serve."""
+    """What schedulers are told. `most_clients`: a ceiling of MPS clients below what MPS can serve.
+
+    `grown`: bytes of GPUs, by UUID, that vGPU containers have beyond what their pods asked for.
+    """
     entries: dict[int, GpuEntry] = {}
     # A lost GPU keeps the index that another may have by now: those that can be sold come first.
     for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
@@ -31,7 +40,7 @@ def inventory_of(
             gpu.uuid,
             gpu.index,
             mode.mode,
-            gpu.memory_bytes // _MIB,
+            (gpu.memory_bytes - (grown.get(gpu.uuid, 0) if mode.mode is Mode.VGPU else 0)) // _MIB,
             mode.selling,
             state.cause,
             mode.replicas,
@@ -52,27 +61,33 @@ async def follow(
     modes: Cell[Assignment],
     most_clients: int | None,
     notes: Cell[Mapping[str, str]],
+    grown: Cell[Mapping[str, int]],
 ) -> None:
     """Keep the annotation's text true in `notes`, for ever; nothing before the GPUs were seen."""
 
     def look() -> None:
         snapshot = inventory.value
         if snapshot.gpus:
-            note = {INVENTORY: encode(inventory_of(snapshot, modes.value, most_clients))}
+            note = {INVENTORY: encode(inventory_of(snapshot, modes.value, most_clients, grown.value))}
             if note != notes.value:
                 notes.publish(note)
 
-    async def on(cell: Cell[Snapshot] | Cell[Assignment]) -> None:
+    async def on(cell: Cell[Any]) -> None:
         async for _ in cell.values():
             look()
 
     async with anyio.create_task_group() as group:
         group.start_soon(on, inventory)
         group.start_soon(on, modes)
+        group.start_soon(on, grown)
 
 
 def ahead(
-    node: OwnNode, inventory: Cell[Snapshot], modes: Cell[Assignment], most_clients: int | None
+    node: OwnNode,
+    inventory: Cell[Snapshot],
+    modes: Cell[Assignment],
+    most_clients: int | None,
+    grown: Cell[Mapping[str, int]],
 ) -> Callable[[], Awaitable[None]]:
     """What writes the annotation, where there is none, before units are offered for the first time.
 
@@ -86,7 +101,7 @@ def ahead(
             return  # as it was before this process: what differs is written by the report
         problem = f"no answer within {AHEAD_SECONDS:g} s"
         with anyio.move_on_after(AHEAD_SECONDS):
-            note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients))}
+            note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients, grown.value))}
             try:
                 await node.write_metadata({}, note)
             except NodeNotWritten as error:

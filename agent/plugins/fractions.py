@@ -41,6 +41,11 @@ async def no_fence(member: PairMember, grant: Grant) -> Allocation:  # noqa: ARG
     return Allocation()
 
 
+def none_grown(uuid: str) -> frozenset[str]:  # noqa: ARG001
+    """No container has grown."""
+    return frozenset()
+
+
 def _no_obstacle(uuid: str) -> str:  # noqa: ARG001
     return ""
 
@@ -62,6 +67,8 @@ class Sharing:
     extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
     # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
     fence: Fence = no_fence
+    # Units of memory of a GPU that are not for sale, since running containers have grown by them.
+    grown: Callable[[str], frozenset[str]] = none_grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,7 @@ class Shares:
         self.pairing = pairing
         self._record = record
         self._bare: dict[tuple[str, int], UnitPool] = {}
+        self._reduced: dict[str, tuple[tuple[str, int], frozenset[str], UnitPool]] = {}
         self._pools: dict[str, UnitPool] = {}
 
     def restock(self) -> None:
@@ -115,10 +123,14 @@ class Shares:
         key = (gpu.uuid, gpu.memory_bytes)
         if key not in self._bare:
             self._bare[key] = UnitPool.of(sharing.pair, gpu.uuid, gpu.index, gpu.memory_bytes)
+        grown, reduced = sharing.grown(gpu.uuid), self._reduced.get(gpu.uuid)
+        if reduced is None or reduced[:2] != (key, grown):
+            # Made once for each change, for lists are made anew where pools are other objects.
+            reduced = self._reduced[gpu.uuid] = (key, grown, self._bare[key].without(grown))
         mode = self.modes.value.of(gpu.uuid)
         keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
         sellable = keeps and mode.selling and not sharing.full(gpu.uuid)
-        return replace(self._bare[key], index=gpu.index, sellable=sellable, keeps=keeps)
+        return replace(reduced[2], index=gpu.index, sellable=sellable, keeps=keeps)
 
     async def run(self) -> None:
         """Follow inventory, modes and the record for ever."""
@@ -240,7 +252,7 @@ class SharePlugin:
 
     def _chunk(self, pool: UnitPool, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
         """The encoded part of a GPU; `keep` None: all of its units."""
-        key = (keep, healthy, len(pool.ids(self._member)))
+        key = (keep, healthy, pool.ids(self._member))
         known = self._whole.get((pool.gpu, healthy)) if keep is None else self._chunks.get(pool.gpu)
         if known is None or known.key != key:
             ids = pool.ids(self._member)

@@ -1,6 +1,6 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import structlog
@@ -19,7 +19,7 @@ from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence
+from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence, none_grown
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 
@@ -72,6 +72,7 @@ def build(
     recorder: Recorder | None = None,
     node: str = "",
     fence: Fence = no_fence,
+    grown: Callable[[str], frozenset[str]] = none_grown,
 ) -> tuple[Shares, list[VgpuPlugin]]:
     """The two resources and what they share."""
 
@@ -81,7 +82,7 @@ def build(
     wish = settings.vgpu
     rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
-    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence)
+    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
     shares = Shares(sharing, inventory, modes, pairing, record.cell)
     return shares, [
         VgpuPlugin(shares, member, injector, inventory, wish.enforcement) for member in PairMember

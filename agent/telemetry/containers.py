@@ -40,7 +40,8 @@ class Uses:
     """All of them, and memory of each GPU (by UUID) that no holder of it uses."""
 
     containers: tuple[ContainerUse, ...] = ()
-    # Bytes of processes outside pods, and of processes that cannot be told apart.
+    # Bytes of processes outside pods, and of processes that cannot be told apart; of GPUs whose processes
+    # can be read.
     other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -108,7 +109,8 @@ class ContainerWatch:
             taken: TakenSample | None = samples.taken.get(uuid)
             sample, work = (taken.sample, taken.work) if taken else (None, None)
             found = attribute(shares.get(uuid, []), sample, work, owners, pods)
-            other[uuid] = (found.foreign_memory, found.unknown_memory)
+            if sample and sample.processes is not None:
+                other[uuid] = (found.foreign_memory, found.unknown_memory)
             containers += [self.windowed(use, now) for use in found.uses]
         known = {each.use.share.key for each in containers}
         for key in self._windows.keys() - known:

@@ -121,7 +121,8 @@ GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),
     "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
-    "among them), and of processes that cannot be told apart (unknown).",
+    "among them), and of processes that cannot be told apart (unknown). Missing while the GPU cannot be "
+    "read.",
 )
 GPU_SAMPLE_FAILURES = _counter(
     "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
@@ -265,6 +266,11 @@ ENFORCED = _gauge(
 )
 LIMITED_CONTAINERS = _gauge(
     "limited_containers", ("fence",), "vGPU containers that this fence keeps to their memory."
+)
+GROWN_MEMORY = _gauge(
+    "grown_memory_bytes",
+    _GPU,
+    "Memory that vGPU containers were resized to beyond what their pods asked for.",
 )
 CONTAINERS_ABOVE_CAP = _gauge(
     "containers_above_cap", (), "vGPU containers that are measured above their memory cap."

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from agent.kit.cell import Cell
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Part
 
@@ -20,15 +21,18 @@ class Limits(Protocol):
         """Containers of which a process uses the GPU without the library that they were given."""
 
 
-def part(limits: Limits) -> Part:
-    """What limits add to a scrape."""
+def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]) -> Part:
+    """What limits add to a scrape. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:
+        sizes, known = grown.value, indices()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
                 series(d.LIMITED_CONTAINERS, count, (fence,))
+            for gpu, index in known.items():
+                series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
 

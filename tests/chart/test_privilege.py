@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agent.cleanup.request import REPORT, REQUEST
 from agent.settings import load as settings_of
@@ -172,6 +173,28 @@ def _agent_role(made: Sequence[Manifest]) -> Manifest:
         each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
     ]
     return role
+
+
+def test_resizes_come_with_a_policy() -> None:
+    made = helm.template(
+        settings=[
+            'vgpu.resizers=["alice", "system:serviceaccount:ml:ops"]',
+            'config.vgpu.enforcement="strict"',
+        ]
+    )
+    policy = helm.one(made, "ValidatingAdmissionPolicy", "-resizes")
+    (condition,) = policy["spec"]["matchConditions"]
+    assert condition["expression"] == (
+        "!(request.userInfo.username in ['alice','system:serviceaccount:ml:ops'])"
+    )
+    binding = helm.one(made, "ValidatingAdmissionPolicyBinding", "-resizes")
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert binding["spec"]["validationActions"] == ["Deny"]
+    config = yaml.safe_load(helm.one(made, "ConfigMap", "gpu-node-agent")["data"]["config.yaml"])
+    assert config["vgpu"] == {"resize": True, "enforcement": "strict"}
+    plain = helm.template()
+    assert not [each for each in plain if each["metadata"]["name"].endswith("-resizes")]
+    assert "vgpu" not in yaml.safe_load(helm.one(plain, "ConfigMap", "gpu-node-agent")["data"]["config.yaml"])
 
 
 def test_rights_of_the_hook() -> None:

@@ -16,6 +16,9 @@ BAD = {
     "no surge": ("maxUnavailable=0", ["maxUnavailable"]),
     "bad duration": ('metrics.podMonitor.interval="soon"', ["metrics.podMonitor.interval"]),
     "bad account": ('policies.choicesAllowed=["it\'s"]', ["policies.choicesAllowed"]),
+    "bad resizer": ('vgpu.resizers=["it\'s"]', ["vgpu.resizers"]),
+    "resizers of nothing": ('vgpu.resizers=["alice"]', ["vgpu.resizers", "set config.vgpu.enforcement"]),
+    "resize by everybody": ("config.vgpu.resize=true", ["config.vgpu.resize", "vgpu.resizers"]),
     "nothing on": (
         ["pgpu.enabled=false", "vgpu.enabled=false"],
         ["nothing would ever be offered", "set at least one to true"],
@@ -140,6 +143,12 @@ def test_default_namespace_is_guarded() -> None:
     with pytest.raises(HelmRefused, match="namespace of its own"):
         helm.template(namespace="default")
     assert helm.template(namespace="default", settings=["allowDefaultNamespace=true"])
+
+
+def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
+    wanted = ['vgpu.resizers=["alice"]', 'config.vgpu.enforcement="library"']
+    with pytest.raises(HelmRefused, match=r"vgpu\.resizers needs Kubernetes 1\.30"):
+        helm.template(settings=wanted, kubernetes="1.29.0")
 
 
 def test_kubernetes_that_is_too_old_is_refused() -> None:

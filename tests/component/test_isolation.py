@@ -8,6 +8,7 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import layout
+from agent.model.node_inventory import INVENTORY, decode
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.status.client import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
@@ -20,11 +21,16 @@ PRELOAD = "/etc/ld.so.preload"
 
 async def serving(rig: EmbeddedRig, **settings: object) -> None:
     """The agent offers vGPU and shows containers a library; what is in that file nobody runs here."""
+    await started(rig, **settings)
+    await vgpu.offered(rig, vgpu.GPUS * vgpu.BLOCKS)
+
+
+async def started(rig: EmbeddedRig, **settings: object) -> None:
+    """The same, whatever it offers."""
     library = rig.agent_log().parent / "library.so"
     await anyio.to_thread.run_sync(library.write_bytes, b"\x7fELF")
     given = {"vgpu.enforcement": "library", "vgpu.library": str(library), "defaultMode": "vgpu", **settings}
     await rig.start_agent({**given, **await rig.api_access()})
-    await vgpu.offered(rig, vgpu.GPUS * vgpu.BLOCKS)
 
 
 def mounts(rig: EmbeddedRig, pod: PodSpec) -> Mapping[str, str]:
@@ -156,6 +162,7 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
         ]
         assert holder["limits"] == {
             "memoryBytes": 4 * BLOCK,
+            "admittedBytes": 4 * BLOCK,
             "fences": ["sweep"],
             "injected": False,
             "aboveCap": True,
@@ -165,3 +172,77 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
 def reasons(rig: EmbeddedRig, pod: PodSpec) -> set[str]:
     """Of the events about a pod."""
     return {each["reason"] for each in rig.http.events if each["involvedObject"]["name"] == pod.name}
+
+
+def resize(rig: EmbeddedRig, pod: PodSpec, blocks: int) -> None:
+    """Ask for another size, as whoever the policy allows does."""
+    rig.kubelet.pod(pod).written["gpu-node-agent.io/resize"] = f'{{"main": {blocks}}}'
+    rig.kubelet.api.changed()
+
+
+def advertised(rig: EmbeddedRig) -> Mapping[str, int]:
+    """Units of memory of each GPU, as schedulers know them."""
+    inventory = decode(rig.http.annotations[INVENTORY])
+    return {each.uuid: each.blocks for each in inventory.gpus}
+
+
+async def capped(rig: EmbeddedRig, pod: PodSpec, blocks: int) -> None:
+    """Wait until the limit file says so."""
+    with anyio.move_on_after(30.0):
+        while (await limits_of(rig, pod)).memory_bytes != blocks * BLOCK:
+            await anyio.sleep(0.02)
+        return
+    raise AssertionError(
+        f"the cap is {(await limits_of(rig, pod)).memory_bytes // BLOCK} units, not {blocks}"
+    )
+
+
+@pytest.mark.timeout(180)
+async def test_resize_of_a_running_pod() -> None:
+    """It grows into what is free on its GPU, keeps that over a restart of the agent, and gives it back."""
+    async with embedded_rig() as rig:
+        await serving(rig, **{"vgpu.resize": True})
+        pod = vgpu.share_pod("grows", 30, 200)
+        await vgpu.running(rig, pod)
+        resize(rig, pod, 500)
+        await capped(rig, pod, 500)
+        # What it has grown by is nobody else's: the kubelet's list has it no more, nor have schedulers.
+        offered = vgpu.GPUS * vgpu.BLOCKS - 300
+        await rig.wait_allocatable(offered, vgpu.MEMORY)
+        gpu = await vgpu.gpu_of(rig, pod)
+        await until(lambda: advertised(rig)[gpu] == vgpu.BLOCKS - 300, f"schedulers see {advertised(rig)}")
+        fits, does_not = vgpu.share_pod("fits", 10, 61), vgpu.share_pod("elsewhere", 10, 61)
+        await vgpu.running(rig, fits)
+        await vgpu.running(rig, does_not)
+        assert await vgpu.gpu_of(rig, fits) == gpu
+        assert await vgpu.gpu_of(rig, does_not) != gpu
+        resize(rig, pod, 501)  # one more than there is
+        await rig.kubelet.wait_for(
+            lambda: "ResizeRefused" in reasons(rig, pod), 30.0, lambda: f"events: {reasons(rig, pod)}"
+        )
+        assert (await limits_of(rig, pod)).memory_bytes == 500 * BLOCK
+        await rig.kill_agent()
+        await started(rig, **{"vgpu.resize": True})
+        await rig.wait_allocatable(offered, vgpu.MEMORY)
+        assert (await limits_of(rig, pod)).memory_bytes == 500 * BLOCK
+        await rig.delete_pod(fits)
+        await capped(rig, pod, 501)  # what it waited for came free
+        resize(rig, pod, 100)
+        await capped(rig, pod, 100)
+        await rig.wait_allocatable(vgpu.GPUS * vgpu.BLOCKS, vgpu.MEMORY)
+        resize(rig, pod, 300)
+        await capped(rig, pod, 300)
+        await rig.delete_pod(pod)
+        await rig.wait_allocatable(vgpu.GPUS * vgpu.BLOCKS, vgpu.MEMORY)
+        assert {"LimitsApplied", "LimitsResized", "ResizeRefused"} <= reasons(rig, pod)
+
+
+@pytest.mark.timeout(180)
+async def test_without_a_policy_nobody_is_resized() -> None:
+    async with embedded_rig() as rig:
+        await serving(rig)
+        pod, other = vgpu.share_pod("share", 30, 200), vgpu.share_pod("other", 30, 200)
+        await vgpu.running(rig, pod)
+        resize(rig, pod, 500)
+        await vgpu.running(rig, other)
+        assert (await limits_of(rig, pod)).memory_bytes == 200 * BLOCK

@@ -91,6 +91,11 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
 {{- end -}}
 
+{{- /* Resizing takes a policy that says who may ask for it. */ -}}
+{{- define "gna.resizes" -}}
+{{- if and .Values.vgpu.resizers (include "gna.enforces" .) (include "gna.policies" .) }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.policies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
 {{- end -}}
@@ -130,6 +135,10 @@ injection:
 {{- if .Values.mps.enabled }}
 host:
   cgroups: /host-cgroups
+{{- end }}
+{{- if include "gna.resizes" . }}
+vgpu:
+  resize: true
 {{- end }}
 {{- if not (include "gna.hostDriver" .) }}
 # /dev/kmsg can be opened in privileged containers only.

@@ -22,6 +22,15 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if hasKey (dig "vgpu" dict $v.config) "resize" -}}
+{{- fail "config.vgpu.resize follows from vgpu.resizers, for a policy must say who may write the annotation: name the accounts there" -}}
+{{- end -}}
+{{- if and $v.vgpu.resizers (not (include "gna.enforces" .)) -}}
+{{- fail "vgpu.resizers names accounts, but without limits there is nothing to resize: set config.vgpu.enforcement to library or strict" -}}
+{{- end -}}
+{{- if and $v.vgpu.resizers (not (include "gna.policies" .)) -}}
+{{- fail "vgpu.resizers needs Kubernetes 1.30 or newer, where a policy keeps all other accounts from resizing pods: leave it empty" -}}
+{{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
 {{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}

@@ -46,7 +46,7 @@ def test_changed_limits_reach_the_file_that_is_mounted(limits: LimitFolders) -> 
     key = limits.create(about("a"))
     mounted = os.open(limits.path(key, LIMITS), os.O_RDONLY)
     try:
-        limits.put(key, Limits(about("a").gpu, 7 * GIB))
+        limits.change(key, memory_bytes=7 * GIB)
         assert layout.read_limits(os.pread(mounted, layout.LIMITS_BYTES, 0))[0].memory_bytes == 7 * GIB
     finally:
         os.close(mounted)
@@ -131,6 +131,7 @@ def test_a_usage_region_that_its_container_rewrote_says_nothing(limits: LimitFol
 def test_a_usage_region_that_its_container_made_longer_is_cut_back(limits: LimitFolders) -> None:
     key = limits.create(about("a"))
     os.truncate(limits.path(key, USAGE), 1 << 40)
+    limits.bound(key)
     assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
     assert limits.path(key, USAGE).stat().st_size == layout.USAGE_BYTES
 

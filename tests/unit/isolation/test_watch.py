@@ -208,6 +208,7 @@ async def test_owners_are_told_which_fences_hold(node: Node) -> None:
     assert node.owners.events == [("a", "LimitsApplied", False)]
     assert node.publisher.document(PLACE) == {
         "memoryBytes": CAP,
+        "admittedBytes": CAP,
         "fences": ["library", "sweep"],
         "injected": None,
         "aboveCap": False,

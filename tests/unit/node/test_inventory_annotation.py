@@ -58,8 +58,9 @@ def test_links_are_told_by_pair() -> None:
 async def test_it_is_published_on_change_only() -> None:
     inventory, assignment = Cell(Snapshot()), Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({})
+    grown: Cell[Mapping[str, int]] = Cell({})
     async with anyio.create_task_group() as group:
-        group.start_soon(follow, inventory, assignment, None, notes)
+        group.start_soon(follow, inventory, assignment, None, notes, grown)
         await anyio.wait_all_tasks_blocked()
         assert notes.value == {}
         inventory.publish(snapshot_of(gpu(0)))
@@ -90,7 +91,7 @@ class Node(OwnNode):
 async def test_it_is_written_ahead_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory_note, "AHEAD_SECONDS", 0.05)
     node = Node()
-    write = ahead(node, Cell(snapshot_of(gpu(0))), Cell(modes(GpuMode(Mode.VGPU))), None)
+    write = ahead(node, Cell(snapshot_of(gpu(0))), Cell(modes(GpuMode(Mode.VGPU))), None, Cell({}))
     for node.refuse, node.mute in (("503", False), (None, True)):
         with anyio.fail_after(5):
             await write()  # units are offered all the same
@@ -137,3 +138,12 @@ async def test_no_resource_appears_before_it_is_written() -> None:
         await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     assert seen == ["refreshed", "written", "registered"]
+
+
+def test_schedulers_see_no_units_that_containers_have_grown_by() -> None:
+    snapshot = snapshot_of(gpu(0), gpu(1))
+    grown = {each.uuid: 3 * 256 << 20 for each in snapshot.gpus[:1]}
+    before = inventory_of(snapshot, modes(GpuMode(Mode.VGPU), GpuMode(Mode.VGPU)))
+    after = inventory_of(snapshot, modes(GpuMode(Mode.VGPU), GpuMode(Mode.VGPU)), grown=grown)
+    assert [one.blocks - other.blocks for one, other in zip(before.gpus, after.gpus, strict=True)] == [3, 0]
+    assert inventory_of(snapshot, modes(), grown=grown) == inventory_of(snapshot, modes())

@@ -490,3 +490,35 @@ async def test_units_that_stand_twice_or_lie_on_two_gpus_are_refused() -> None:
         with pytest.raises(PairRefused, match=told_as) as refusal:
             await kubelet.pairing.allocate(PairMember.CORE, ids)
         assert refusal.value.cause is Cause.INVALID
+
+
+async def test_units_are_set_aside_only_where_nobody_has_or_will_have_them() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await kubelet.admit(pod("a", share("main", 10, 10)))
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+    taken: list[tuple[str, ...]] = []
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        taken.append(ids)
+
+    with pytest.raises(PairRefused, match=r"30 free units of .*, 31 more are asked for"):
+        await kubelet.pairing.set_aside(gpu, 31, keep)
+    with pytest.raises(PairRefused, match="0 free units"):
+        await kubelet.pairing.set_aside("GPU-unknown", 1, keep)
+    assert not taken
+    await kubelet.pairing.set_aside(gpu, 30, keep)
+    (ids,) = taken
+    assert len(set(ids)) == 30
+    assert not set(ids) & kubelet.pairing.ledger.kept_ids
+
+
+async def test_units_of_a_pair_whose_second_half_is_to_come_are_not_set_aside() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await first(kubelet, pod("a", share("main", 10, 25)), PairMember.CORE)
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        raise AssertionError(ids)
+
+    with pytest.raises(PairRefused, match="15 free units"):
+        await kubelet.pairing.set_aside(gpu, 16, keep)

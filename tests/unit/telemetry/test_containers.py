@@ -209,6 +209,20 @@ async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
     assert "gpu_agent_container_memory_limit_bytes{" in text
 
 
+async def test_memory_of_others_is_missing_while_a_gpu_cannot_be_read(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.parts.machine.processes.start(0, 4711, ProcessKind.COMPUTE, 600)  # a process that nobody knows
+    await node.look()
+    uuid = node.uuids[0]
+    assert node.watch.uses.value.other[uuid] == (0, 600 * MIB)
+    samples = node.parts.sampler.samples.value
+    taken = samples.taken[uuid]
+    hidden = replace(taken, sample=replace(taken.sample, processes=None))
+    for unread in ({uuid: hidden}, {}):
+        await node.watch.look(replace(samples, taken=unread))
+        assert uuid not in node.watch.uses.value.other
+
+
 @pytest.mark.parametrize(
     ("readings", "grade"),
     [

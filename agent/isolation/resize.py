@@ -1,0 +1,148 @@
+"""Live resize of a container's memory by an annotation of its pod, `gpu-node-agent.io/resize`.
+
+It holds units of `tencent.com/vcuda-memory` by container: `{"main": 60}`. A container grows into units of its
+GPU that are free, which nobody else is offered from that moment on, and shrinks to what it uses at least.
+What it has grown by stands in its limit folder: the kubelet, whose record says who holds what, has no word
+for it (docs/decisions.md). Who may write the annotation is for an admission policy to say.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Protocol
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from msgspec import Meta
+
+from agent.isolation.errors import IsolationError
+from agent.isolation.folders import About
+from agent.isolation.publishing import Publisher, place_of
+from agent.isolation.room import ContainerLimits, Isolation
+from agent.kit.cell import Cell
+from agent.model.demand import VGPU
+
+log = structlog.get_logger()
+
+ANNOTATION = "gpu-node-agent.io/resize"
+LONGEST_TEXT = 16 << 10
+RETRY_SECONDS = 5.0  # for units that come free
+_Wanted = dict[str, Annotated[int, Meta(ge=1, le=1 << 20)]]
+
+
+class NoUnits(IsolationError):
+    """A GPU has not as many free units as a container is to grow by."""
+
+
+class BadResize(IsolationError):
+    """An annotation that says nothing that could be done."""
+
+
+class Units(Protocol):
+    """Free units of memory of the node's GPUs."""
+
+    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+        """Have `keep` write down `count` free units, which nobody else gets meanwhile nor later.
+
+        Raises NoUnits, and what `keep` raises: none is taken then.
+        """
+
+    def give_back(self) -> None:
+        """Units that stood in a folder are free again."""
+
+
+class Resizer:
+    """Follows the annotations of pods."""
+
+    def __init__(self, isolation: Isolation, units: Units, publisher: Publisher) -> None:
+        self._isolation = isolation
+        self._units = units
+        self._publisher = publisher
+        self._answered: dict[str, str] = {}  # by UID of the pod: what its owner was answered last
+        self._wake = anyio.Event()
+
+    async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
+        """Follow `pods`, for ever; `annotations` answers the pods' by UID."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow, pods)
+            group.start_soon(self._follow, self._isolation.containers)
+            while True:
+                self._wake = anyio.Event()
+                waits = await self.look(annotations())
+                with anyio.move_on_after(RETRY_SECONDS if waits else None):
+                    await self._wake.wait()
+
+    async def look(self, annotations: Mapping[str, str]) -> bool:
+        """Do what the annotations say; whether something of it waits for free units."""
+        waits = False
+        known = self._isolation.containers.value
+        uids = {limits.about.uid for limits in known.values()}
+        self._answered = {uid: text for uid, text in self._answered.items() if uid in uids}
+        for key, limits in known.items():
+            text = annotations.get(limits.about.uid)
+            if text is None:
+                continue
+            try:
+                units = wanted(text).get(limits.about.container)
+                if units is not None:
+                    await self._resize(key, limits, units)
+            except NoUnits as error:
+                waits = True
+                self._refuse(limits.about, text, str(error))
+            except IsolationError as error:
+                self._refuse(limits.about, text, str(error))
+        return waits
+
+    async def _follow(self, cell: Cell[Any]) -> None:
+        async for _ in cell.values():
+            self._wake.set()
+
+    async def _resize(self, key: str, limits: ContainerLimits, units: int) -> None:
+        about = limits.about
+        have = len(about.ids) + len(about.grown)
+        target = units * VGPU.block_bytes
+        if units > have:
+
+            async def keep(ids: tuple[str, ...]) -> None:
+                grown = replace_about(about, target, (*about.grown, *ids))
+                await self._isolation.resize(key, grown)
+
+            await self._units.take(about.gpu, units - have, keep)
+        else:
+            target = max(target, min(limits.memory_bytes, await self._in_use(key, limits)))
+            grown = about.grown[: max(0, target // VGPU.block_bytes - len(about.ids))]
+            if (target, grown) == (limits.memory_bytes, about.grown):
+                return
+            await self._isolation.resize(key, replace_about(about, target, grown))
+            self._units.give_back()
+        self._publisher.resized(about, target)
+
+    async def _in_use(self, key: str, limits: ContainerLimits) -> int:
+        """What a container uses, in whole units; the library's word counts beside the driver's."""
+        folders = self._isolation.folders
+        usage = await anyio.to_thread.run_sync(folders.usage, key)
+        counted = usage.total_bytes if usage else 0
+        used = max(self._publisher.measured(place_of(limits.about)), counted)
+        return -(-used // VGPU.block_bytes) * VGPU.block_bytes
+
+    def _refuse(self, about: About, text: str, problem: str) -> None:
+        if self._answered.get(about.uid) != text:
+            self._answered[about.uid] = text
+            self._publisher.not_resized(about, problem)
+
+
+def replace_about(about: About, memory_bytes: int, grown: tuple[str, ...]) -> About:
+    """The same container with another cap."""
+    return msgspec.structs.replace(about, memory_bytes=memory_bytes, grown=grown)
+
+
+def wanted(text: str) -> Mapping[str, int]:
+    """Units by container. Raises BadResize."""
+    if len(text) > LONGEST_TEXT:
+        raise BadResize(f"annotation {ANNOTATION} is longer than {LONGEST_TEXT} bytes")
+    try:
+        return msgspec.json.decode(text, type=_Wanted)
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise BadResize(
+            f'annotation {ANNOTATION} must be units of {VGPU.memory} by container, as {{"main": 60}}: {error}'
+        ) from error
