@@ -193,7 +193,7 @@ def test_own_devices_are_of_no_use_to_software_without_cdi() -> None:
 
 def test_simulated_gpus_are_named_to_no_runtime() -> None:
     for strategy in ("auto", "cdi"):
-        wish = Injection(strategy=strategy)  # type: ignore[arg-type]
+        wish = Injection(strategy=strategy)
         settings = Settings(injection=wish, simulator=Simulator(profile="dgx-h200"))
         assert not choose(settings, NEW, NAMED, Devices(frozenset({"GPU-0"}))).cdi
 
