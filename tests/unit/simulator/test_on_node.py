@@ -1,5 +1,7 @@
 """Simulated GPUs on a real node: one machine per node, never beside real GPUs, and faults from outside."""
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,13 @@ from agent.settings import Settings, load
 from agent.simulator import events
 from agent.simulator.events import EventReader
 from agent.simulator.on_node import FILE, NotSimulated, attached, machine_of
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: the configuration is refused where the path of a socket would be too long."""
+    with tempfile.TemporaryDirectory(prefix="gna-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def _settings(folder: Path, profile: str | None = "dgx-h200", node: str = "a") -> Settings:
