@@ -53,7 +53,12 @@ class Checkpoint:
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if stamp != self._stamp:
                 content = msgspec.json.decode(self._file.read_bytes(), type=_File)
-                self._entries = _entries(content)
+                self._entries = {
+                    (each.pod_uid, each.container_name, each.resource_name): frozenset().union(
+                        *(each.device_ids or {}).values()
+                    )
+                    for each in content.data.pod_device_entries or ()
+                }
                 self._stamp = stamp
         except FileNotFoundError:
             self._stamp, self._entries = None, {}
@@ -63,12 +68,3 @@ class Checkpoint:
                 f"the kubelet's checkpoint {self._file} is not readable: {error}"
             ) from error
         return self._entries
-
-
-def _entries(content: _File) -> Entries:
-    return {
-        (each.pod_uid, each.container_name, each.resource_name): frozenset().union(
-            *(each.device_ids or {}).values()
-        )
-        for each in content.data.pod_device_entries or ()
-    }

@@ -85,7 +85,7 @@ class HoldingsWatch:
         # which it lists as NAME-NODE.
         self.api_away: Callable[[], bool] = lambda: False
         self.node = ""
-        self._blind_until = -math.inf  # on the event loop's clock
+        self.blind_until = -math.inf  # until then a kubelet's age says nothing; monotonic clock, seconds
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
@@ -106,18 +106,11 @@ class HoldingsWatch:
                     pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
                     with anyio.move_on_after(pause) as waited:
                         seen = await self._allocations.wait_change(seen)
-                    if not waited.cancelled_caught:
-                        seen = await self._until_they_pause(seen)
-
-    async def _until_they_pause(self, seen: int) -> int:
-        """Pods come in bursts, and a read in the middle holds theirs up: wait for the end, within reason."""
-        with anyio.move_on_after(BURST_SECONDS):
-            while True:
-                with anyio.move_on_after(SOON_SECONDS) as pause:
-                    seen = await self._allocations.wait_change(seen)
-                if pause.cancelled_caught:
-                    break
-        return seen
+                    # Pods come in bursts, and a read in the middle holds theirs up: wait for the end.
+                    with anyio.move_on_after(BURST_SECONDS):
+                        while not waited.cancelled_caught:
+                            with anyio.move_on_after(SOON_SECONDS) as waited:
+                                seen = await self._allocations.wait_change(seen)
 
     async def _follow_pods(self) -> None:
         """A pod that has ended by the API server holds nothing from that moment on.
@@ -197,21 +190,19 @@ class HoldingsWatch:
 
     async def _kubelet(self) -> tuple[int, int] | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
-        if self._checkpoint is None:
-            return None
-        try:
-            stat = await anyio.Path(self.client.path).stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_ctime_ns
+        if self._checkpoint is not None:
+            with suppress(OSError):
+                stat = await anyio.Path(self.client.path).stat()
+                return stat.st_ino, stat.st_ctime_ns
+        return None
 
     def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
         """Whether a kubelet may not have heard of all its pods yet."""
         if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
             # The API server names all pods at once: one of them is enough.
-            self._blind_until = anyio.current_time() + NEW_KUBELET_SECONDS
+            self.blind_until = monotonic() + NEW_KUBELET_SECONDS
         age = time() - kubelet[1] / 1e9
-        return age < NEW_KUBELET_SECONDS or anyio.current_time() < self._blind_until
+        return age < NEW_KUBELET_SECONDS or monotonic() < self.blind_until
 
     def _blind(self) -> str | None:
         """Why it is not known who holds what, though the kubelet answers."""

@@ -11,7 +11,7 @@ Calls are served one at a time, within the time that `agent.kubelet.service` giv
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 import structlog
@@ -75,7 +75,8 @@ class Pairing:
     def observe(self, record: PodList) -> None:
         """Take in who holds what, by a reading that may be older than the last grant."""
         self._take_in(Records.of(self.pair, record))
-        self._become(self._state.ended(record.ended))
+        # A pod may end before any record shows what it was granted.
+        self._become(self._state.without(lambda each: each.pod.uid in record.ended))
         self._forget_late()
 
     async def reconcile(self) -> None:
@@ -132,7 +133,8 @@ class Pairing:
     def turn_away(self, pod: Pod, message: str) -> None:
         """Take back all that a pod was granted: its admission fails as a whole."""
         self.stats.refused += 1
-        self._become(self._state.turned_away(pod))
+        left = self._state.without(lambda each: each.pod.uid == pod.uid)
+        self._become(replace(left, refused=left.refused | {pod.uid}))
         self._recorder.refused(pod, message)
 
     async def _found(self, call: Call) -> Reservation:
@@ -177,12 +179,12 @@ class Pairing:
             raise
 
     def _forget_late(self) -> None:
-        before, now = self.ledger, self._clock()
-        for promise in before.reservations:
+        now = self._clock()
+        for promise in self.ledger.reservations:
             if promise.expires <= now and not promise.complete:
                 self.stats.expired += 1
                 log.info("promise_expired", container=str(promise.holder), gpu=",".join(promise.gpus))
-        self._become(self._state.expired(now))
+        self._become(self._state.without(lambda each: each.expires <= now))
 
     def _become(self, state: State) -> None:
         before, self._state = self._state, state

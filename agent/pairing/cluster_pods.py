@@ -1,6 +1,8 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from http import HTTPStatus
+from time import monotonic
 
 import anyio
 import structlog
@@ -11,17 +13,14 @@ from agent.cluster.events import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.backoff import Backoff
-from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.record import View
 from agent.model.demand import Pod
-from agent.model.placement import ASSIGNED, HINT, places
 from agent.pairing.ports import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 
 WAITING_PATCHES = 256
-FORBIDDEN = 403
-TOO_MANY_REQUESTS = 429
 
 
 class ClusterPods(PodSource):
@@ -46,6 +45,7 @@ class ClusterPods(PodSource):
         reflector = self._cache.reflector
         record.view, record.pod_changes = self.view, reflector.items
         record.api_away, record.node = lambda: reflector.away, node
+        record.blind_until = monotonic() + NEW_KUBELET_SECONDS  # an outage may just have ended
 
     def _as_model(self, pods: Collection[ApiPod]) -> list[Pod]:
         known = self._converted
@@ -71,34 +71,20 @@ class ClusterRecorder(Recorder):
         self._waiting: dict[str, tuple[Pod, dict[str, str]]] = {}  # annotations to be written, by UID
         self._news = anyio.Event()
 
-    def refused(self, pod: Pod, message: str) -> None:
-        """A warning event."""
-        self._emit(pod, "AllocationRefused", message)
-
-    def hint_ignored(self, pod: Pod, message: str) -> None:
-        """A log line and a warning event."""
-        super().hint_ignored(pod, message)
-        self._emit(pod, "PlacementHintIgnored", message)
-
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
-        """The choice is queued; `run` writes it.
-
-        `gpu-assigned` comes with the last container: a choice that is carried out counts no more, and the
-        scheduler's for later containers is still to be followed.
-        """
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """All of a pod's in one patch, written by `run`; the oldest pod gives way where too many wait."""
         if not self._write_choice:
             return
-        chosen = {f"{HINT}{places(pod).index(container)}": ",".join(map(str, indices))}
-        self._queue(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
+        _, newer = self._waiting.pop(pod.uid, (pod, {}))
+        if len(self._waiting) == WAITING_PATCHES:
+            del self._waiting[next(iter(self._waiting))]
+        self._waiting[pod.uid] = (pod, {**newer, **annotations})
+        self._news.set()
 
-    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Queued; `run` writes it. Not written where choices are not: both take the right to patch pods."""
-        if self._write_choice:
-            self._queue(pod, annotations)
-
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
         """An event of the pod."""
-        self._emit(pod, reason, message, warning=warning)
+        regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
+        self._events.emit(Event(regarding, reason, message, warning=warning))
 
     async def run(self) -> None:
         """Write choices to pods for ever; without the right to do so it says it once and leaves it."""
@@ -115,27 +101,15 @@ class ClusterRecorder(Recorder):
                 await self._api.merge_patch(path, body)
             except ApiError as error:
                 status = error.status if isinstance(error, ApiRefused) else 0
-                if status == FORBIDDEN:
+                if status == HTTPStatus.FORBIDDEN:
                     log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
                     self._write_choice = False
                     self._waiting.clear()
-                elif 400 <= status < 500 and status != TOO_MANY_REQUESTS:
+                elif 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
                 else:
                     _, newer = self._waiting.pop(pod.uid, (pod, {}))
-                    self._queue(pod, {**annotations, **newer})
+                    self.annotate(pod, {**annotations, **newer})
                     await anyio.sleep(backoff.next())
             else:
                 backoff.reset()
-
-    def _queue(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """All of a pod's choices in one patch; the oldest pod gives way where too many wait."""
-        _, newer = self._waiting.pop(pod.uid, (pod, {}))
-        if len(self._waiting) == WAITING_PATCHES:
-            del self._waiting[next(iter(self._waiting))]
-        self._waiting[pod.uid] = (pod, {**newer, **annotations})
-        self._news.set()
-
-    def _emit(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
-        regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
-        self._events.emit(Event(regarding, reason, message, warning=warning))

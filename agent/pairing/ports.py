@@ -6,6 +6,7 @@ from enum import Enum
 import structlog
 
 from agent.model.demand import Pod
+from agent.model.placement import ASSIGNED, HINT, places
 
 log = structlog.get_logger()
 
@@ -49,16 +50,23 @@ class Recorder:
 
     def refused(self, pod: Pod, message: str) -> None:
         """A request of the pod was refused; the socket's service logs it."""
+        self.event(pod, "AllocationRefused", message)
 
     def hint_ignored(self, pod: Pod, message: str) -> None:
         """The scheduler's choice was not followed."""
         log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
+        self.event(pod, "PlacementHintIgnored", message)
 
     def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
-        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair."""
+        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair.
+
+        A choice that is carried out counts no more, and that for later containers is still to be followed.
+        """
+        chosen = {f"{HINT}{places(pod).index(container)}": ",".join(map(str, indices))}
+        self.annotate(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         """The pod is to have these annotations."""
 
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
         """Something happened to the pod; the caller logs it."""

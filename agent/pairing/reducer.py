@@ -1,10 +1,8 @@
-"""What pairing decides: pure functions of a state and a call. `agent.pairing.actor` runs them.
+"""What pairing decides: pure functions of a state and a call. `agent.pairing.actor` runs them."""
 
-What others have is worked out once for each call, and is the measure of room and of picking alike.
-"""
-
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 from agent.model.demand import Demand, Impossible, Pod, Stage, init_group_of
 from agent.model.ids import SEPARATOR
@@ -83,17 +81,9 @@ class State:
         refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
         return replace(self, ledger=self.ledger.observed(records.held, over), refused=refused)
 
-    def turned_away(self, pod: Pod) -> "State":
-        """Without anything of a pod that was refused: its admission fails as a whole."""
-        return replace(self.ended({pod.uid}), refused=self.refused | {pod.uid})
-
-    def ended(self, uids: Collection[str]) -> "State":
-        """Without promises to pods that are over: one may end before any record shows what it was granted."""
-        return replace(self, ledger=self.ledger.without(lambda each: each.pod.uid in uids))
-
-    def expired(self, now: float) -> "State":
-        """Without promises that are late."""
-        return replace(self, ledger=self.ledger.expired(now))
+    def without(self, over: Callable[[Reservation], bool]) -> "State":
+        """Without the promises that are over."""
+        return replace(self, ledger=self.ledger.without(over))
 
     def free_blocks(self, gpu: str) -> list[str]:
         """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
@@ -118,9 +108,8 @@ class State:
         if self.prompt is None or self.prompt[1] is call.member or call.now - self.prompt[2] > PROMPT_SECONDS:
             return None
         promise = self.ledger.reservation(self.prompt[0])
-        if promise is None or promise.ids(call.member) is not None or promise.needs(call.member) != call.size:
-            return None
-        return promise
+        fits = promise and promise.ids(call.member) is None and promise.needs(call.member) == call.size
+        return promise if fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +126,12 @@ class Rules:
         """A promise to whoever asks, and why the scheduler's choice was not followed. Raises PairRefused."""
         holder, ledger = asker.holder, state.ledger
         existing = ledger.reservation(holder)
-        if existing and existing.pod.uid != asker.pod.uid:
+        if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
             existing = None
-        if existing and existing.granted and existing.needs(call.member) == call.size:
+        if existing and existing.needs(call.member) == call.size:
             return existing, ""
         try:
-            demand, group = asker.demand(self.pair), asker.group(self.pair)
+            demand, group = asker.needs(self.pair)
             spread = {each.partition(SEPARATOR)[0] for each in call.inherited}
             if len(spread) > max(1, demand.whole):
                 raise Impossible(
@@ -151,7 +140,7 @@ class Rules:
                 )
             own = self._own(state, asker.pod, holder) | call.inherited
             taken = self._taken(state, holder, own, call)
-            promised = frozenset(existing.gpus) if existing and existing.granted else NOTHING
+            promised = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | promised
             choice = place(
                 ledger.rooms(holder, taken, own),
@@ -196,12 +185,9 @@ class Rules:
                 Cause.INVALID,
                 promise.pod,
             )
-        for gpu in promise.gpus:
-            for each in state.ledger.pools[gpu].ids(call.member):
-                if len(picked) >= call.size:
-                    break
-                if each in available and each not in taken:
-                    picked[each] = None
+        units = chain.from_iterable(state.ledger.pools[gpu].ids(call.member) for gpu in promise.gpus)
+        free = (each for each in units if each in available and each not in taken and each not in picked)
+        picked |= dict.fromkeys(islice(free, max(0, call.size - len(picked))))
         if len(picked) < call.size:
             raise PairRefused(
                 f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.told()} of {promise.holder}, "
@@ -240,9 +226,10 @@ class Rules:
         own = self._own(state, promise.pod, promise.holder)
         if held := ids & state.ledger.taken(promise.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
+            holders = ", ".join(str(each.holder) for each in state.ledger.held if unit in each.ids)
             raise PairRefused(
-                f"{unit} of {resource} is held by {self._whose(state, unit)}, though the kubelet offers it; "
-                "nothing is handed out twice, create the pod anew",
+                f"{unit} of {resource} is held by {holders or 'a container that is being admitted'}, though "
+                "the kubelet offers it; nothing is handed out twice, create the pod anew",
                 Cause.UNAVAILABLE,
                 promise.pod,
             )
@@ -266,28 +253,19 @@ class Rules:
         """What a container has already, and what plain init containers of its pod left for it."""
         group = init_group_of(self.pair, pod)
         inherits = group is not None and holder.container in group.containers
-        stages = {each.name: each.stage for each in pod.containers}
+        early = {each.name for each in pod.containers if each.stage is Stage.INIT}
         entries = [(each.holder, each.ids) for each in state.ledger.held if each.holder.pod_key == pod.key]
         entries += [
-            (each.holder, ids)
+            (each.holder, each.ids(member) or NOTHING)
             for each in state.ledger.reservations
             if each.pod.uid == pod.uid
             for member in each.granted
-            if (ids := each.ids(member))
         ]
-        left: set[str] = set()
-        for one, ids in entries:
-            if inherits and stages.get(one.container) is Stage.INIT:
-                left |= ids
-        for one, ids in entries:
-            if one != holder and stages.get(one.container) is not Stage.INIT:
-                left -= ids
-        return frozenset(left).union(*(ids for one, ids in entries if one == holder))
+        mine = NOTHING.union(*(ids for one, ids in entries if one == holder))
+        left = NOTHING.union(*(ids for one, ids in entries if inherits and one.container in early))
+        others = (ids for one, ids in entries if one != holder and one.container not in early)
+        return mine | left.difference(*others)
 
     def _taken(self, state: State, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
         taken = state.ledger.taken(holder, own)
         return taken if call.available is None else taken | (state.units[call.member] - call.available - own)
-
-    def _whose(self, state: State, unit: str) -> str:
-        holders = [str(each.holder) for each in state.ledger.held if unit in each.ids]
-        return ", ".join(holders) or "a container that is being admitted"

@@ -39,16 +39,11 @@ class Asker:
         """Its names."""
         return Holder(self.pod.namespace, self.pod.name, self.container.name)
 
-    def demand(self, pair: ResourcePair) -> Demand:
-        """What it asks of the pair. Raises Impossible."""
-        found = demand_of(pair, self.container)
-        assert found is not None  # it was found by its limits
-        return found
-
-    def group(self, pair: ResourcePair) -> InitContainerGroup | None:
-        """The part of its pod that it shares GPUs with, if it inherits units. Raises Impossible."""
-        group = init_group_of(pair, self.pod)
-        return group if group and self.container.name in group.containers else None
+    def needs(self, pair: ResourcePair) -> tuple[Demand, InitContainerGroup | None]:
+        """Its demand, and its init container group if it inherits units. Raises Impossible."""
+        demand, group = demand_of(pair, self.container), init_group_of(pair, self.pod)
+        assert demand is not None  # it was found by its limits
+        return demand, group if group and self.container.name in group.containers else None
 
 
 @dataclass(frozen=True)
@@ -130,15 +125,11 @@ def askers(
 def same_outcome(pair: ResourcePair, candidates: Collection[Asker]) -> bool:
     """Whether it makes no difference which of them is asking."""
     prefixes = ("tencent.com/", "gpu-node-agent.io/")
+    outcomes = set()
     try:
-        outcomes = {
-            (
-                each.demand(pair),
-                each.group(pair),
-                frozenset(item for item in each.pod.annotations.items() if item[0].startswith(prefixes)),
-            )
-            for each in candidates
-        }
+        for each in candidates:
+            choices = [item for item in each.pod.annotations.items() if item[0].startswith(prefixes)]
+            outcomes.add((each.needs(pair), frozenset(choices)))
     except Impossible:
         return False
     return len(outcomes) == 1

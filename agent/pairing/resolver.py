@@ -78,13 +78,9 @@ class RequesterResolver:
 
     async def _facts(self, member: PairMember, deadline: float) -> Facts:
         records = await self.records(deadline)
-        pods: dict[PodKey, Pod] = {}
-        for pod in self._source.pods_on_node():
-            known = pods.get(pod.key)
-            # A pod may have followed another of the same name: the one that goes is not asking.
-            if known is None or known.finished or known.ending:
-                pods[pod.key] = pod
-        facts = Facts(records, pods)
+        # A pod may have followed another of the same name: the one that goes is not asking.
+        known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
+        facts = Facts(records, pods := {pod.key: pod for pod in known})
         return await self._fetched(facts, records, records.pods - pods.keys(), member) if records else facts
 
     async def _fetched(

@@ -1,14 +1,25 @@
 """What the kubelet waits for."""
 
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import anyio
 import anyio.to_thread
 
-from tests.bench.client import kubelet_client, timed
-from tests.bench.conditions import Conditions
+from agent._proto.v1beta1 import ContainerAllocateResponse
+from agent.simulator.kubelet import ContainerSpec, Pod, PodSpec, checkpoint
+from agent.simulator.kubelet.api import Api
+from agent.simulator.kubelet.state import NO_NUMA, Allocation, PodDevices
+from tests.bench.client import KubeletClient, kubelet_client, timed
+from tests.bench.conditions import RESOURCES, Conditions
+from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
 
-CALLS = 1000
+RESOURCE = RESOURCES[0]
+ROUNDS = 25  # of as many calls as there are GPUs
+READ_SECONDS = 10.0
 LISTS = 200
 WARM_UP = 50
 # grpc-go refuses larger messages, so the kubelet would lose the stream.
@@ -16,26 +27,67 @@ MESSAGE_LIMIT = 4 * 1024 * 1024
 
 
 @measurement(
-    Figure("allocate_p50_ms", "ms", 1.5, "Allocate of one whole GPU from a C-core client; median"),
+    Figure(
+        "allocate_p50_ms",
+        "ms",
+        1.5,
+        "Allocate of a GPU whose last pod has ended, by a C-core client; median",
+    ),
     Figure("allocate_p99_ms", "ms", 5, "the same; 99th percentile"),
 )
 async def allocate(conditions: Conditions) -> Mapping[str, Taken]:
-    """Calls one after the other, as the kubelet makes them."""
-    async with conditions.serving() as node:
-        gpus = node.machine.uuids
-
-        def calls() -> list[float]:
-            with kubelet_client(node.socket()) as client:
-                answer = client.allocate(gpus[:1])
-                if gpus[0] not in str(answer):
-                    raise RuntimeError(f"Allocate does not answer the GPU: {answer}")
-                return timed(lambda: client.allocate(gpus[:1]), CALLS, WARM_UP)
-
-        taken = await anyio.to_thread.run_sync(calls)
+    """Pods take all GPUs one after the other, are recorded by the kubelet, and end; then the next ones."""
+    folder, machine = await simulated_machine()
+    api, records = Api("bench", random.Random(1)), PreparedRecords(b"")
+    taken: list[float] = []
+    async with agent_between(conditions, folder, "pgpu", api, records):
+        (socket,) = await served(folder, "nvidia-gpu")
+        with kubelet_client(socket) as client:
+            for number in range(ROUNDS + 1):
+                pods = [api.create(_pod(f"pod-{number}-{n}")) for n in range(len(machine.uuids))]
+                times = await anyio.to_thread.run_sync(_allocations, client, machine.uuids)
+                taken += times if number else []
+                held = dict(zip(pods, machine.uuids, strict=True))
+                _record(folder / "k" / "device-plugins", held)
+                records.newest = b"".join(
+                    entry(pod.spec.name, {RESOURCE: [gpu]}) for pod, gpu in held.items()
+                )
+                read = records.lists
+                with anyio.fail_after(READ_SECONDS):
+                    while records.lists == read:
+                        await anyio.sleep(0.02)
+                await anyio.sleep(0.05)
+                records.newest = b""
+                for pod in pods:
+                    api.remove(pod)
+                await anyio.sleep(0.1)  # the watch tells the agent of their end
     return {
         "allocate_p50_ms": Taken(percentile(taken, 0.5), len(taken)),
         "allocate_p99_ms": Taken(percentile(taken, 0.99), len(taken)),
     }
+
+
+def _pod(name: str) -> PodSpec:
+    return PodSpec(name, (ContainerSpec("main", {RESOURCE: 1}),), node_name="bench")
+
+
+def _allocations(client: KubeletClient, gpus: Sequence[str]) -> list[float]:
+    taken: list[float] = []
+    for gpu in gpus:
+        started = time.perf_counter()
+        answer = client.allocate([gpu])
+        taken.append((time.perf_counter() - started) * 1000)
+        if gpu not in str(answer):
+            raise RuntimeError(f"Allocate does not answer the GPU: {answer}")
+    return taken
+
+
+def _record(folder: Path, held: Mapping[Pod, str]) -> None:
+    """Write the kubelet's checkpoint, by which a pod's end frees its GPU before the next List."""
+    devices = PodDevices()
+    for pod, gpu in held.items():
+        devices.insert(pod.uid, "main", RESOURCE, Allocation({NO_NUMA: (gpu,)}, ContainerAllocateResponse()))
+    checkpoint.write(folder, checkpoint.snapshot(devices, {RESOURCE: set(held.values())}))
 
 
 @measurement(

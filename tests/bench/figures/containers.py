@@ -25,7 +25,7 @@ from agent.web.server import Request
 from tests.bench.agent import BenchAgent
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.figures.scrape import HEADERS
-from tests.bench.figures.vgpu import Ledger, entry
+from tests.bench.prepared import PreparedRecords, entry
 from tests.bench.registry import Figure, Taken, measurement, percentile
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.uses import many_uses
@@ -49,8 +49,8 @@ async def scrape_800_containers(conditions: Conditions) -> Mapping[str, Taken]:
     await anyio.to_thread.run_sync(machine.write_sysfs, folder / "sys")
     for name in ("cdi", "k/plugins_registry", "k/device-plugins"):
         (folder / name).mkdir(parents=True)
-    api, ledger = await anyio.to_thread.run_sync(_fill, folder, machine)
-    with ledger.serving(folder / "k" / "pod-resources" / "kubelet.sock"):
+    api, records = await anyio.to_thread.run_sync(_fill, folder, machine)
+    with records.serving(folder / "k" / "pod-resources" / "kubelet.sock"):
         async with HttpApi(api).serving() as http:
             await anyio.to_thread.run_sync(http.write_kubeconfig, folder / "kubeconfig")
             settings = conditions.settings(folder) | {
@@ -76,7 +76,7 @@ async def scrape_800_containers(conditions: Conditions) -> Mapping[str, Taken]:
     }
 
 
-def _fill(folder: Path, machine: SimulatedMachine) -> tuple[Api, Ledger]:
+def _fill(folder: Path, machine: SimulatedMachine) -> tuple[Api, PreparedRecords]:
     api, entries = Api("bench", random.Random(1)), []
     for index, uuid in enumerate(machine.uuids):
         for number in range(PER_GPU):
@@ -90,7 +90,7 @@ def _fill(folder: Path, machine: SimulatedMachine) -> tuple[Api, Ledger]:
             cgroup = f"0::/kubepods/pod{pod.uid}/{pod.container_id('main')}\n"
             (folder / "proc" / str(pid) / "cgroup").write_text(cgroup)
             machine.processes.start(index, pid, memory_mib=100)
-    return api, Ledger(b"".join(entries))
+    return api, PreparedRecords(b"".join(entries))
 
 
 async def _known(agent: BenchAgent) -> None:

@@ -2,9 +2,8 @@
 
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import anyio.lowlevel
 import anyio.to_thread
 import grpc
 
-from agent._proto import v1
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
@@ -27,12 +25,10 @@ from agent.plugins.inject import Injector
 from agent.plugins.vgpu import VgpuPlugin, build
 from agent.settings import Settings
 from agent.simulator.kubelet.api import Api
-from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
-from agent.simulator.machine import SimulatedMachine
-from tests.bench.agent import BenchAgent
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
+from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
 
 ADMISSIONS, WARM_UP = 300, 20
@@ -41,43 +37,6 @@ MEMORY_BYTES = 143771 << 20  # of an H200
 LISTS = 60
 PODS_PER_GPU = 9
 CORES, BLOCKS = 10, 56  # of each pod: nine of them hold 90 % of a GPU's 100 cores and 561 blocks
-
-
-class Ledger:
-    """PodResources as a server of its own that answers prepared bytes: its time is not the agent's."""
-
-    def __init__(self, standing: bytes) -> None:
-        self._standing = standing
-        self.newest = b""
-
-    @contextmanager
-    def serving(self, socket: Path) -> Iterator[None]:
-        """Serve on a unix socket."""
-        socket.parent.mkdir(parents=True, exist_ok=True)
-        handler = grpc.unary_unary_rpc_method_handler(lambda _, __: self._standing + self.newest)
-        server = grpc.server(ThreadPoolExecutor(2))
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("v1.PodResourcesLister", {"List": handler})]
-        )
-        server.add_insecure_port(f"unix:{socket}")
-        server.start()
-        try:
-            yield
-        finally:
-            server.stop(0).wait()
-
-
-def entry(name: str, ids: Mapping[str, Sequence[str]]) -> bytes:
-    """One pod with a container `main`, one entry per device ID as the kubelet sends them."""
-    devices = [
-        v1.ContainerDevices(resource_name=resource, device_ids=[each])
-        for resource, held in ids.items()
-        for each in held
-    ]
-    pod = v1.PodResources(
-        name=name, namespace="default", containers=[v1.ContainerResources(name="main", devices=devices)]
-    )
-    return bytes(v1.ListPodResourcesResponse(pod_resources=[pod]))
 
 
 def pools(uuids: Sequence[str], memory_bytes: int) -> list[UnitPool]:
@@ -113,32 +72,15 @@ def pod_spec(name: str) -> PodSpec:
 )
 async def admission(conditions: Conditions) -> Mapping[str, Taken]:
     """Who asks is found in 4,752 held units each time; pods' specs come from a watch."""
-    folder = await anyio.to_thread.run_sync(short_folder)
-    machine = await anyio.to_thread.run_sync(SimulatedMachine.create, "dgx-h200", folder / "machine")
-    await anyio.to_thread.run_sync(machine.write_sysfs, folder / "sys")
+    folder, machine = await simulated_machine()
     every = pools(machine.uuids, MEMORY_BYTES)
     holding = held_pods(every)
     api = Api("bench", random.Random(1))
     for name in holding:
         api.create(pod_spec(name))
-    ledger = Ledger(b"".join(entry(name, ids) for name, ids in holding.items()))
-    for name in ("cdi", "k/plugins_registry", "k/device-plugins"):
-        (folder / name).mkdir(parents=True)
-    with ledger.serving(folder / "k" / "pod-resources" / "kubelet.sock"):
-        async with HttpApi(api).serving() as http:
-            http.write_kubeconfig(folder / "kubeconfig")
-            settings = conditions.settings(folder) | {
-                "defaultMode": "vgpu",
-                "cluster.access": "required",
-                "cluster.kubeconfig": str(folder / "kubeconfig"),
-                "cluster.nodeName": "bench",
-            }
-            agent = BenchAgent(conditions.process(folder), settings)
-            await agent.start()
-            try:
-                taken = await _admissions(folder, every, holding, api, ledger)
-            finally:
-                await agent.kill()
+    records = PreparedRecords(b"".join(entry(name, ids) for name, ids in holding.items()))
+    async with agent_between(conditions, folder, "vgpu", api, records):
+        taken = await _admissions(folder, every, holding, api, records)
     return {
         "pair_admission_p99_ms": Taken(percentile(taken, 0.99), len(taken)),
         "pair_admission_p50_ms": Taken(percentile(taken, 0.5), len(taken)),
@@ -150,37 +92,28 @@ async def _admissions(
     every: Sequence[UnitPool],
     holding: Mapping[str, Mapping[str, Sequence[str]]],
     api: Api,
-    ledger: Ledger,
+    records: PreparedRecords,
 ) -> list[float]:
     in_use = {each for ids in holding.values() for held in ids.values() for each in held}
     free = {
         member: [each for pool in every for each in pool.ids(member) if each not in in_use]
         for member in PairMember
     }
-    sockets = {
-        PairMember.CORE: folder / "k/plugins_registry/gna-tencent-vcuda-core.sock",
-        PairMember.MEMORY: folder / "k/plugins_registry/gna-tencent-vcuda-memory.sock",
-    }
-    with anyio.fail_after(20):
-        while not all(socket.exists() for socket in sockets.values()):
-            await anyio.sleep(0.05)
+    sockets = await served(folder, "tencent-vcuda-core", "tencent-vcuda-memory")
     taken: list[float] = []
-    with (
-        kubelet_client(sockets[PairMember.CORE]) as core,
-        kubelet_client(sockets[PairMember.MEMORY]) as memory,
-    ):
+    with kubelet_client(sockets[0]) as core, kubelet_client(sockets[1]) as memory:
         clients = {PairMember.CORE: core, PairMember.MEMORY: memory}
         for n in range(ADMISSIONS + WARM_UP):
             spec = pod_spec(f"new-{n}")
             api.create(spec)
-            ledger.newest = entry(spec.name, {})
+            records.newest = entry(spec.name, {})
             # The watch tells of a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
             await anyio.sleep(0.02)
             members = [PairMember.CORE, PairMember.MEMORY] if n % 2 else [PairMember.MEMORY, PairMember.CORE]
             seconds = await anyio.to_thread.run_sync(_pair, clients, free, members)
             if n >= WARM_UP:
                 taken.append(seconds * 1000)
-            ledger.newest = b""
+            records.newest = b""
             api.delete(spec)
             api.remove(api.get(spec))
     return taken

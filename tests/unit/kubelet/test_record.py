@@ -9,6 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
+from agent.cluster.pods import Pod as ApiPod
+from agent.cluster.pods import PodCache, PodSpec, PodStatus
+from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet import holdings as holdings_module
 from agent.kubelet.checkpoint import FILE_NAME
@@ -16,6 +19,7 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import Holding, PodList
 from agent.kubelet.record import View
 from agent.model.demand import Container, Pod, Stage
+from agent.pairing.cluster_pods import ClusterPods
 
 GPU = "nvidia.com/gpu"
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -211,8 +215,20 @@ async def test_while_the_api_server_is_away_age_alone_makes_no_kubelet_believed(
     # When the API server is back the kubelet takes a while to hear of its pods, as after its start.
     node.away = False
     assert await node.held() == nameless
-    node.watch._blind_until = anyio.current_time()
+    node.watch.blind_until = anyio.current_time()
     node.kubelet.pods = {}
+    assert await node.held() == set()
+
+
+async def test_an_agent_that_has_just_started_gives_an_old_kubelet_time(node: Node) -> None:
+    """An outage of the API server may just have ended, in which the kubelet was restarted."""
+    cache = PodCache(None, "node-1")  # type: ignore[arg-type]
+    cache.reflector.items.publish({"u": ApiPod(Metadata("p", "ns", "u"), PodSpec([]), PodStatus("Running"))})
+    cache.reflector.synced, cache.reflector.problem, cache.reflector.away = True, None, False
+    ClusterPods(cache).inform(node.watch, "node-1")
+    node.kubelet.records(("u", "main", A))
+    assert await node.held() == {("p", "main", A)}
+    node.watch.blind_until = time.monotonic()
     assert await node.held() == set()
 
 
