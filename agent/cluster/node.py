@@ -19,12 +19,23 @@ class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
     container_runtime_version: str = ""
 
 
+class NodeCondition(msgspec.Struct, rename="camel", frozen=True):
+    """One of `status.conditions`, without its heartbeat."""
+
+    type: str
+    status: str = ""
+    reason: str = ""
+    message: str = ""
+    last_transition_time: str | None = None
+
+
 class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
     """`status`, as far as it is used; quantities as text."""
 
     node_info: NodeInfo = NodeInfo()
     capacity: dict[str, str] = msgspec.field(default_factory=dict)
     allocatable: dict[str, str] = msgspec.field(default_factory=dict)
+    conditions: list[NodeCondition] = msgspec.field(default_factory=list)
 
 
 class NodeSpec(msgspec.Struct, frozen=True):

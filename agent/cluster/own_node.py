@@ -1,11 +1,20 @@
 """The own Node object as the rooms above see it: what is read of it and written to it."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agent.kit.cell import Cell
 
 Amounts = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
+
+
+class Condition(NamedTuple):
+    """What a condition of the node says, and since when its status has been so (RFC 3339)."""
+
+    status: str
+    reason: str
+    message: str
+    changed: str = ""
 
 
 class NodeNotWritten(Exception):
@@ -32,6 +41,9 @@ class OwnNode(Protocol):
 
     def annotations(self) -> Mapping[str, str]:
         """The node's annotations."""
+
+    def condition(self, kind: str) -> Condition | None:
+        """One of the node's conditions; None: it has none of that type, or is not known yet."""
 
     def amounts(self, resources: frozenset[str]) -> Amounts | None:
         """Capacity and allocatable in the node's status, 0 where absent; None: not known yet."""

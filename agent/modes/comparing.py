@@ -7,6 +7,18 @@ from agent.kubelet.holdings import Holder
 from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.state import GpuSwitch
+from agent.modes.transition import ModeState, Stage
+
+
+def alike(
+    before: Assignment, states: Mapping[str, ModeState], listed: Mapping[str, GpuMode]
+) -> Mapping[tuple[Stage, GpuMode], list[str]]:
+    """GPUs that `listed` changes, those together that change in the same way: one log line for each."""
+    found: dict[tuple[Stage, GpuMode], list[str]] = {}
+    for uuid, mode in listed.items():
+        if mode != before.of(uuid):
+            found.setdefault((states[uuid].stage, mode), []).append(uuid)
+    return found
 
 
 def must_drain(active: GpuMode, wanted: GpuMode) -> bool:

@@ -16,6 +16,7 @@ from agent.model.modes import GpuMode
 
 ANNOTATION: Final = "gpu-node-agent.io/cordon"
 LONGEST_REASON: Final = 200
+UUID_PREFIX: Final = "GPU-"
 
 
 class CordonsUnreadable(Exception):
@@ -55,9 +56,11 @@ def cordoned(
 def decoded(text: str, gpus: Mapping[str, Gpu] | None) -> Cordons:
     """The cordons that an annotation asks for, of GPUs of this node. Raises CordonsUnreadable.
 
-    `gpus` None: whatever it names, by UUID.
+    `gpus` None: whatever it names, by UUID. As JSON, in which the agent writes, it may name GPUs by UUID that
+    have left the node: their cordons hold up no other, and count again should they come back.
     """
     named: dict[str, Cordon] = {}
+    gone: dict[str, Cordon] = {}
     if text.lstrip().startswith("{"):
         try:
             document = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
@@ -66,7 +69,9 @@ def decoded(text: str, gpus: Mapping[str, Gpu] | None) -> Cordons:
                 f"annotation {ANNOTATION} is no JSON object of objects: {error}"
             ) from error
         for gpu, entry in document.items():
-            named[gpu] = Cordon(_line(entry.get("reason")), _line(entry.get("since")))
+            cordon = Cordon(_line(entry.get("reason")), _line(entry.get("since")))
+            away = gpus is not None and gpu not in gpus and gpu.startswith(UUID_PREFIX)
+            (gone if away else named)[gpu] = cordon
     else:
         for part in filter(None, (each.strip() for each in text.split(","))):
             gpu, _, reason = part.partition("=")
@@ -80,7 +85,7 @@ def decoded(text: str, gpus: Mapping[str, Gpu] | None) -> Cordons:
         raise CordonsUnreadable(
             f"annotation {ANNOTATION} names {', '.join(unknown)[:LONGEST_REASON]}; this node's GPUs: {known}"
         )
-    return {by_name[name]: cordon for name, cordon in named.items()}
+    return {by_name[name]: cordon for name, cordon in named.items()} | gone
 
 
 def dated(cordons: Cordons, known: Cordons, at: str) -> Cordons:

@@ -22,6 +22,11 @@ class Desired:
     problem: str | None = None
 
     @property
+    def nothing(self) -> bool:
+        """Whether it asks for no GPU at all, and nothing stands in its way."""
+        return not self.problem and bool(self.entries) and all(one.mode is Mode.OFF for one in self.entries)
+
+    @property
     def word(self) -> str:
         """What is in force once this is obeyed; of a node that another agent claims nothing is."""
         return "none" if self.problem else self.name

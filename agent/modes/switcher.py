@@ -18,7 +18,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.inventory.snapshot import Snapshot
+from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import Holder, holders_by_gpu
@@ -27,7 +27,16 @@ from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition
 from agent.modes.backend_tasks import BackendTasks, Outcome
-from agent.modes.comparing import must_drain, named, pods_of, summary, switches_of, taken_over, uncounted
+from agent.modes.comparing import (
+    alike,
+    must_drain,
+    named,
+    pods_of,
+    summary,
+    switches_of,
+    taken_over,
+    uncounted,
+)
 from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, Plan, decide, no_gate
@@ -123,7 +132,7 @@ class ModeSwitcher:
         """One look and the steps that follow from it; how long to wait, in seconds, unless woken."""
         desired, snapshot = self._desired.value, self._inventory.value
         if snapshot.problem and not snapshot.gpus:
-            self._tell(Phase.SWITCHING, desired, f"waiting for the GPUs: {snapshot.problem}", {})
+            self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
         plan = decide(snapshot, desired, self.accepted.value, self._gate)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
@@ -150,6 +159,14 @@ class ModeSwitcher:
             missing = uncounted(holders, self.assignment.value)
         await self._sell_what_is_ready()
         return self._told(desired, plan, waiting, missing)
+
+    def _without_gpus(self, desired: Desired, problem: str) -> None:
+        """No GPU was ever seen. A node that shall offer nothing is ready so: its agent may go."""
+        ready = desired.nothing and problem != NOT_YET
+        if ready:
+            self.accepted.publish(desired)
+        text = f"{'no GPU is wanted' if ready else 'waiting for the GPUs'}: {problem}"
+        self._tell(Phase.APPLIED if ready else Phase.SWITCHING, desired, text, {}, applied=ready)
 
     async def _holders(self) -> Holders | None:
         """Who holds what, by a reading of this moment; None: the kubelet does not say."""
@@ -266,15 +283,11 @@ class ModeSwitcher:
         self._states |= changed
         before = self.assignment.value
         listed = {uuid: state.listed for uuid, state in changed.items()}
-        alike: dict[tuple[Stage, GpuMode], list[str]] = {}
         for uuid, mode in listed.items():
-            was = before.of(uuid)
-            if mode != was:
-                alike.setdefault((self._states[uuid].stage, mode), []).append(uuid)
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
-                self.switches += mode.mode is not was.mode
-        for (stage, mode), gpus in alike.items():  # one line for GPUs that change together
+                self.switches += mode.mode is not before.of(uuid).mode
+        for (stage, mode), gpus in alike(before, self._states, listed).items():
             details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
             log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
         if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):

@@ -60,8 +60,6 @@ class NodeStateWriter:
         self._labels = labels
         self._annotations = annotations or Cell[Mapping[str, str]]({})
         self._wake_on = (state, node.changes, self._annotations, *wake_on)
-        self._condition: tuple[str, str, str] | None = None
-        self._changed_at = ""
         self._recorded: tuple[Phase, str, str] | None = None
         self._retry = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self.problem: str | None = None  # why the Node object could not be written last
@@ -93,30 +91,26 @@ class NodeStateWriter:
         known = self._node.labels()
         if known is None:
             return 0.0
-        if MODE_LABEL not in known:
-            self._condition = None  # the node was made anew, or is new to us: it lacks the condition, too
         labels = {MODE_LABEL: mode_in_force(state), **self._labels(known)}
         wrong = {key: value for key, value in labels.items() if known.get(key) != value}
         annotations = {STATE_ANNOTATION: encode(state), **self._annotations.value}
         there = self._node.annotations()
         stale = {key: text for key, text in annotations.items() if there.get(key) != text}
-        condition = (
-            "True" if state.phase is Phase.APPLIED else "False",
-            CONDITION_REASONS[state.phase],
-            state.message[:LONGEST_MESSAGE],
-        )
-        if not wrong and not stale and condition == self._condition:
+        status = "True" if state.phase is Phase.APPLIED else "False"
+        says = (status, CONDITION_REASONS[state.phase], state.message[:LONGEST_MESSAGE])
+        # By the node, as all else: an older write whose answer was lost may be carried out after a newer one.
+        condition = self._node.condition(CONDITION)
+        as_it_should = condition is not None and condition[:3] == says
+        if not wrong and not stale and as_it_should:
             self.problem = None  # a write whose answer was lost was carried out, or is not wanted any more
             return 0.0
         try:
             if wrong or stale:
                 await self._node.write_metadata(wrong, stale)
                 self.patches += 1
-            if condition != self._condition:
-                if self._condition is None or self._condition[0] != condition[0]:
-                    self._changed_at = now()
-                await self._node.write_condition(CONDITION, *condition, self._changed_at)
-                self._condition = condition
+            if not as_it_should:
+                same = condition is not None and condition.status == status and condition.changed
+                await self._node.write_condition(CONDITION, *says, same or now())
                 self.patches += 1
         except NodeNotWritten as error:
             if self.problem is None:

@@ -7,7 +7,7 @@ from typing import Any
 from agent.cluster.api import ApiError, ApiRefused
 from agent.cluster.events import EventRecorder
 from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts, NodeNotWritten
+from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell
 from agent.kit.timestamps import now
 from agent.node.taint import EFFECT, TAINT
@@ -33,6 +33,13 @@ class ClusterNode:
     def annotations(self) -> Mapping[str, str]:
         node = self._node.value
         return {} if node is None else node.metadata.annotations
+
+    def condition(self, kind: str) -> Condition | None:
+        node = self._node.value
+        found = next((each for each in node.status.conditions if each.type == kind), None) if node else None
+        if found is None:
+            return None
+        return Condition(found.status, found.reason, found.message, found.last_transition_time or "")
 
     def amounts(self, resources: frozenset[str]) -> Amounts | None:
         node = self._node.value

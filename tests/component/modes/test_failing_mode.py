@@ -12,7 +12,7 @@ import anyio
 
 from agent.cluster.events import EventRecorder
 from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts
+from agent.cluster.own_node import Amounts, Condition
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.layout import everywhere
@@ -69,9 +69,14 @@ class ReportedNode(ClusterNode):
         super().__init__(node, EventRecorder(api, "n"))
         self._api = api
         self.events: Counter[str] = Counter()
+        self._there: Condition | None = None
 
     async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
         self._api.count()
+        self._there = Condition(status, reason, message, changed)
+
+    def condition(self, kind: str) -> Condition | None:
+        return self._there
 
     def event(self, reason: str, message: str, warning: bool) -> None:
         self._api.count()

@@ -6,7 +6,7 @@ import anyio
 
 from agent.kit.cell import Cell
 from agent.modes.state import Phase, SwitchState
-from agent.node.conditions import LONGEST_RETRY_SECONDS, MODE_LABEL, NodeStateWriter
+from agent.node.conditions import CONDITION, LONGEST_RETRY_SECONDS, MODE_LABEL, NodeStateWriter
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time
 
@@ -66,4 +66,29 @@ async def test_a_refused_report_that_is_not_needed_any_more_spins_nowhere() -> N
         state.publish(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
         await anyio.sleep(60)
         assert node.looks < 20
+        group.cancel_scope.cancel()
+
+
+@in_virtual_time
+async def test_an_older_write_that_is_carried_out_late_does_not_stay() -> None:
+    node = OwnNode()
+    state = Cell(SwitchState(Phase.APPLIED, "pgpu", "8 GPU(s) pgpu", (), "pgpu"))
+    async with anyio.create_task_group() as group:
+        group.start_soon(NodeStateWriter(node, state).run)
+        await anyio.sleep(5)
+        since = node.conditions[-1][4]
+        # Of a time before: the answer to this write was never seen.
+        node.conditions.append((CONDITION, "False", "Switching", "setting up", "2026-01-01T00:00:00Z"))
+        node.changes.publish(object())
+        await anyio.sleep(5)
+        assert node.conditions[-1][1:4] == ("True", "Applied", "8 GPU(s) pgpu")
+        count = len(node.conditions)
+        # A next agent finds all as it should be, and the condition keeps the time of its last change.
+        group.start_soon(NodeStateWriter(node, state).run)
+        await anyio.sleep(5)
+        assert len(node.conditions) == count
+        state.publish(SwitchState(Phase.APPLIED, "pgpu", "7 GPU(s) pgpu", (), "pgpu"))
+        await anyio.sleep(5)
+        assert node.conditions[-1][3:] == ("7 GPU(s) pgpu", node.conditions[count - 1][4])
+        assert since <= node.conditions[-1][4]
         group.cancel_scope.cancel()

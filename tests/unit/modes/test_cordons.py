@@ -39,6 +39,13 @@ def test_an_annotation_that_cannot_be_read_is_told(text: str, says: str) -> None
         decoded(text, GPUS)
 
 
+def test_a_cordoned_gpu_that_was_replaced_holds_up_no_other_cordon() -> None:
+    old = "GPU-11111111-2222-3333-4444-555555555555"
+    text = encoded({old: Cordon("broken", "07:00"), ONE: Cordon("fan", "08:00")})
+    assert decoded(text, GPUS) == {old: Cordon("broken", "07:00"), ONE: Cordon("fan", "08:00")}
+    assert encoded(decoded(text, GPUS)) == text
+
+
 def test_a_cordon_keeps_the_time_that_it_was_first_seen() -> None:
     first = dated({ONE: Cordon("fan")}, {}, "08:00")
     assert dated({ONE: Cordon("loud fan"), TWO: Cordon()}, first, "09:00") == {

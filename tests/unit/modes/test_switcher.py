@@ -4,12 +4,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from agent.model.layout import Entry
+from agent.inventory.snapshot import Snapshot
+from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
 from agent.modes.desired import Desired
 from agent.modes.state import Phase
 from agent.modes.switcher import DRAIN_LOOK_SECONDS
+from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching
+from tests.unit.node.test_telling import OwnNode
 
 
 def never_in_two_modes(node: Node) -> None:
@@ -43,6 +46,21 @@ async def test_no_mode_registers_nothing() -> None:
         await settle(node, Phase.APPLIED)
         assert node.lists.enabled == []
         assert node.modes() == ["off"]
+
+
+async def test_a_node_without_a_driver_on_which_nothing_is_wanted_has_nothing_to_give_back() -> None:
+    async with switching(wish=Desired("none", everywhere(Mode.OFF))) as node:
+        node.inventory.publish(Snapshot())
+        await settle(node, Phase.SWITCHING)  # NVML has not been asked yet
+        node.inventory.publish(Snapshot(problem="NVML cannot be loaded"))
+        await settle(node, Phase.APPLIED)
+        assert node.switcher.state.value.applied == "none"
+        assert NodeStateWriter(OwnNode(), node.switcher.state).nothing_to_give_back
+        node.want(Mode.PGPU)
+        await settle(node, Phase.SWITCHING)
+        assert "NVML cannot be loaded" in node.switcher.state.value.message
+        node.inventory.publish(snapshot_of(gpu(0)))
+        await node.reach("pgpu")
 
 
 async def test_a_busy_gpu_drains_while_idle_ones_flip() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 
-from agent.cluster.own_node import Amounts, NodeNotWritten
+from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode, Sale
 from agent.modes.state import GpuSwitch, Phase, SwitchState
@@ -23,6 +23,7 @@ class OwnNode:
     conditions: list[tuple[str, ...]] = field(default_factory=list)
     events: list[tuple[str, bool]] = field(default_factory=list)
     refuse: str | None = None
+    bare: bool = False  # it has lost its conditions
 
     def tainted(self) -> bool | None:
         return False
@@ -54,8 +55,14 @@ class OwnNode:
         self.notes |= {key: value for key, value in annotations.items() if value is not None}
         self.changes.publish(object())
 
+    def condition(self, kind: str) -> Condition | None:
+        return Condition(*self.conditions[-1][1:]) if self.conditions and not self.bare else None
+
     async def write_condition(self, *condition: str) -> None:
+        if self.refuse:
+            raise NodeNotWritten(self.refuse)
         self.conditions.append(condition)
+        self.bare = False
 
     def event(self, reason: str, message: str, warning: bool) -> None:
         self.events.append((reason, warning))
@@ -140,7 +147,7 @@ async def test_a_node_that_is_made_anew_gets_its_condition_back() -> None:
         with anyio.fail_after(10):
             while not node.conditions:
                 await anyio.sleep(0.005)
-            node.known, node.notes = {}, {}
+            node.known, node.notes, node.bare = {}, {}, True
             node.changes.publish(object())
             while len(node.conditions) < 2:
                 await anyio.sleep(0.005)
