@@ -49,7 +49,7 @@ class _Node:
 
 
 class Fleet:
-    """Who holds what. `on_change` is called with the name of every node whose free capacity may have changed."""
+    """Who holds what. `on_change` is called with the name of every node whose capacity may have changed."""
 
     def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
         self.mix = mix or usual_mix()
