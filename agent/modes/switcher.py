@@ -28,8 +28,8 @@ from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition
 from agent.modes.backend_tasks import BackendTasks, Outcome
 from agent.modes.comparing import (
-    alike,
-    must_drain,
+    in_use,
+    log_changes,
     named,
     pods_of,
     summary,
@@ -117,16 +117,13 @@ class ModeSwitcher:
     async def close(self) -> None:
         """Offer nothing any more, for an agent that is about to stop: the kubelet hears it before the end."""
         self._closing = True
-        self._woken()
+        self._wake.set()
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
-    def _woken(self) -> None:
-        self._wake.set()
-
     async def _wake_on(self, cell: Cell[Any]) -> None:
         async for _ in cell.values():
-            self._woken()
+            self._wake.set()
 
     async def _round(self) -> float:
         """One look and the steps that follow from it; how long to wait, in seconds, unless woken."""
@@ -184,12 +181,7 @@ class ModeSwitcher:
 
     def _refused_if_busy(self, plan: Plan, holders: Holders) -> tuple[Plan, Waiting]:
         """With whenBusy refuse: what stood before, while pods hold GPUs that would have to drain."""
-        assignment, apart = self.assignment.value, self._cordons.value
-        busy = {
-            uuid: pods_of(holders[uuid])
-            for uuid, wanted in plan.targets.items()
-            if uuid not in apart and holders.get(uuid) and must_drain(assignment.of(uuid), wanted)
-        }
+        busy = in_use(self.assignment.value, plan.targets, holders, self._cordons.value)
         if not busy:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
@@ -270,7 +262,7 @@ class ModeSwitcher:
     def _came(self, uuid: str, outcome: Outcome) -> None:
         """A task of a GPU is over."""
         self._change({uuid: outcome(self._states[uuid])})
-        self._woken()
+        self._wake.set()
 
     def _change(self, changes: Mapping[str, ModeState]) -> None:
         """Put states of some GPUs in force and bring all lists up to date in the same breath."""
@@ -287,9 +279,7 @@ class ModeSwitcher:
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
                 self.switches += mode.mode is not before.of(uuid).mode
-        for (stage, mode), gpus in alike(before, self._states, listed).items():
-            details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
-            log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
+        log_changes(before, self._states, listed)
         if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):
             self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **listed})))
             self._resources.refresh()
