@@ -286,12 +286,8 @@ def _impossible(settings: Settings) -> list[tuple[str, str]]:
     """Combinations that no single key shows to be wrong: (key path, sentence)."""
     faults = _bad_layouts(settings)
     if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
-        faults.append(
-            (
-                "injection.deviceNodes",
-                "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
-            )
-        )
+        sentence = "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one"
+        faults.append(("injection.deviceNodes", sentence))
     faults += _long_socket_path(settings)
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:

@@ -92,7 +92,7 @@ def uncounted(holders: Mapping[str, Sequence[Holder]], assignment: Assignment) -
 
 
 def summary(targets: Mapping[str, GpuMode]) -> str:
-    """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off against the wish."""
+    """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off although a mode is wanted."""
     counts: dict[str, int] = {}
     for wanted in targets.values():
         text = wanted.mode.value + (f" in {wanted.replicas} slices" if wanted.replicas > 1 else "")
@@ -109,7 +109,7 @@ def switches_of(
     waiting: Mapping[str, tuple[str, ...]],
     problems: Mapping[str, str],
 ) -> tuple[GpuSwitch, ...]:
-    """Each GPU as it is told."""
+    """The state of each GPU, for status, Node object and metrics."""
     return tuple(
         GpuSwitch(
             state.gpu.index,
