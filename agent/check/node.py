@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from agent.check import node_files
+from agent.isolation.library import obstacle
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, told
 from agent.model.gpu import Driver, Gpu
@@ -54,6 +55,7 @@ def look(settings: Settings, nvml: NvmlPort, software: NodeSoftware | None) -> I
     yield from _sockets(settings)
     yield _cgroups(settings)
     yield _topology(root)
+    yield from _enforcement(settings)
 
 
 def _driver(settings: Settings, nvml: NvmlPort) -> Iterator[Look]:
@@ -226,3 +228,13 @@ def _topology(root: Path) -> Look:
             "best-effort keeps CPUs and GPUs together",
         )
     return Look("Topology Manager", Grade.OK, f"policy {policy}")
+
+
+def _enforcement(settings: Settings) -> Iterator[Look]:
+    if settings.vgpu.enforcement not in ("library", "strict") or not settings.modes.vgpu:
+        return
+    state = Path(settings.host.state)
+    if problem := obstacle(state):
+        yield Look("vGPU limits", Grade.FAILED, problem)
+    else:
+        yield Look("vGPU limits", Grade.OK, f"containers can load the enforcement library from below {state}")

@@ -95,17 +95,25 @@ def remove_unused(state: Path, used: Collection[str]) -> None:
                     os.unlink(name, dir_fd=descriptor)
 
 
-def noexec(folder: Path) -> bool:
-    """Whether the kernel runs no code of files in a folder. Raises OSError."""
-    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+def obstacle(state: Path) -> str | None:
+    """Why no container could load a library from below the state folder; None: nothing is seen. Blocks."""
+    folder = state / FOLDER
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        return _NOEXEC.format(folder) if os.statvfs(there).f_flag & os.ST_NOEXEC else None
+    except OSError as error:
+        return f"{there} cannot be looked at: {error.strerror}"
+
+
+_NOEXEC = (
+    "{} lies on a file system that is mounted noexec, so that no container could load the enforcement "
+    "library from there; mount it without noexec"
+)
 
 
 def _check_executable(folder: Path, descriptor: int) -> None:
     if os.fstatvfs(descriptor).f_flag & os.ST_NOEXEC:
-        raise LibraryUnusable(
-            f"{folder} lies on a file system that is mounted noexec, so that no container could load the "
-            "enforcement library from there; mount it without noexec"
-        )
+        raise LibraryUnusable(_NOEXEC.format(folder))
 
 
 def _read(source: Path) -> bytes:

@@ -7,6 +7,7 @@ struct array {
     struct object base;
     struct memory memory;
     CUDA_ARRAY3D_DESCRIPTOR shape;
+    unsigned int levels;
     int mipmapped;
 };
 
@@ -87,6 +88,7 @@ static CUresult create(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int levels
     TRY(current(&context));
     struct array *array = calloc(1, sizeof(*array));
     array->shape = *shape;
+    array->levels = levels;
     array->mipmapped = mipmapped;
     array->base.device = context->base.device;
     array->memory = (struct memory){.base.device = context->base.device, .kind = SIM_CUDA_MEMORY_ARRAY, .shared = -1};
@@ -185,7 +187,7 @@ static CUresult requirements(CUDA_ARRAY_MEMORY_REQUIREMENTS *answer, const void 
     objects_lock();
     struct array *array = (struct array *)object_find_handle(handle, ARRAY);
     if (array != NULL && array->mipmapped == mipmapped) {
-        *answer = (CUDA_ARRAY_MEMORY_REQUIREMENTS){.size = round_up(bytes_of(&array->shape, 1), GRANULE), .alignment = GRANULE};
+        *answer = (CUDA_ARRAY_MEMORY_REQUIREMENTS){.size = round_up(bytes_of(&array->shape, array->levels), GRANULE), .alignment = GRANULE};
         result = array->shape.Flags & CUDA_ARRAY3D_DEFERRED_MAPPING ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }
     objects_unlock();
@@ -197,4 +199,11 @@ CUresult model_cuArrayGetMemoryRequirements(CUDA_ARRAY_MEMORY_REQUIREMENTS *memo
     uint32_t index;
     TRY(device_index(device, &index));
     return requirements(memoryRequirements, array, 0);
+}
+
+CUresult model_cuMipmappedArrayGetMemoryRequirements(CUDA_ARRAY_MEMORY_REQUIREMENTS *memoryRequirements,
+                                                     CUmipmappedArray mipmap, CUdevice device) {
+    uint32_t index;
+    TRY(device_index(device, &index));
+    return requirements(memoryRequirements, mipmap, 1);
 }

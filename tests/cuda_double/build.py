@@ -45,7 +45,7 @@ def build(directory: Path, release: str = "13", *, architecture: str = "x86_64",
     if sanitizer:
         options.append(f"-fsanitize={sanitizer}")
     digest = hashlib.sha256(repr((options, sources, made)).encode())
-    folder = directory / f"cuda-double-{digest.hexdigest()[:16]}"
+    folder = directory.resolve() / f"cuda-double-{digest.hexdigest()[:16]}"
     library = folder / SONAME
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)

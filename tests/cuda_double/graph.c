@@ -40,6 +40,22 @@ CUresult model_cuGraphCreate(CUgraph *phGraph, unsigned int flags) {
     return CUDA_SUCCESS;
 }
 
+CUresult model_cuGraphClone(CUgraph *phGraphClone, CUgraph originalGraph) {
+    NEED(phGraphClone != NULL);
+    objects_lock();
+    struct graph *graph = graph_of(originalGraph), *clone = graph == NULL ? NULL : make(graph->base.device);
+    for (const struct node *node = graph == NULL ? NULL : graph->first; node != NULL; node = node->next) {
+        struct node *copy = append(clone, node->type);
+        copy->bytes = node->bytes;
+        copy->address = node->address;
+        copy->duration_ns = node->duration_ns;
+        copy->child = node->child;
+    }
+    objects_unlock();
+    *phGraphClone = (CUgraph)clone;
+    return clone == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 CUresult model_cuGraphDestroy(CUgraph hGraph) {
     objects_lock();
     struct graph *graph = graph_of(hGraph);
@@ -258,6 +274,18 @@ CUresult model_cuStreamGetCaptureInfo_v2(CUstream hStream, CUstreamCaptureStatus
     }
     return CUDA_SUCCESS;
 }
+
+#ifdef HAVE_cuStreamGetCaptureInfo_v3
+CUresult model_cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out,
+                                         CUgraph *graph_out, const CUgraphNode **dependencies_out,
+                                         const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out) {
+    if (edgeData_out != NULL) {
+        *edgeData_out = NULL;
+    }
+    return model_cuStreamGetCaptureInfo_v2(hStream, captureStatus_out, id_out, graph_out, dependencies_out,
+                                           numDependencies_out);
+}
+#endif
 
 CUresult graph_capture_alloc(struct stream *stream, uint32_t device, uint64_t bytes, CUdeviceptr *address) {
     objects_lock();

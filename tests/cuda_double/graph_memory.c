@@ -84,6 +84,18 @@ CUresult model_cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGraph, CUgr
     return model_cuGraphInstantiate_v2(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
 }
 
+#ifdef HAVE_cuGraphInstantiateWithParams
+CUresult model_cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                            CUDA_GRAPH_INSTANTIATE_PARAMS *instantiateParams) {
+    NEED(instantiateParams != NULL);
+    TRY(instantiate(phGraphExec, hGraph, instantiateParams->flags));
+    instantiateParams->result_out = CUDA_GRAPH_INSTANTIATE_SUCCESS;
+    return instantiateParams->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD
+               ? model_cuGraphUpload(*phGraphExec, instantiateParams->hUploadStream)
+               : CUDA_SUCCESS;
+}
+#endif
+
 static CUresult grow(uint32_t device, uint64_t bytes) {
     uint64_t reused = bytes < pool[device].idle ? bytes : pool[device].idle;
     CUresult result = charge(device, SIM_CUDA_MEMORY_GRAPH, bytes - reused);

@@ -143,6 +143,28 @@ CUresult model_cuCtxSynchronize(void) {
     return CUDA_SUCCESS;
 }
 
+#ifdef HAVE_cuCtxSynchronize_v2
+CUresult model_cuCtxSynchronize_v2(CUcontext ctx) {
+    if (ctx == NULL) {
+        return model_cuCtxSynchronize();
+    }
+    TRY(model_cuCtxPushCurrent_v2(ctx));
+    CUresult result = model_cuCtxSynchronize();
+    TRY(model_cuCtxPopCurrent_v2(NULL));
+    return result;
+}
+#endif
+
+#ifdef HAVE_cuStreamGetDevice
+CUresult model_cuStreamGetDevice(CUstream hStream, CUdevice *device) {
+    struct stream *stream;
+    NEED(device != NULL);
+    TRY(stream_of(hStream, &stream));
+    *device = device_ordinal(stream->base.device);
+    return CUDA_SUCCESS;
+}
+#endif
+
 CUresult model_cuStreamGetCtx(CUstream hStream, CUcontext *pctx) {
     struct stream *stream;
     NEED(pctx != NULL);

@@ -79,7 +79,7 @@ void gna_complain(const char *what, const char *cause, const char *remedy);
 /* --- slots.c ---------------------------------------------------------------------------------------------- */
 bool gna_lock_shared(pthread_mutex_t *lock, bool *died);
 struct gna_usage_slot *gna_attach(void); /* this process's slot; NULL: refuse */
-void gna_sweep(bool thorough);
+void gna_sweep(bool thorough); /* not more often than is good for all; thorough: zombies, too */
 uint64_t gna_now_ns(void);
 
 /* --- ledger.c --------------------------------------------------------------------------------------------- */

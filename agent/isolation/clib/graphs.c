@@ -22,10 +22,8 @@ bool gna_capturing(CUstream stream, CUgraph *graph) {
         status != CU_STREAM_CAPTURE_STATUS_ACTIVE) {
         return false;
     }
-    if (gna_has(GNA_ID_cuStreamGetCaptureInfo_v3)) {
-        REAL(cuStreamGetCaptureInfo_v3)(stream, &status, &id, graph, NULL, NULL, NULL);
-    } else {
-        REAL(cuStreamGetCaptureInfo_v2)(stream, &status, &id, graph, NULL, NULL);
+    if (REAL(cuStreamGetCaptureInfo_v3)(stream, &status, &id, graph, NULL, NULL, NULL) != CUDA_SUCCESS) {
+        REAL(cuStreamGetCaptureInfo_v2)(stream, &status, &id, graph, NULL, NULL); /* drivers before 12.3 */
     }
     return true;
 }

@@ -123,7 +123,8 @@ struct gna_usage_header {
     uint64_t attached;       /* 264  processes that ever claimed a slot */
     uint64_t newer;          /* 272  entry points handed out that are newer than the library */
     uint64_t used_slots;     /* 280  slots below this number have been in use; the shared one is not counted */
-    uint8_t reserved_b[3808];
+    uint64_t thorough_ns;    /* 288  CLOCK_BOOTTIME of the last one that looked for zombies and pids used again */
+    uint8_t reserved_b[3800];
 };
 
 struct gna_usage_device {

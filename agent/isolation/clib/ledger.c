@@ -81,7 +81,7 @@ CUresult gna_reserve(int record, uint64_t bytes) {
     }
     int charged = try(record, bytes, cap, slot, false);
     if (charged == 0) {
-        gna_sweep(false);
+        gna_sweep(true);
         charged = try(record, bytes, cap, slot, true);
     }
     return charged == 1 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
@@ -117,7 +117,9 @@ void gna_charged(int record, uint64_t *used, uint64_t *limit) {
     if (gna_attach() == NULL || record < 0 || !gna_limit_of((unsigned)record, &now)) {
         return;
     }
-    gna_sweep(false);
+    if (gna_usage_sound()) {
+        gna_sweep(true);
+    }
     struct gna_usage_device *device = lock_device(record);
     *limit = now.memory_bytes;
     *used = now.memory_bytes;

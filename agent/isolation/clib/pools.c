@@ -134,8 +134,9 @@ static CUresult allocate(call_t *call, CUdeviceptr *pointer, size_t bytes, CUmem
 }
 
 static CUresult device_of(CUstream stream, CUdevice *device) {
-    if (stream != NULL && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD && gna_has(GNA_ID_cuStreamGetDevice)) {
-        return REAL(cuStreamGetDevice)(stream, device);
+    /* Drivers before 12.8 do not say it. */
+    if (stream != NULL && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD && REAL(cuStreamGetDevice)(stream, device) == CUDA_SUCCESS) {
+        return CUDA_SUCCESS;
     }
     return REAL(cuCtxGetDevice)(device);
 }

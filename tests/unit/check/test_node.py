@@ -1,6 +1,7 @@
 """`check node` on simulated machines with files as real nodes have them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,23 @@ def test_numa_without_a_policy_is_a_warning(root: Path) -> None:
     found = of(looked(root), "Topology Manager")
     assert found.grade is Grade.WARNING
     assert "best-effort" in found.text
+
+
+def test_a_node_that_cannot_show_the_enforcement_library_is_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [f"host.state={root}/state/not/made", "vgpu.enforcement=library"]
+    assert not [each for each in looked(root) if each.what == "vGPU limits"]
+    (found,) = [each for each in looked(root, *limits) if each.what == "vGPU limits"]
+    assert found.grade is Grade.OK
+
+    class NoExec:
+        f_flag = os.ST_NOEXEC
+
+    monkeypatch.setattr(os, "statvfs", lambda _: NoExec())
+    (found,) = [each for each in looked(root, *limits) if each.what == "vGPU limits"]
+    assert found.grade is Grade.FAILED
+    assert "mounted noexec" in found.text
 
 
 def test_other_agents_are_named(root: Path) -> None:

@@ -1,0 +1,104 @@
+"""What limits of vGPU containers cost an admission, and how soon a resize holds."""
+
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import anyio.to_thread
+
+from agent.isolation import layout
+from agent.isolation.folders import LIMITS, LimitFolders, key_of
+from agent.isolation.library import ELF
+from agent.isolation.publishing import Publisher
+from agent.isolation.resize import Resizer
+from agent.isolation.room import Isolation, Policy, Request
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
+from agent.model.demand import VGPU
+from agent.pairing.ports import Recorder
+from tests.bench.conditions import Conditions
+from tests.bench.registry import Figure, Taken, measurement, percentile
+
+PODS, RESIZES = 200, 50
+GPU = "GPU-11111111-2222-3333-4444-555555555555"
+
+
+@measurement(
+    Figure("isolation_files_per_pod_ms", "ms", 1, "all files of a container's limits made; median"),
+)
+async def files(conditions: Conditions) -> Mapping[str, Taken]:
+    """Made one after the other, as the kubelet admits pods."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:  # /run is a tmpfs, too
+        isolation = await _started(Path(name))
+        taken = []
+        for number in range(PODS):
+            began = time.perf_counter()
+            await isolation.admit(_request(number))
+            taken.append((time.perf_counter() - began) * 1000)
+    return {"isolation_files_per_pod_ms": Taken(percentile(taken, 0.5), len(taken))}
+
+
+@measurement(
+    Figure(
+        "resize_memory_effective_ms",
+        "ms",
+        1000,
+        "the pod watch tells of a resize until the limit file says so; 99th percentile",
+    ),
+)
+async def resize(conditions: Conditions) -> Mapping[str, Taken]:
+    """Up and down, beside the containers of a full node."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        isolation = await _started(Path(name))
+        for number in range(PODS):
+            await isolation.admit(_request(number))
+        pods: Cell[object] = Cell(None)
+        wanted: dict[str, str] = {}
+        resizer = Resizer(isolation, _Free(), Publisher(isolation, Recorder()))
+        taken = []
+        file = isolation.folders.path(key_of(_request(0).ids), LIMITS)
+        async with anyio.create_task_group() as group:
+            group.start_soon(resizer.run, pods, lambda: wanted)
+            for count in range(RESIZES):
+                units = 2 + count % 2
+                began = time.perf_counter()
+                wanted["uid-0"] = f'{{"main": {units}}}'
+                pods.publish(None)
+                while await anyio.to_thread.run_sync(_cap, file) != units * VGPU.block_bytes:
+                    await anyio.sleep(0.001)
+                taken.append((time.perf_counter() - began) * 1000)
+            group.cancel_scope.cancel()
+    return {"resize_memory_effective_ms": Taken(percentile(taken, 0.99), len(taken))}
+
+
+class _Free:
+    """A GPU with a free unit."""
+
+    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+        await keep(tuple(f"{gpu}::m{100_000 + number}" for number in range(count)))
+
+    def give_back(self) -> None:
+        """Nobody else wants it."""
+
+
+async def _started(root: Path) -> Isolation:
+    def library() -> Path:
+        (root / "image.so").write_bytes(ELF + os.urandom(1 << 20))
+        return root / "image.so"
+
+    source = await anyio.to_thread.run_sync(library)
+    record: Cell[PodList | None] = Cell(None)
+    isolation = Isolation(LimitFolders(root / "run"), source, root / "state", Policy.LIBRARY, record)
+    await isolation.start()
+    return isolation
+
+
+def _request(number: int) -> Request:
+    ids = (f"{GPU}::m{2 * number}", f"{GPU}::m{2 * number + 1}")
+    return Request(f"uid-{number}", "bench", f"pod-{number}", "main", GPU, ids, 2 * VGPU.block_bytes, 10)
+
+
+def _cap(file: Path) -> int:
+    return layout.read_limits(file.read_bytes())[0].memory_bytes

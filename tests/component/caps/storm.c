@@ -1,0 +1,254 @@
+/* Many processes allocate by every class while some of them are killed and some stopped, at random moments.
+ *
+ * usage: storm LIBCUDA PROCESSES KILLS SEED
+ * Prints what happened as JSON. The processes end by SIGKILL alone; at the end all of them do. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cuda.h>
+
+#define MIB (UINT64_C(1) << 20)
+#define HOLDINGS 6
+#define MOST 4096
+
+enum class { LINEAR, SMALL, PITCH, MANAGED, PHYSICAL, POOL, ARRAY, MIPMAP, GRAPH, CODE, CLASSES };
+static const char *const names[CLASSES] = {"linear", "small", "pitch", "managed", "physical",
+                                           "pool", "array", "mipmap", "graph", "code"};
+
+struct tally { /* shared by all processes */
+    uint64_t granted[CLASSES], refused[CLASSES], contexts, contexts_refused, errors;
+    int first_error, first_class;
+};
+static struct tally *tally;
+static unsigned seed;
+static void *driver;
+
+struct holding {
+    int used;
+    enum class class;
+    CUdeviceptr address;
+    uint64_t size;
+    void *handle;
+    CUgraph graph;
+};
+
+/* Looked up by name at each call, as a program with late binding does: the library hooks dlsym. */
+#define CALL(symbol) ((__typeof__(&symbol))dlsym(driver, NAME(symbol)))
+#define NAME(symbol) NAME_(symbol)
+#define NAME_(symbol) #symbol
+
+static uint32_t dice(uint32_t sides) {
+    return (uint32_t)rand_r(&seed) % sides;
+}
+
+static CUresult take_physical(struct holding *holding) {
+    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
+    CUmemGenericAllocationHandle handle;
+    CUresult result = CALL(cuMemCreate)(&handle, holding->size, &properties, 0);
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    CALL(cuMemAddressReserve)(&holding->address, holding->size, 0, 0, 0);
+    CALL(cuMemMap)(holding->address, holding->size, 0, handle, 0);
+    return CALL(cuMemRelease)(handle); /* the mapping keeps it */
+}
+
+static CUresult take_graph(struct holding *holding) {
+    CUDA_MEM_ALLOC_NODE_PARAMS params = {.bytesize = holding->size};
+    CUgraphNode node, last;
+    params.poolProps.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    params.poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    CALL(cuGraphCreate)(&holding->graph, 0);
+    CALL(cuGraphAddMemAllocNode)(&node, holding->graph, NULL, 0, &params);
+    CALL(cuGraphAddMemFreeNode)(&last, holding->graph, &node, 1, params.dptr);
+    CUresult result = CALL(cuGraphInstantiateWithFlags)((CUgraphExec *)&holding->handle, holding->graph, 0);
+    if (result == CUDA_SUCCESS) {
+        result = CALL(cuGraphLaunch)(holding->handle, NULL);
+        if (result != CUDA_SUCCESS) {
+            CALL(cuGraphExecDestroy)(holding->handle);
+        }
+    }
+    if (result != CUDA_SUCCESS) {
+        CALL(cuGraphDestroy)(holding->graph);
+    }
+    return result;
+}
+
+static CUresult take(struct holding *holding) {
+    CUDA_ARRAY3D_DESCRIPTOR shape = {.Width = 1024, .Height = 256 * (1 + dice(16)), .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
+    size_t pitch;
+    holding->size = 2 * MIB * (1 + dice(24));
+    switch (holding->class) {
+    case LINEAR:
+        return CALL(cuMemAlloc)(&holding->address, holding->size);
+    case SMALL:
+        return CALL(cuMemAlloc)(&holding->address, 1024 * (1 + dice(1000)));
+    case PITCH:
+        return CALL(cuMemAllocPitch)(&holding->address, &pitch, 1000 + dice(9000), 1 + dice(4000), 4);
+    case MANAGED:
+        return CALL(cuMemAllocManaged)(&holding->address, holding->size, CU_MEM_ATTACH_GLOBAL);
+    case PHYSICAL:
+        return take_physical(holding);
+    case POOL:
+        return CALL(cuMemAllocAsync)(&holding->address, holding->size + dice(4096), NULL);
+    case ARRAY:
+        return CALL(cuArray3DCreate)((CUarray *)&holding->handle, &shape);
+    case MIPMAP:
+        return CALL(cuMipmappedArrayCreate)((CUmipmappedArray *)&holding->handle, &shape, 8);
+    case GRAPH:
+        return take_graph(holding);
+    default:
+        return CALL(cuModuleLoadData)((CUmodule *)&holding->handle, "image");
+    }
+}
+
+static void give_back(struct holding *holding) {
+    switch (holding->class) {
+    case PHYSICAL:
+        CALL(cuMemUnmap)(holding->address, holding->size);
+        CALL(cuMemAddressFree)(holding->address, holding->size);
+        break;
+    case POOL:
+        CALL(cuMemFreeAsync)(holding->address, NULL);
+        if (dice(2)) {
+            CALL(cuStreamSynchronize)(NULL);
+        }
+        break;
+    case ARRAY:
+        CALL(cuArrayDestroy)(holding->handle);
+        break;
+    case MIPMAP:
+        CALL(cuMipmappedArrayDestroy)(holding->handle);
+        break;
+    case GRAPH:
+        CALL(cuGraphExecDestroy)(holding->handle);
+        CALL(cuGraphDestroy)(holding->graph);
+        CALL(cuDeviceGraphMemTrim)(0);
+        break;
+    case CODE:
+        CALL(cuModuleUnload)(holding->handle);
+        break;
+    default:
+        CALL(cuMemFree)(holding->address);
+    }
+}
+
+static void note(CUresult result, int class, uint64_t *granted, uint64_t *refused) {
+    if (result == CUDA_SUCCESS) {
+        __atomic_fetch_add(granted, 1, __ATOMIC_RELAXED);
+    } else if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+        __atomic_fetch_add(refused, 1, __ATOMIC_RELAXED);
+    } else if (__atomic_fetch_add(&tally->errors, 1, __ATOMIC_RELAXED) == 0) {
+        tally->first_error = (int)result;
+        tally->first_class = class;
+    }
+}
+
+static void tenant(const char *path) {
+    struct holding holdings[HOLDINGS] = {0};
+    CUcontext context;
+    CUresult result;
+    driver = dlopen(path, RTLD_NOW);
+    if (driver == NULL || CALL(cuInit)(0) != CUDA_SUCCESS) {
+        note(CUDA_ERROR_UNKNOWN, CLASSES, NULL, NULL);
+        pause();
+    }
+    while ((result = CALL(cuDevicePrimaryCtxRetain)(&context, 0)) != CUDA_SUCCESS) {
+        note(result, CLASSES, &tally->contexts, &tally->contexts_refused);
+        usleep(5000 + dice(20000));
+    }
+    note(result, CLASSES, &tally->contexts, NULL);
+    CALL(cuCtxSetCurrent)(context);
+    for (;;) {
+        struct holding *holding = &holdings[dice(HOLDINGS)];
+        if (holding->used) {
+            give_back(holding);
+            holding->used = 0;
+        } else {
+            holding->class = (enum class)dice(CLASSES);
+            result = take(holding);
+            note(result, holding->class, &tally->granted[holding->class], &tally->refused[holding->class]);
+            holding->used = result == CUDA_SUCCESS;
+        }
+        usleep(dice(150000)); /* hundreds share a few processors: the killer must get its turn, too */
+    }
+}
+
+static pid_t begin(const char *path, unsigned number) {
+    pid_t pid = fork();
+    if (pid == 0) {
+        seed = number;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        tenant(path);
+    }
+    return pid;
+}
+
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void end(pid_t pid) {
+    kill(pid, SIGKILL); /* ends a stopped one, too */
+    while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {
+    }
+}
+
+int main(int argc, char **argv) {
+    static pid_t pids[MOST];
+    static int64_t wakes[MOST];
+    unsigned count = argc == 5 ? (unsigned)atoi(argv[2]) : 0, kills = 0, stops = 0;
+    if (count == 0 || count > MOST) {
+        fprintf(stderr, "usage: storm LIBCUDA PROCESSES KILLS SEED\n");
+        return 2;
+    }
+    tally = mmap(NULL, sizeof(*tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    seed = (unsigned)atoi(argv[4]);
+    for (unsigned number = 0; number < count; number++) {
+        pids[number] = begin(argv[1], seed + number + 1);
+    }
+    unsigned wanted = (unsigned)atoi(argv[3]);
+    for (unsigned round = 0; kills < wanted; round++) {
+        unsigned victim = dice(count);
+        if (dice(3) == 0 && wakes[victim] == 0) {
+            kill(pids[victim], SIGSTOP);
+            wakes[victim] = now_ms() + 5 + dice(60);
+            stops++;
+        } else {
+            end(pids[victim]);
+            wakes[victim] = 0;
+            pids[victim] = begin(argv[1], seed + count + round + 1);
+            kills++;
+        }
+        for (unsigned number = 0; number < count; number++) {
+            if (wakes[number] != 0 && wakes[number] <= now_ms()) {
+                kill(pids[number], SIGCONT);
+                wakes[number] = 0;
+            }
+        }
+        usleep(dice(20000));
+    }
+    for (unsigned number = 0; number < count; number++) {
+        end(pids[number]);
+    }
+    printf("{\"kills\": %u, \"stops\": %u, \"contexts\": %llu, \"errors\": %llu, \"first_error\": [%d, %d], \"classes\": {", kills,
+           stops, (unsigned long long)tally->contexts, (unsigned long long)tally->errors, tally->first_error, tally->first_class);
+    for (int class = 0; class < CLASSES; class++) {
+        printf("%s\"%s\": [%llu, %llu]", class > 0 ? ", " : "", names[class], (unsigned long long)tally->granted[class],
+               (unsigned long long)tally->refused[class]);
+    }
+    printf("}}\n");
+    return 0;
+}

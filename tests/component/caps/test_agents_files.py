@@ -1,0 +1,78 @@
+"""The files that the agent makes for a container are those that the library in it goes by."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from agent.isolation.folders import LimitFolders, key_of
+from agent.isolation.resize import replace_about
+from agent.isolation.room import Bind, Isolation, Policy, Request
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
+from agent.model.demand import VGPU
+from tests.component.caps.conftest import Programs
+from tests.component.caps.container import Container
+from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+from tests.cuda_double.program import Program
+
+GPU = CudaGpu().uuid
+UNITS = tuple(f"{GPU}::m{number}" for number in range(4))
+CAP = len(UNITS) * VGPU.block_bytes
+
+
+def room(root: Path, library: Path) -> Isolation:
+    record: Cell[PodList | None] = Cell(None)
+    return Isolation(LimitFolders(root / "run"), library, root / "state", Policy.STRICT, record)
+
+
+def mounted(root: Path, binds: tuple[Bind, ...]) -> Container:
+    """What a container sees of it: the very files, below other paths."""
+    folder = root / "container"
+    folder.mkdir()
+    for each in binds:
+        os.link(each.host_path, folder / Path(each.container_path).name)
+    library = next(each for each in binds if each.container_path.endswith(".so"))
+    (folder / "libgna-limits.so").symlink_to(Path(library.container_path).name)
+    return Container(folder)
+
+
+def fill(program: Program) -> int:
+    """Allocate until the driver's answer is no, in the finest steps; bytes."""
+    program("count = 0\nwhile not call('cuMemAlloc_v2', ctypes.byref(u64()), size(2 * MIB)): count += 1")
+    return int(program("count")) * 2 * MIB
+
+
+@pytest.mark.timeout(600)
+async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
+    tmp_path: Path, library: Path, machine: CudaMachine, programs: Programs
+) -> None:
+    agent = room(tmp_path, library)
+    await agent.start()
+    assert agent.problem is None
+    binds = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, binds)
+    start = partial(programs, container, "init()")
+    program = await anyio.to_thread.run_sync(start)
+    before = machine.used()
+    first = await anyio.to_thread.run_sync(fill, program)
+    assert container.charged() == CAP  # to the byte
+    assert await anyio.to_thread.run_sync(program, "memory()") == [0, CAP]
+    # Another agent, after an update, finds the container and raises its cap while the program runs.
+    later = room(tmp_path, library)
+    await later.start()
+    key = key_of(UNITS)
+    about = later.containers.value[key].about
+    grown = replace_about(about, CAP + 2 * VGPU.block_bytes, (f"{GPU}::m8", f"{GPU}::m9"))
+    await later.resize(key, grown)
+    assert await anyio.to_thread.run_sync(fill, program) == 2 * VGPU.block_bytes
+    assert machine.used() == before + first + 2 * VGPU.block_bytes
+    usage = await anyio.to_thread.run_sync(later.folders.usage, key)
+    assert usage is not None
+    assert usage.total_bytes == CAP + 2 * VGPU.block_bytes
+    # What only the driver sees counts as used, too.
+    await anyio.to_thread.run_sync(partial(later.folders.change, key, unseen_bytes=64 * MIB))
+    await later.resize(key, replace_about(about, CAP + 3 * VGPU.block_bytes, grown.grown))
+    assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB

@@ -1,0 +1,110 @@
+"""Caps under load: never a byte over, and never a refusal that was not due."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from agent.isolation.clib import toolchain
+from agent.isolation.clib.headers import include
+from tests.component.caps.conftest import MakeContainer, Programs
+from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+
+CONTEXT: Final = 4
+CAP: Final = 3072
+
+
+@pytest.fixture(scope="module")
+def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program."""
+    folder = tmp_path_factory.mktemp("storm")
+    source = Path(__file__).with_name("storm.c")
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-isystem{include('13')}"]
+    toolchain.compile_c([*flags, str(source), "-o", str(folder / "storm"), "-ldl"], folder)
+    return folder / "storm"
+
+
+def run(storm: Path, driver: Path, environment: Mapping[str, str], *arguments: int) -> dict[str, Any]:
+    command = [str(storm), str(driver), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=dict(environment), capture_output=True, text=True, timeout=110, check=True
+    )
+    assert done.stderr == ""
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.timeout(120)
+def test_memory_storm_never_over(
+    tmp_path: Path, storm: Path, driver: Path, container: MakeContainer, programs: Programs
+) -> None:
+    machine = CudaMachine.create(tmp_path / "gpu", [CudaGpu(context_bytes=CONTEXT * MIB)])
+    made = container(CAP, context=CONTEXT)
+    happened = run(storm, driver, {**machine.environment, **made.environment}, 300, 100, 7)
+    print(happened, f"peak {machine.peak() / MIB} of {CAP} MiB")
+    assert happened["errors"] == 0, happened["first_error"]
+    assert happened["kills"] == 100
+    assert happened["stops"] > 20
+    assert all(granted > 0 for granted, _ in happened["classes"].values())
+    assert sum(refused for _, refused in happened["classes"].values()) > 100, "the cap was reached"
+    assert machine.peak() <= CAP * MIB
+    assert machine.peak() > (CAP - 64) * MIB, "the storm was one"
+    assert machine.used() == 0
+    programs.machine = machine
+    after = programs(made, "init()")
+    assert after("memory()") == [(CAP - CONTEXT) * MIB, CAP * MIB]
+    assert made.charged() == machine.used() == CONTEXT * MIB
+
+
+FILL = {
+    "linear": ("alloc(8)", "free(one)"),
+    "small": ("alloc(0.25)", "free(one)"),
+    "pitch": ("pitched(8)", "free(one)"),
+    "managed": ("out('cuMemAllocManaged', size(8 * MIB), 1)", "free(one)"),
+    "physical": ("create(8)", "check('cuMemRelease', u64(one))"),
+    "pool": ("out('cuMemAllocAsync', size(8 * MIB), u64())", "check('cuMemFreeAsync', u64(one), u64())"),
+    "array": ("array(2048, 1024)", "check('cuArrayDestroy', u64(one))"),
+    "mipmap": ("array(2048, 1024, levels=1)", "check('cuMipmappedArrayDestroy', u64(one))"),
+    "graph": ("launched(8)", "check('cuMemFree_v2', u64(one))"),
+    "code": ("out('cuModuleLoadData', b'image')", "check('cuModuleUnload', u64(one))"),
+}
+PIECES = {"small": 4 * 1024, "code": 512}  # of 0.25 and of 2 MiB; all others are of 8
+HELPERS = """
+def pitched(megabytes):
+    address, pitch = u64(), size(0)
+    where = ctypes.byref(address), ctypes.byref(pitch)
+    check("cuMemAllocPitch_v2", *where, size(4096), size(megabytes * 256), 4)
+    return address.value
+
+def launched(megabytes):
+    graph = out("cuGraphCreate", 0)
+    address = alloc_node(graph, megabytes)
+    ready = out("cuGraphInstantiateWithFlags", u64(graph), u64())
+    check("cuGraphLaunch", u64(ready), u64())
+    check("cuGraphExecDestroy", u64(ready))
+    return address
+
+def tidy():
+    check("cuCtxSynchronize")
+    check("cuDeviceGraphMemTrim", 0)
+"""
+
+
+@pytest.mark.parametrize("kind", FILL)
+def test_no_false_out_of_memory(
+    kind: str, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    room = 1024  # MiB beside the context; the cap leaves 64 MiB more
+    made = container(300 + room + 64)
+    count = PIECES.get(kind, room // 8)
+    take, give = FILL[kind]
+    app = programs(made, HELPERS, "init()")
+    for _ in range(3):
+        app(f"held = [{take} for _ in range({count})]")
+        assert (300 + room) * MIB <= machine.used() <= made.charged() <= (300 + room + 64) * MIB
+        app(f"[{give} for one in held]", "tidy()")
+        assert machine.used() == made.charged() == 300 * MIB
+    assert machine.peak() <= (300 + room + 64) * MIB
