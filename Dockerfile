@@ -5,6 +5,12 @@
 # a tag may change what is built. This one is Python 3.11.16 on Debian 12.
 ARG BUILD_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
+FROM ${BUILD_BASE} AS toolkit
+# nvidia-ctk and nvidia-cdi-hook, which make the CDI specification of the GPUs (docs/injection.md). A folder
+# toolkit/ in the context, where there is one, stands in for the Go module proxy.
+COPY .ci/build-toolkit .ci/container-toolkit/go.mod .ci/container-toolkit/go.sum toolki[t] /toolkit/
+RUN sh /toolkit/build-toolkit /toolkit /usr/libexec/gpu-node-agent
+
 FROM ${BUILD_BASE} AS build
 # A folder wheels/ in the context, where there is one, stands in for the package index, and a folder lib/ for building
 # the enforcement library.
@@ -18,6 +24,7 @@ RUN set -eu; \
     # Of the Kubernetes client only the HTTP layer is used (agent/cluster/lean.py); its models are 30 MB.
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
+COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agent
 # What is preloaded into vGPU containers, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
 RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
     if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \

@@ -64,11 +64,12 @@ format: venv ## put the code into the house's format
 proto: venv ## generate agent/_proto from proto/*.proto
 	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
 
-docs: venv ## write the generated files: docs/metrics.md, config/schema.json, config/platform, the chart's schema
+docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
 	$(PYTHON_IN_VENV) -m tests.chart.schema
+	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform
 
 lock: venv ## resolve pyproject.toml anew into the two locks

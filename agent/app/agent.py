@@ -32,6 +32,7 @@ from agent.web.server import HttpServer
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
+    from agent.cdi.keeper import SpecificationKeeper
     from agent.cluster.api import KubeApi
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
@@ -150,6 +151,8 @@ class Agent:
     cordons: CordonBook | None = None
     guard: Guard | None = None
     mps: MpsParts | None = None
+    # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
+    gpu_specification: "SpecificationKeeper | None" = None
     limits: Limits | None = None  # of vGPU containers; None: nothing enforces them
     # Bytes by GPU that vGPU containers have beyond what their pods asked for.
     grown: Cell[Mapping[str, int]] = field(default_factory=lambda: Cell({}))

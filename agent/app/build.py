@@ -11,6 +11,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent, ClusterAccess
+from agent.app.build_cdi import build_cdi, start_cdi
 from agent.app.build_mps import MpsBackend, build_mps
 from agent.app.build_node import build_node, run_node
 from agent.app.build_telemetry import build_telemetry
@@ -33,7 +34,7 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.conditions import NodeStateWriter
-from agent.node.labels import labels_of
+from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
@@ -79,13 +80,15 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
         inventory.tally.listeners.append(node_events(agent.cluster.events.node))
-    injector = Injector(settings)
+    injector, keeper = await build_cdi(agent)
     await anyio.to_thread.run_sync(injector.look, None)
     if agent.cluster:
         group.start_soon(spawn, "injection", _follow_node_software, agent.cluster.node, injector)
     with anyio.move_on_after(FIRST_LOOK_SECONDS):
         await agent.holdings.refresh()
         await inventory.snapshot.wait_for(lambda now: now.problem != NOT_YET)
+    if keeper:
+        await start_cdi(agent, keeper, injector, group)
     group.start_soon(spawn, "holdings", agent.holdings.run)
     await _start_modes(agent, nvml, injector, group)
     _serve_commands(agent, injector, group)
@@ -182,8 +185,10 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         group.start_soon(spawn, "node capacity", run_node, agent.node, resources)
         annotations: Cell[Mapping[str, str]] = Cell({})
 
+        fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+
         def labels(present: Mapping[str, str]) -> Mapping[str, str]:
-            return labels_of(snapshot.value, present) if settings.node_labels else {}
+            return {**(labels_of(snapshot.value, present) if settings.node_labels else {}), **fixed}
 
         agent.state_writer = writers["report"] = NodeStateWriter(
             own, agent.switcher.state, labels=labels, annotations=annotations, wake_on=(snapshot,)

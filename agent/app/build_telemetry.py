@@ -57,7 +57,7 @@ def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
         watch.uses,
     )
     compatible = node_name(agent) if settings.metrics.gpu_manager_names else None
-    MetricsPage(sources, compatible).add_to(agent.http)
+    MetricsPage(sources, compatible, simulated=settings.simulator.profile is not None).add_to(agent.http)
     return sources
 
 

@@ -7,6 +7,8 @@ from agent.modes.state import Phase
 def remarks(agent: Agent) -> list[str]:
     """Each in a sentence; empty: all is well."""
     found = []
+    if profile := agent.settings.simulator.profile:
+        found.append(f"the GPUs are simulated (simulator.profile: {profile}): pods get none")
     if agent.cluster:
         reflectors = (agent.cluster.node.reflector, agent.cluster.pods.reflector)
         if problem := next((each.problem for each in reflectors if each.problem), None):
@@ -25,6 +27,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(
             f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
         )
+    if agent.gpu_specification and (problem := agent.gpu_specification.devices.value.problem):
+        found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
     if agent.mps:
         found.extend(agent.mps.remarks())
     if agent.limits and agent.limits.problem:

@@ -4,6 +4,7 @@ Safe to run again: each step looks for what is left.
 """
 
 from collections.abc import AsyncIterator
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.cdi import specification
+from agent.cdi.programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
@@ -63,8 +66,10 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
         lock.__exit__(None, None, None)
 
 
-async def refuse_holders(settings: Settings, known: "PodCache | None") -> None:
+async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozenset[str]:
     """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons.
+
+    Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
 
     `known`: the node's pods by the API server, followed by somebody. Without them PodResources count
     alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where nobody
@@ -88,14 +93,14 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> None:
         pods = await record.look(LIST_SECONDS)
     except PodResourcesUnavailable as error:
         raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
-    held = {
-        holder.pod for each in holders_by_gpu(pods).values() for holder in each if holder.mode is Mode.MPS
-    }
+    holders = [holder for each in holders_by_gpu(pods).values() for holder in each]
+    held = {holder.pod for holder in holders if holder.mode is Mode.MPS}
     if held:
         raise CleanupRefused(
             f"{len(held)} pod(s) hold MPS shares and would lose their daemon: {', '.join(sorted(held))}; "
             "delete them, or wait until they have ended"
         )
+    return frozenset(holder.pod for holder in holders)
 
 
 async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
@@ -138,26 +143,39 @@ def _program(settings: Settings) -> Program:
     return find_any(lambda: find(Path(settings.driver.root), Path(explicit) if explicit else None))
 
 
-def remove_files(settings: Settings) -> None:
-    """Remove sockets, the CDI file and what the agent's folders hold. Blocks. Raises CleanupFailed."""
+def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
+    """Remove sockets, the CDI files and what the agent's folders hold. Blocks. Raises CleanupFailed.
+
+    `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay: the
+    kubelet repeats CDI names when a container is started again. Answers whether everything was removed.
+    """
+    gpus = Path(settings.host.cdi) / specification.FILE
+    state = Path(settings.host.state)
+    kept = bool(users) and gpus.exists()
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
-        specification = Path(settings.host.cdi) / shares_cdi.FILE
-        if specification.exists():
-            specification.unlink()
-        for root in (Path(settings.host.state), Path(settings.host.run)):
+        for file in (Path(settings.host.cdi) / shares_cdi.FILE, *(() if kept else (gpus,))):
+            # The folder may be read-only where there is nothing of ours.
+            if file.exists():
+                file.unlink()
+        for root in (state, Path(settings.host.run)):
             if root.is_dir():
-                _empty(root)
+                _empty(root, {LOCK, BIN} if kept and root == state else {LOCK})
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
+    if kept:
+        pods = ", ".join(sorted(users))
+        remedy = "clean up again when they have ended"
+        log.warning("gpu_specification_kept", file=str(gpus), hook=str(state / BIN), pods=pods, remedy=remedy)
+    return not kept
 
 
-def _empty(root: Path) -> None:
-    """Remove what is in a folder but our lock. Pods of before could write below: no link is followed."""
+def _empty(root: Path, kept: AbstractSet[str]) -> None:
+    """Remove what is in a folder but `kept`. Pods of before could write below: no link is followed."""
     with trees.opened(root) as descriptor:
         for entry in root.iterdir():
-            if entry.name != LOCK:
+            if entry.name not in kept:
                 try:
                     trees.remove(descriptor, entry.name)
                 except OSError as error:

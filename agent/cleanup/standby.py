@@ -134,9 +134,9 @@ class Standby:
                 return await self._next(request, scope)
 
     async def _clean(self) -> None:
-        await node_files.refuse_holders(self._settings, self._pods)
+        users = await node_files.refuse_holders(self._settings, self._pods)
         await node_files.stop_daemons(self._settings, self._nvml)
-        await anyio.to_thread.run_sync(node_files.remove_files, self._settings)
+        await anyio.to_thread.run_sync(node_files.remove_files, self._settings, users)
         await forget(self._api, self._node.name, keep=exchange.NOTHING.keys())
 
     async def _answer(self, request: Request, error: Exception) -> None:

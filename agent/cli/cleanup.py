@@ -71,9 +71,14 @@ def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
         async with _cluster_access(settings) as access:
             try:
                 async with node.without_agent(settings, wait):
-                    await node.refuse_holders(settings, access.pods if access else None)
+                    users = await node.refuse_holders(settings, access.pods if access else None)
                     await node.stop_daemons(settings, nvml(settings))
-                    await anyio.to_thread.run_sync(node.remove_files, settings)
+                    all_removed = await anyio.to_thread.run_sync(node.remove_files, settings, users)
+                    if not all_removed:
+                        print(
+                            "the GPUs' CDI specification and its hook stay for containers that name them: "
+                            f"{', '.join(sorted(users))}; run this again when these have ended"
+                        )
                 if access:
                     from agent.cleanup.node_object import forget  # noqa: PLC0415  loads the API client
 

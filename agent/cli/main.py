@@ -11,9 +11,10 @@ from pathlib import Path
 
 from agent import __version__, settings
 from agent.cli import check as checks
-from agent.cli import cleanup, extender
+from agent.cli import cleanup, extender, fault
 from agent.cli import status as shell
 from agent.cli.run import Start, run_command
+from agent.kit.supervise import FatalError
 from agent.nvml.port import NvmlPort
 
 
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in error.faults:
             print(fault, file=sys.stderr)
         return 2
+    except FatalError as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return code
@@ -57,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     shell.add_commands(commands, _configuration_arguments, _load)
     extender.add_commands(commands, _configuration_arguments)
     cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
+
+    fault.add_commands(commands, _configuration_arguments, _load)
 
     simulate = commands.add_parser(
         "simulate", help="run the agent on a simulated machine and show what happens"
@@ -117,6 +123,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
+    if loaded.simulator.profile is not None:
+        from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415  as above
+        from agent.simulator.on_node import NotSimulated, machine_of  # noqa: PLC0415
+
+        try:
+            return SimulatedNvml(machine_of(loaded))
+        except NotSimulated as error:
+            raise FatalError(str(error)) from error
     if simulated is not None:
         from agent.simulator.machine import SimulatedMachine  # noqa: PLC0415  as above
         from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415

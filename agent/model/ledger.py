@@ -227,6 +227,20 @@ class Ledger:
         kept = tuple(each for each in self.reservations if not over(each))
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 
+    def free_blocks(self, gpu: str) -> list[str]:
+        """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
+        pool, kept = self.pools.get(gpu), self.kept_ids
+        if pool is None or not pool.sellable:
+            return []
+        # A container that was promised a GPU, and not yet which units of it.
+        coming = sum(
+            each.needs(PairMember.MEMORY)
+            for each in self.reservations
+            if gpu in each.gpus and each.ids(PairMember.MEMORY) is None
+        )
+        free = [each for each in pool.blocks if each not in kept]
+        return free[coming:]
+
     def taken(self, asking: Holder, own: frozenset[str] = frozenset()) -> frozenset[str]:
         """IDs that cannot come to a container: held by others, or promised to them.
 

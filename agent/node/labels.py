@@ -8,6 +8,8 @@ from agent.inventory.snapshot import Snapshot
 MIB = 1 << 20
 # GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
 GFD_MARK = "nvidia.com/gfd.timestamp"
+# Set where the GPUs are simulated.
+SIMULATED_LABEL = "gpu-node-agent.io/simulated"
 
 
 def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:

@@ -9,8 +9,8 @@ Calls are served one at a time, within the time that `agent.kubelet.service` giv
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import anyio
@@ -88,25 +88,21 @@ class Pairing:
         self, member: PairMember, size: int, available: Collection[str], inherited: Collection[str] = ()
     ) -> Sequence[str]:
         """`size` of the `available` IDs of a member, the `inherited` ones among them. Raises PairRefused."""
-        async with self._turn:
-            with self._refusals():
-                call = Call(member, size, frozenset(inherited), frozenset(available), self._clock())
-                self._forget_late()
-                promise = self._state.second_member(call) or await self._found(call)
-                self._state, ids = self.rules.pick(self._state, promise, call)
-                return ids
+        async with self._serving():
+            call = Call(member, size, frozenset(inherited), frozenset(available), self._clock())
+            promise = self._state.second_member(call) or await self._found(call)
+            self._state, ids = self.rules.pick(self._state, promise, call)
+            return ids
 
     async def allocate(self, member: PairMember, ids: Sequence[str]) -> Grant:
         """Hand a member to its container. Raises PairRefused; nothing is granted then."""
-        async with self._turn:
-            with self._refusals():
-                gpus, asked = self.rules.checked(self._state, member, ids), frozenset(ids)
-                call = Call(member, len(ids), asked, None, self._clock())
-                self._forget_late()
-                promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
-                # Without one: the IDs are inherited, or the kubelet took its own choice.
-                promise = next(promised, None) or await self._found(call)
-                self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
+        async with self._serving():
+            gpus, asked = self.rules.checked(self._state, member, ids), frozenset(ids)
+            call = Call(member, len(ids), asked, None, self._clock())
+            promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
+            # Without one: the IDs are inherited, or the kubelet took its own choice.
+            promise = next(promised, None) or await self._found(call)
+            self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
             self._report(member, grant)
             self._publish()
@@ -122,7 +118,7 @@ class Pairing:
         """
         async with self._turn:
             self._forget_late()
-            free = self._state.free_blocks(gpu)
+            free = self.ledger.free_blocks(gpu)
             if len(free) < count:
                 raise PairRefused(
                     f"GPU {gpu} has {len(free)} free units of {self.pair.memory}, {count} more are asked for",
@@ -167,16 +163,18 @@ class Pairing:
         indices = [self.ledger.pools[gpu].index for gpu in grant.gpus]
         self._recorder.chosen(grant.pod, grant.container, indices, last=grant.last)
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except PairRefused as refusal:
-            if refusal.pod is None:
-                self.stats.refused += 1
-            else:
-                self.turn_away(refusal.pod, str(refusal))
-            raise
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        async with self._turn:
+            self._forget_late()
+            try:
+                yield
+            except PairRefused as refusal:
+                if refusal.pod is None:
+                    self.stats.refused += 1
+                else:
+                    self.turn_away(refusal.pod, str(refusal))
+                raise
 
     def _forget_late(self) -> None:
         now = self._clock()

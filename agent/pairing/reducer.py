@@ -54,9 +54,7 @@ class State:
     """All that is known of one kind of pair on one node."""
 
     ledger: Ledger = field(default_factory=Ledger)
-    units: Mapping[PairMember, frozenset[str]] = field(
-        default_factory=lambda: dict.fromkeys(PairMember, NOTHING)
-    )
+    units: Mapping[PairMember, frozenset[str]] = field(default_factory=dict)
     refused: frozenset[str] = NOTHING  # UIDs of pods that were turned away
     prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
@@ -84,20 +82,6 @@ class State:
     def without(self, over: Callable[[Reservation], bool]) -> "State":
         """Without the promises that are over."""
         return replace(self, ledger=self.ledger.without(over))
-
-    def free_blocks(self, gpu: str) -> list[str]:
-        """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
-        pool, kept = self.ledger.pools.get(gpu), self.ledger.kept_ids
-        if pool is None or not pool.sellable:
-            return []
-        # A container that was promised a GPU, and not yet which units of it.
-        coming = sum(
-            each.needs(PairMember.MEMORY)
-            for each in self.ledger.reservations
-            if gpu in each.gpus and each.ids(PairMember.MEMORY) is None
-        )
-        free = [each for each in pool.blocks if each not in kept]
-        return free[coming:]
 
     def promised(self, promise: Reservation) -> "State":
         """With a promise."""
@@ -158,16 +142,10 @@ class Rules:
         gpus = choice.gpus[: max(1, demand.whole)]
         # Members that it holds already, as after a restart of this process between the two.
         held = {member: ids for member in PairMember if (ids := ledger.held.by_place.get((holder, member)))}
-        return Reservation(
-            holder,
-            asker.pod,
-            demand,
-            gpus,
-            call.now + self.reservation_seconds,
-            held.get(PairMember.CORE),
-            held.get(PairMember.MEMORY),
-            frozenset(held),
-        ), choice.hint_ignored
+        core, memory = held.get(PairMember.CORE), held.get(PairMember.MEMORY)
+        expires = call.now + self.reservation_seconds
+        promise = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
+        return promise, choice.hint_ignored
 
     def pick(self, state: State, promise: Reservation, call: Call) -> tuple[State, list[str]]:
         """IDs of a promised member: inherited ones first, then the lowest free ones. Raises PairRefused."""
@@ -204,12 +182,12 @@ class Rules:
         if len(set(ids)) < len(ids):
             raise PairRefused(f"the same unit of {resource} stands twice among those asked for")
         gpus = {each.partition(SEPARATOR)[0] for each in ids}
-        for gpu in gpus:
-            if gpu not in pools:
-                raise PairRefused(f"GPU {gpu} is not known on this node; the kubelet's list is out of date")
-        foreign = next((i for i in ids if i not in pools[i.partition(SEPARATOR)[0]].id_set(member)), None)
-        if foreign is not None:
-            raise PairRefused(f"{foreign} is not a unit of {resource} on this node")
+        if unknown := gpus - pools.keys():
+            raise PairRefused(
+                f"GPU {min(unknown)} is not known on this node; the kubelet's list is out of date"
+            )
+        if foreign := set(ids).difference(*(pools[gpu].id_set(member) for gpu in gpus)):
+            raise PairRefused(f"{min(foreign)} is not a unit of {resource} on this node")
         return tuple(sorted(gpus, key=lambda gpu: pools[gpu].index))
 
     def grant(
@@ -233,18 +211,15 @@ class Rules:
                 Cause.UNAVAILABLE,
                 promise.pod,
             )
-        for gpu in promise.gpus:
-            pool = state.ledger.pools.get(gpu)
-            if pool is None or not pool.keeps:
-                raise PairRefused(
-                    f"GPU {gpu} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode",
-                    Cause.INVALID,
-                    promise.pod,
-                )
-        promise = replace(
-            promise.with_ids(call.member, ids).with_grant(call.member),
-            expires=call.now + self.reservation_seconds,
-        )
+        keeping = {pool.gpu for pool in state.ledger.pools.values() if pool.keeps}
+        if gone := set(promise.gpus) - keeping:
+            raise PairRefused(
+                f"GPU {min(gone)} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode",
+                Cause.INVALID,
+                promise.pod,
+            )
+        handed = promise.with_ids(call.member, ids).with_grant(call.member)
+        promise = replace(handed, expires=call.now + self.reservation_seconds)
         container = promise.holder.container
         granted = Grant(promise.pod, container, promise.demand, promise.gpus, ids, promise.complete)
         return replace(state.promised(promise), prompt=(promise.holder, call.member, call.now)), granted
@@ -268,4 +243,8 @@ class Rules:
 
     def _taken(self, state: State, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
         taken = state.ledger.taken(holder, own)
-        return taken if call.available is None else taken | (state.units[call.member] - call.available - own)
+        return (
+            taken
+            if call.available is None
+            else taken | (state.units.get(call.member, NOTHING) - call.available - own)
+        )

@@ -72,12 +72,6 @@ class Records:
         """Pods that the kubelet lists."""
         return frozenset(each.pod_key for each in self.containers)
 
-    def lacks(self, pod: PodKey, member: PairMember) -> bool:
-        """Whether a listed container of a pod holds nothing of a member."""
-        return any(
-            each.pod_key == pod and (each, member) not in self.held.by_place for each in self.containers
-        )
-
 
 def resource_of(pair: ResourcePair, member: PairMember) -> str:
     """The resource's name."""

@@ -87,7 +87,8 @@ class RequesterResolver:
         self, facts: Facts, records: Records, keys: Collection[PodKey], member: PairMember
     ) -> Facts:
         """With fresh copies of those pods that are listed and lack something of a member."""
-        missing = [key for key in keys if records.lacks(key, member)]
+        lacking = {one.pod_key for one in records.containers if (one, member) not in records.held.by_place}
+        missing = lacking.intersection(keys)
         found: dict[PodKey, Pod | None] = {}
 
         async def fetch(key: PodKey) -> None:
@@ -101,13 +102,9 @@ class RequesterResolver:
                 for key in missing:
                     group.start_soon(fetch, key)
         fresh = {key: pod for key, pod in found.items() if pod is not None}
-        unknown = frozenset(missing) - found.keys() - facts.pods.keys()
-        return Facts(
-            facts.records,
-            {**facts.pods, **fresh},
-            facts.unknown | unknown,
-            facts.absent | (found.keys() - fresh.keys()),
-        )
+        unknown = facts.unknown | (missing - found.keys() - facts.pods.keys())
+        absent = facts.absent | (found.keys() - fresh.keys())
+        return Facts(records, {**facts.pods, **fresh}, unknown, absent)
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:

@@ -1,4 +1,7 @@
-"""How a container gets its GPUs: an environment variable for NVIDIA's runtime, or CDI devices."""
+"""How a container gets its GPUs: CDI devices, of our own specification or of the toolkit's, or a variable.
+
+What works on which cluster, and what is refused where: docs/injection.md.
+"""
 
 import os
 import re
@@ -9,9 +12,10 @@ from pathlib import Path
 import structlog
 import yaml
 
+from agent.cdi.specification import KIND, Devices
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
-from agent.kubelet.api import Allocation, DeviceNode
+from agent.kubelet.api import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
 from agent.settings import Settings
 
@@ -19,6 +23,9 @@ log = structlog.get_logger()
 
 TOOLKIT_KIND = "nvidia.com/gpu"  # the CDI kind of NVIDIA's container toolkit
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+# Where NVIDIA's runtime looks for names of devices, if told to; where Google's nodes have the driver.
+DEVICE_MOUNTS = "/var/run/nvidia-container-devices"
+DRIVER_MOUNT = "/usr/local/nvidia"
 # Nodes that every CUDA program opens, and those that exist only on some nodes.
 COMMON_NODES = ("nvidiactl", "nvidia-uvm")
 OPTIONAL_NODES = ("nvidia-uvm-tools", "nvidia-modeset")
@@ -44,20 +51,32 @@ class Choice:
     reason: str
 
 
-def choose(settings: Settings, software: NodeSoftware | None, toolkit_devices: frozenset[str]) -> Choice:
+def choose(
+    settings: Settings,
+    software: NodeSoftware | None,
+    toolkit_devices: frozenset[str],
+    own: Devices = Devices(),  # noqa: B008  frozen
+) -> Choice:
     """Which way the configuration and the node allow; `auto` takes CDI only where all sides do it."""
     strategy = settings.injection.strategy
+    if settings.simulator.profile:
+        # Whatever specifications lie about: no runtime can give a container a GPU that is not there.
+        return Choice(False, "the GPUs are simulated")
     if strategy != "auto":
         return Choice(strategy == "cdi", f"injection.strategy is {strategy}")
-    if not toolkit_devices:
-        return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found")
-    if not any(name.startswith("GPU-") for name in toolkit_devices):
-        # Older toolkits name by index unless told otherwise, and an index is no name for life.
-        why = "names no GPU by its UUID; generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
-        return Choice(False, f"the CDI specification of kind {TOOLKIT_KIND} {why}")
+    if not own.names:
+        if not toolkit_devices:
+            why = f"; our own is not there: {own.problem}" if own.problem else ""
+            return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found{why}")
+        if not any(name.startswith("GPU-") for name in toolkit_devices):
+            # Older toolkits name by index unless told otherwise, and an index is no name for life.
+            remedy = "generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
+            why = f"the CDI specification of kind {TOOLKIT_KIND} names no GPU by its UUID; {remedy}"
+            return Choice(False, why)
     if problem := cdi_problem(software):
         return Choice(False, problem)
-    return Choice(True, "kubelet, container runtime and the toolkit's specification support CDI")
+    whose = f"our own specification of kind {KIND}" if own.names else "the toolkit's specification"
+    return Choice(True, f"kubelet, container runtime and {whose} support CDI")
 
 
 def cdi_problem(software: NodeSoftware | None) -> str | None:
@@ -114,8 +133,10 @@ def _version(text: str) -> tuple[int, int]:
 class Injector:
     """Builds what a container needs to see a set of whole GPUs."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, own: Cell[Devices] | None = None) -> None:
+        """`own`: the devices of our own specification, kept by `agent.cdi`."""
         self._settings = settings
+        self._own: Cell[Devices] = own or Cell(Devices())
         self.software: NodeSoftware | None = None
         # Published by whoever had it `look`, on the loop.
         self.looked: Cell[NodeSoftware | None] = Cell(None)
@@ -125,7 +146,7 @@ class Injector:
         """Find out which way the node supports. Blocks on files: call it from a thread."""
         self.software = software
         folders = (Path(self._settings.host.cdi), Path("/etc/cdi"))
-        choice = choose(self._settings, software, toolkit_devices(folders))
+        choice = choose(self._settings, software, toolkit_devices(folders), self._own.value)
         if choice != self.choice:
             log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
         self.choice = choice
@@ -146,12 +167,22 @@ class Injector:
         )
 
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
-        """Environment, device nodes or CDI names for `gpus`, in the order given."""
+        """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""
+        uuids = [gpu.uuid for gpu in gpus]
+        variable = {VISIBLE_DEVICES: ",".join(uuids)}
         if self.choice.cdi:
-            return Allocation(cdi_devices=tuple(f"{TOOLKIT_KIND}={gpu.uuid}" for gpu in gpus))
+            if self._own.value.names.issuperset(uuids):
+                # The specification sets the variable to void, and wins: it is for runtimes that ignore CDI.
+                return Allocation(environment=variable, cdi_devices=tuple(f"{KIND}={uuid}" for uuid in uuids))
+            return Allocation(cdi_devices=tuple(f"{TOOLKIT_KIND}={uuid}" for uuid in uuids))
+        wish = self._settings.injection
+        mounts = [Mount(f"{DEVICE_MOUNTS}/{uuid}", os.devnull) for uuid in uuids if wish.volume_mounts]
+        if wish.driver_mount:
+            mounts.append(Mount(DRIVER_MOUNT, wish.driver_mount))
         return Allocation(
-            environment={VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in gpus)},
-            device_nodes=self._nodes(gpus) if self._settings.injection.device_nodes else (),
+            environment=variable,
+            mounts=tuple(mounts),
+            device_nodes=self._nodes(gpus) if wish.device_nodes else (),
         )
 
     def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:

@@ -6,8 +6,6 @@ cores, each number of memory units), so the file changes only when GPUs do, and 
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import anyio.to_thread
 import structlog
 
 from agent.inventory.snapshot import Snapshot
+from agent.kit import atomic_file
 from agent.kit.cell import Cell
 from agent.kubelet.api import Mount
 from agent.model.demand import CORES, MPS
@@ -51,17 +50,7 @@ def specification(mounts: Mapping[str, tuple[Mount, ...]], pipe: str, most_memor
 
 def write(folder: Path, content: Mapping[str, object]) -> None:
     """Put the file in place in one step. Blocks. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # A dot file without the suffix: the runtime reads every .json in the folder, half-written or not.
-    descriptor, scratch = tempfile.mkstemp(prefix=".gpu-node-agent-", dir=folder)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file, separators=(",", ":"))
-        Path(scratch).chmod(0o644)
-        Path(scratch).replace(folder / FILE)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    atomic_file.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())
 
 
 class SpecificationKeeper:

@@ -35,10 +35,13 @@ class SimulatedMachine:
         self.processes = ProcessTable(mapping)
 
     @classmethod
-    def create(cls, profile: Profile | str, path: Path | None = None, hidden: Sequence[int] = ()) -> Self:
+    def create(
+        cls, profile: Profile | str, path: Path | None = None, hidden: Sequence[int] = (), node: str = ""
+    ) -> Self:
         """A healthy, idle machine; with `path` in a file that other processes and the C library open.
 
-        `hidden` slots are known but not plugged in yet (see `add`).
+        `hidden` slots are known but not plugged in yet (see `add`). Machines of several `node`s differ in
+        their GPUs' UUIDs.
         """
         shape = profile_named(profile) if isinstance(profile, str) else profile
         mapping = Mapping.create(path)
@@ -49,6 +52,7 @@ class SimulatedMachine:
         state.cuda_version = shape.cuda_version[0] * 1000 + shape.cuda_version[1] * 10
         for slot in range(len(shape.places)):
             fill_gpu(state.gpus[slot], shape, slot)
+            state.gpus[slot].uuid = shape.uuid_of(slot, node).encode()
         machine = cls(mapping)
         machine._enumerate([slot for slot in range(len(shape.places)) if slot not in set(hidden)])
         if path is not None:

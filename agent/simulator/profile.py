@@ -68,9 +68,11 @@ class Profile:
         """NVML's own version: the CUDA major in front of the driver's."""
         return f"{self.cuda_version[0]}.{self.driver_version}"
 
-    def uuid_of(self, index: int) -> str:
-        """UUID of a GPU, the same in every run."""
-        return f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
+    def uuid_of(self, index: int, node: str = "") -> str:
+        """UUID of a GPU, the same in every run; `node` tells machines of one profile apart."""
+        return (
+            f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{node}/{index}' if node else f'{self.name}/{index}')}"
+        )
 
     def ancestor(self, one: int, other: int) -> PcieLevel:
         """Closest common PCIe ancestor of two GPUs of the profile, by position."""

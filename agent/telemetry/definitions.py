@@ -244,6 +244,12 @@ CALL_SECONDS = _counter(
     "Time spent in those calls; each holds up every pod of the node.",
 )
 
+# Our own CDI specification; only where NVIDIA's generator is at hand.
+CDI_DEVICES = _gauge("cdi_devices", (), "GPUs that containers can get by the agent's own CDI specification.")
+CDI_GENERATIONS = _counter(
+    "cdi_generations", ("result",), "How often that specification was made anew; ok or failed."
+)
+
 # Pairs of core and memory (vGPU, MPS).
 PAIRS = _counter(
     "pairs",

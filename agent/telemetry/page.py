@@ -10,8 +10,14 @@ from agent.web.server import HttpServer, Reply, Request
 class MetricsPage:
     """Answers scrapes. No NVML call is made for one: it shows what the sampler read."""
 
-    def __init__(self, sources: Sources, compatible_node: str | None = None) -> None:
-        """`compatible_node`: the node's name, for gpu-manager's metrics beside the agent's; None: without."""
+    def __init__(
+        self, sources: Sources, compatible_node: str | None = None, *, simulated: bool = False
+    ) -> None:
+        """`compatible_node`: the node's name, for gpu-manager's metrics beside the agent's; None: without.
+
+        `simulated`: the GPUs are, and every series says so.
+        """
+        self._simulated = simulated
         self._sources = sources
         self._compatible_node = compatible_node
         # One rendering at a time: many scrapers must not take the worker threads or the processor away.
@@ -28,11 +34,14 @@ class MetricsPage:
         reading = self._sources.read()
         accept, encodings = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
         node = self._compatible_node
-        return await anyio.to_thread.run_sync(_rendered, reading, accept, encodings, node, limiter=self._turn)
+        arguments = (reading, accept, encodings, node, self._simulated)
+        return await anyio.to_thread.run_sync(_rendered, *arguments, limiter=self._turn)
 
 
-def _rendered(reading: Reading, accept: str, encodings: str, compatible_node: str | None) -> Reply:
+def _rendered(
+    reading: Reading, accept: str, encodings: str, compatible_node: str | None, simulated: bool
+) -> Reply:
     # With the first scrape, in its thread: the agent's start need not wait for prometheus_client.
     from agent.telemetry.rendering import render  # noqa: PLC0415
 
-    return render(reading, accept, encodings, compatible_node)
+    return render(reading, accept, encodings, compatible_node, simulated)

@@ -42,9 +42,9 @@ def agent(words: list[str]) -> Any:
     ]["template"]["spec"]
 
 
-def test_the_readme_installs_on_three_kinds_of_clusters() -> None:
-    base, runtime_class, driver_container = commands(README)
-    assert base[:2] == ["helm", "install"]
+def test_the_readme_installs_on_three_kinds_of_clusters_and_without_gpus() -> None:
+    simulated, base, runtime_class, driver_container = commands(README)
+    assert simulated[:2] == base[:2] == ["helm", "install"]
     assert agent(runtime_class)["runtimeClassName"] == "nvidia"
     paths = [each.get("hostPath", {}).get("path") for each in agent(driver_container)["volumes"]]
     assert "/run/nvidia/driver" in paths

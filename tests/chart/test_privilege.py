@@ -85,8 +85,9 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
     assert {name for name, each in mounts.items() if each.get("readOnly")} == {
         "config",
         "device-plugins",
-        "cdi",
         "cdi-static",
+        "driver-files",
+        "all-gpus",
     }
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
@@ -105,9 +106,10 @@ def test_every_host_folder_has_its_reason_written_down() -> None:
         return {paths[m["name"]]: not m.get("readOnly", False) for m in mounts if m["name"] in paths}
 
     plain, shares = mounted(), mounted("mps.enabled=true")
-    assert set(told) == set(shares)
-    for path, writable in shares.items():
+    assert set(told) == set(plain) | set(shares)
+    for path, writable in (plain | shares).items():
         assert ("only with" in told[path]) == (path not in plain), path
+        assert ("not with" in told[path]) == (path not in shares), path
         if path in plain and plain[path] != writable:
             assert told[path] == "read-only; with MPS read-write"
         elif path in plain:

@@ -67,10 +67,6 @@ BAD = {
         'image.repository="reg.example/x@sha256:0"',
         ["image.repository", "set image.tag"],
     ),
-    "driver root without effect": (
-        'driver.hostRoot="/run/d"',
-        ["driver.source is runtime", "leave hostRoot out"],
-    ),
     "name with capitals": ('fullnameOverride="GPU_Agent"', ["fullnameOverride", 'use "gpu-agent"']),
     "no quantity": ('resources.limits={"memory": "much"}', ["resources.limits.memory", "256Mi"]),
     "timeout beyond the interval": (

@@ -51,14 +51,23 @@ class RealRig(RigBase):
         machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
         toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)
-        self._library = build(cache_root() / "nvml")
+        self.library = build(cache_root() / "nvml")
+
+    @property
+    def folder(self) -> Path:
+        """The machine's: device nodes, files of the driver, and the agent's own folders lie below."""
+        return self._folder
+
+    @property
+    def driver_version(self) -> str:
+        return self.machine.profile.driver_version
 
     # The agent
 
     def _settings(self) -> dict[str, object]:
         return super()._settings() | {
             "kubelet.root": str(self._cluster.kubelet_root),
-            "driver.library": str(self._library),
+            "driver.library": str(self.library),
             "host.sysfs": str(self._folder / "sys"),
             "host.cdi": str(self._cluster.cdi_dir),
             "host.run": str(self._run),

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from agent import __version__
+from agent.settings import load
 from tests.cluster.build import BuildError, agent_image
 from tests.cluster.rig import REPOSITORY
 
 LARGEST_MB = 120.0
 COMMAND = "/usr/local/bin/gpu-node-agent"
+TOOLKIT = load(environment={}).injection.toolkit
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def test_starts_the_way_the_chart_expects(configuration: dict[str, Any]) -> None
 
 
 def test_holds_no_shell_and_no_other_program(root: Path) -> None:
-    """Whatever its name: nothing can be executed but the interpreter and the agent's command."""
+    """Whatever its name: nothing is executable but the interpreter, the agent's command, and NVIDIA's two."""
     executable = [path for path in files(root) if path.stat().st_mode & 0o111]
     heads = {path: path.read_bytes()[:4] for path in executable}
     programs = {
@@ -125,9 +127,22 @@ def test_holds_no_shell_and_no_other_program(root: Path) -> None:
         if head[:2] == b"#!" or (head == b"\x7fELF" and ".so" not in path.name)
     }
     python = Path(interpreter(root))
-    assert programs == {COMMAND, str(python.parent / (root / str(python).lstrip("/")).resolve().name)}
+    own = {COMMAND, str(python.parent / (root / str(python).lstrip("/")).resolve().name)}
+    assert programs == own | {f"{TOOLKIT}/{name}" for name in ("nvidia-ctk", "nvidia-cdi-hook")}
     names = {path.name for path in root.rglob("*")}
     assert not names & {"sh", "bash", "dash", "busybox", "perl", "gcc", "cc", "ld", "make"}
+
+
+def test_programs_of_the_toolkit_start_in_it(root: Path) -> None:
+    for name in ("nvidia-ctk", "nvidia-cdi-hook"):
+        said = subprocess.run(
+            ["chroot", str(root), f"{TOOLKIT}/{name}", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        assert "USAGE" in said
 
 
 def test_holds_no_package_manager(root: Path) -> None:
@@ -180,7 +195,7 @@ def test_what_comes_from_a_registry_is_pinned() -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     stages = re.findall(r"^FROM (\S+)(?: AS \w+)?$", text, re.MULTILINE)
-    assert stages == ["${BUILD_BASE}", "scratch"]
+    assert stages == ["${BUILD_BASE}", "${BUILD_BASE}", "scratch"]
     assert re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", defaults["BUILD_BASE"])
 
 

@@ -5,9 +5,13 @@ Format: CDI specification 0.6 (device kinds, containerEdits), as `nvidia-ctk cdi
 
 import json
 import os
+import platform
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+
+from tests.cluster.build.libc_images import stub
 
 KIND = "nvidia.com/gpu"
 COMMON_NODES = ("nvidiactl", "nvidia-uvm")
@@ -15,6 +19,10 @@ MAJOR = 195
 """NVIDIA's own. Nothing answers there on a machine without its driver, so opening a node fails cleanly."""
 CONTROL_MINOR = 255
 UVM_MINOR = 254
+
+
+LIBRARIES = f"usr/lib/{platform.machine()}-linux-gnu"
+"""Below a driver root, and in the container alike."""
 
 
 def make_device_nodes(dev_root: Path, minors: Mapping[str, int]) -> None:
@@ -25,6 +33,19 @@ def make_device_nodes(dev_root: Path, minors: Mapping[str, int]) -> None:
     numbers |= dict(zip(COMMON_NODES, (CONTROL_MINOR, UVM_MINOR), strict=True))
     for name, minor in numbers.items():
         os.mknod(folder / name, mode=stat.S_IFCHR | 0o666, device=os.makedev(MAJOR, minor))
+
+
+def make_driver_root(root: Path, version: str, nvml: Path) -> None:
+    """Put the libraries of a driver below `root`, as Debian has them; device nodes are made apart.
+
+    `nvml` is the simulated libnvidia-ml.so.1. NVIDIA's generator finds the rest by the driver's version.
+    """
+    folder = root / LIBRARIES
+    folder.mkdir(parents=True)
+    stub(folder, f"libcuda.so.{version}", "libcuda.so.1")
+    shutil.copyfile(nvml, folder / f"libnvidia-ml.so.{version}")
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        (folder / f"{name}.1").symlink_to(f"{name}.{version}")
 
 
 def write_cdi_spec(cdi_dir: Path, dev_root: Path, minors: Mapping[str, int]) -> Path:

@@ -63,14 +63,14 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 
 {{- define "gna.hostDriver" -}}
-{{- if or .Values.mps.enabled (eq .Values.driver.source "host") }}true{{ end -}}
+{{- if and (not .Values.simulator.enabled) (or .Values.mps.enabled (eq (include "gna.source" .) "host")) }}true{{ end -}}
 {{- end -}}
 
 {{- /* The driver root as the agent sees it: the host's own root cannot be mounted at /. */ -}}
 {{- define "gna.driverRoot" -}}
 {{- if not (include "gna.hostDriver" .) -}}/
-{{- else if eq .Values.driver.hostRoot "/" -}}/host
-{{- else -}}{{ .Values.driver.hostRoot }}
+{{- else if eq (include "gna.hostRoot" .) "/" -}}/host
+{{- else -}}{{ include "gna.hostRoot" . }}
 {{- end -}}
 {{- end -}}
 
@@ -119,9 +119,19 @@ kubelet:
   devicePlugins: {{ .Values.kubelet.devicePlugins | quote }}
 driver:
   root: {{ include "gna.driverRoot" . | quote }}
-{{- if ne .Values.driver.hostRoot "/" }}
-  devRoot: {{ .Values.driver.hostRoot | quote }}
+{{- if ne (include "gna.hostRoot" .) "/" }}
+  devRoot: {{ include "gna.hostRoot" . | quote }}
 {{- end }}
+{{- if .Values.simulator.enabled }}
+simulator:
+  profile: {{ .Values.simulator.profile | quote }}
+defaultMode: {{ .Values.pgpu.enabled | ternary "pgpu" "vgpu" }}
+{{- end }}
+injection:
+  {{- if not (include "gna.hostDriver" .) }}
+  driverRoot: /driver-root
+  {{- end }}
+  hostDriverRoot: {{ include "gna.hostRoot" . | quote }}
 {{- if .Values.mps.enabled }}
 host:
   cgroups: /host-cgroups

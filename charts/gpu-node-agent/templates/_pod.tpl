@@ -5,9 +5,10 @@
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.affinity }}
+{{- if and .Values.affinity (not .Values.simulator.enabled) }}
+# Not with simulated GPUs: no node has a label that tells of GPUs then.
 affinity:
-  {{- toYaml . | nindent 2 }}
+  {{- toYaml .Values.affinity | nindent 2 }}
 {{- end }}
 tolerations:
   # Our own: an agent that was killed in mid-switch has left it, and the next one takes it away.
@@ -18,7 +19,7 @@ tolerations:
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .Values.runtimeClassName }}
+{{- with include "gna.runtimeClass" . }}
 runtimeClassName: {{ . }}
 {{- end }}
 {{- if .Values.hostNetwork }}
@@ -54,7 +55,7 @@ seccompProfile:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
-{{- if not (include "gna.hostDriver" .) }}
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 # For NVIDIA's container runtime: all GPUs, and of the driver what NVML needs.
 - name: NVIDIA_VISIBLE_DEVICES
   value: all
@@ -89,12 +90,15 @@ seccompProfile:
   {{- end }}
 - name: cdi
   mountPath: /var/run/cdi
-  {{- if not .Values.mps.enabled }}
-  readOnly: true
-  {{- end }}
 - name: cdi-static
   mountPath: /etc/cdi
   readOnly: true
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
+# All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others pass it by.
+- name: all-gpus
+  mountPath: /var/run/nvidia-container-devices/all
+  readOnly: true
+{{- end }}
 {{- if include "gna.hostDriver" . }}
 - name: driver
   mountPath: {{ include "gna.driverRoot" . }}
@@ -102,6 +106,16 @@ seccompProfile:
   {{- if not .Values.mps.enabled }}
   readOnly: true
   {{- end }}
+{{- else if not .Values.simulator.enabled }}
+# Where the driver's files are on the host, for the CDI specification: NVIDIA's runtime shows some of them only.
+- name: driver-files
+  {{- if eq (include "gna.hostRoot" .) "/" }}
+  mountPath: /driver-root/usr
+  {{- else }}
+  mountPath: /driver-root
+  mountPropagation: HostToContainer
+  {{- end }}
+  readOnly: true
 {{- end }}
 {{- if .Values.mps.enabled }}
 - name: cgroups
@@ -132,9 +146,16 @@ seccompProfile:
   hostPath: {path: /var/run/cdi, type: DirectoryOrCreate}
 - name: cdi-static
   hostPath: {path: /etc/cdi, type: DirectoryOrCreate}
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
+- name: all-gpus
+  hostPath: {path: /dev/null}
+{{- end }}
 {{- if include "gna.hostDriver" . }}
 - name: driver
-  hostPath: {path: {{ .Values.driver.hostRoot | quote }}, type: Directory}
+  hostPath: {path: {{ include "gna.hostRoot" . | quote }}, type: Directory}
+{{- else if not .Values.simulator.enabled }}
+- name: driver-files
+  hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
 {{- end }}
 {{- if .Values.mps.enabled }}
 - name: cgroups

@@ -7,9 +7,12 @@
 {{- if not (or $v.pgpu.enabled $v.vgpu.enabled $v.mps.enabled) -}}
 {{- fail "pgpu.enabled, vgpu.enabled and mps.enabled are all false: nothing would ever be offered; set at least one to true" -}}
 {{- end -}}
-{{- range $key := list "modes" "http" "version" -}}
+{{- if and $v.simulator.enabled $v.mps.enabled -}}
+{{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
+{{- end -}}
+{{- range $key := list "modes" "http" "version" "simulator" -}}
 {{- if hasKey $v.config $key -}}
-{{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled or port instead" $key) -}}
+{{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled, port or simulator instead" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") -}}
@@ -66,7 +69,7 @@
 {{- if and $v.networkPolicy.enabled $v.hostNetwork -}}
 {{- fail "networkPolicy does not apply to pods on the host's network: set hostNetwork: false, or networkPolicy.enabled: false" -}}
 {{- end -}}
-{{- if and $v.priorityClassQuota.enabled (not $v.priorityClassName) (not (and $v.extender.enabled $v.extender.priorityClassName)) -}}
+{{- if and (include "gna.quota" .) (not $v.priorityClassName) (not (and $v.extender.enabled $v.extender.priorityClassName)) -}}
 {{- fail "priorityClassQuota.enabled is true, but no pod has a priority class: leave it off, or set priorityClassName" -}}
 {{- end -}}
 {{- if eq $v.serviceAccount.name "default" -}}
@@ -76,7 +79,7 @@
 {{- fail "serviceAccount.create is false and serviceAccount.name is empty: name the account to use; the namespace's default one must not get these rights" -}}
 {{- end -}}
 {{- if and (include "gna.hostDriver" .) $v.runtimeClassName -}}
-{{- fail (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" "driver.source: host" $v.mps.enabled)) -}}
+{{- fail (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" (ternary "driver.source: host" (printf "preset: %s" $v.preset) (eq $v.driver.source "host")) $v.mps.enabled)) -}}
 {{- end -}}
 {{- range $key := list "nameOverride" "fullnameOverride" -}}
 {{- $name := get $v $key -}}
@@ -119,11 +122,7 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $nodes := dig "injection" "deviceNodes" false $v.config -}}
-{{- if and (not (include "gna.hostDriver" .)) (ne $v.driver.hostRoot "/") (not $nodes) -}}
-{{- fail "driver.hostRoot is set and driver.source is runtime, which takes the driver from NVIDIA's container runtime and not from there: set driver.source: host, or leave hostRoot out" -}}
-{{- end -}}
-{{- if and $v.mps.enabled (ne $v.driver.source "host") (ne $v.driver.hostRoot "/") -}}
+{{- if and $v.mps.enabled (ne (include "gna.source" .) "host") (not (has $v.driver.hostRoot (list "" "/"))) -}}
 {{- fail "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host" -}}
 {{- end -}}
 {{- end -}}

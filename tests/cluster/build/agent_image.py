@@ -14,12 +14,22 @@ from agent.isolation.clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
+from tests.cluster.build.container_toolkit import CONTAINER_TOOLKIT, container_toolkit
 from tests.cluster.build.errors import BuildError
 
 IMAGE = "localhost/gpu-node-agent:test"
 REPOSITORY = Path(__file__).parents[3]
 TOOLS = {"buildah": "buildah", "debootstrap": "debootstrap"}
-FILES = ("Dockerfile", ".dockerignore", "requirements.lock", ".ci/finish-image", ".ci/slim-root")
+FILES = (
+    "Dockerfile",
+    ".dockerignore",
+    "requirements.lock",
+    ".ci/build-toolkit",
+    ".ci/container-toolkit/go.mod",
+    ".ci/container-toolkit/go.sum",
+    ".ci/finish-image",
+    ".ci/slim-root",
+)
 
 
 def build(report: Report) -> Path:
@@ -48,7 +58,8 @@ def _sources() -> list[Path]:
 
 
 def _key(base: Path) -> str:
-    digest = hashlib.sha256(base.name.encode() + Path(__file__).read_bytes())
+    recipe = f"{base.name} {CONTAINER_TOOLKIT.key()}"
+    digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes())
     for path in _sources():
         digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
@@ -70,6 +81,7 @@ def _prepare(context: Path, report: Report) -> None:
 
     key = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
     shutil.copytree(cache.folder("wheels", key, fill, report), context / "wheels")
+    shutil.copytree(container_toolkit(report), context / "toolkit")
     (context / "lib").mkdir()
     try:
         shutil.copy2(clib.cached(), context / "lib")

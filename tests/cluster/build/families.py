@@ -32,7 +32,10 @@ class GoFamily:
     ldflags: str = ""
     tags: str = ""
     static_seccomp: bool = False
-    """Link statically against libseccomp (cgo); every other family is built without cgo."""
+    """Link statically against libseccomp (cgo)."""
+    cgo: bool = False
+    """Link against the machine's libc. Families with neither are built without cgo."""
+    modules: Path = MODULES
 
     @property
     def label(self) -> str:
@@ -40,13 +43,13 @@ class GoFamily:
 
     @property
     def folder(self) -> Path:
-        return MODULES / self.module
+        return self.modules / self.module
 
     def key(self) -> str:
         """Twelve hex digits over the recipe, the locked modules and the architecture."""
         recipe = (
             f"{self.name} {sorted(self.programs.items())} {self.ldflags} {self.tags} {self.static_seccomp}"
-        )
+        ) + (" cgo" if self.cgo else "")
         digest = hashlib.sha256(f"{recipe} {platform.machine()}".encode())
         for lock in ("go.mod", "go.sum"):
             digest.update((self.folder / lock).read_bytes())

@@ -65,6 +65,9 @@ def compile_family(go: str, family: GoFamily, into: Path, report: Report) -> Non
     target.mkdir()
     env = {"GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly", "GOWORK": "off", "CGO_ENABLED": "0"}
     sysroot = into / "sysroot"
+    if family.cgo:
+        debian.ensure({"gcc": "gcc", "/usr/include/stdlib.h": "libc6-dev"}, report)
+        env["CGO_ENABLED"] = "1"
     if family.static_seccomp:
         env |= _seccomp_environment(sysroot, report)
     argv = [go, "build", "-trimpath", "-tags", family.tags, "-ldflags", f"-s -w {family.ldflags}".strip()]

@@ -44,7 +44,9 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
         "run/agent.sock",
         "run/mps/GPU-1/log/control.log",
         "state/verdicts.json",
+        "state/bin/nvidia-cdi-hook",
         "cdi/gpu-node-agent.json",
+        "cdi/gpu-node-agent-gpus.json",
     )
     foreign = (
         "kubelet/plugins_registry/csi.sock",
@@ -60,6 +62,26 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
     node.remove_files(settings)
+
+
+def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, logs: Any) -> None:
+    named = ("state/bin/nvidia-cdi-hook", "cdi/gpu-node-agent-gpus.json")
+    for name in (*named, "state/verdicts.json", "cdi/gpu-node-agent.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert not node.remove_files(settings, {"team/training"})
+    assert all((tmp_path / name).exists() for name in named)
+    assert not (tmp_path / "state/verdicts.json").exists()
+    assert not (tmp_path / "cdi/gpu-node-agent.json").exists()
+    assert [(each["event"], each["pods"]) for each in logs] == [("gpu_specification_kept", "team/training")]
+    assert node.remove_files(settings)
+    assert not any((tmp_path / name).exists() for name in named)
+
+
+def test_holders_without_our_specification_keep_nothing(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "state/bin").mkdir()
+    assert node.remove_files(settings, {"team/training"})
+    assert not (tmp_path / "state/bin").exists()
 
 
 def test_what_pods_have_left_is_removed_and_nothing_behind_it(settings: Settings, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from agent.kubelet.api import Allocation, DeviceNode
+from agent.cdi.specification import Devices
+from agent.kit.cell import Cell
+from agent.kubelet.api import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
 from agent.plugins.inject import Injector, NodeSoftware, choose, toolkit_devices
-from agent.settings import DriverFiles, Host, Injection, Settings
+from agent.settings import DriverFiles, Host, Injection, Settings, Simulator
 
 NEW = NodeSoftware("v1.36.3", "containerd://2.4.2")
 NAMED = frozenset({"GPU-a", "0", "all"})
@@ -155,3 +157,57 @@ def test_looking_again_follows_the_node(tmp_path: Path, logs: Any) -> None:
     assert injector.software == NEW
     told = [one["cdi"] for one in logs if one["event"] == "injection_chosen"]
     assert told in ([True], [False, True])  # each change once
+
+
+def _with_own(settings: Settings, *names: str) -> Injector:
+    injector = Injector(settings, Cell(Devices(frozenset(names))))
+    injector.look(NEW)
+    return injector
+
+
+def test_own_devices_come_with_the_variable_for_runtimes_that_ignore_cdi(tmp_path: Path) -> None:
+    injector = _with_own(Settings(host=Host(cdi=str(tmp_path))), "GPU-0", "GPU-2")
+    assert injector.choice.cdi
+    assert "gpu-node-agent.io/gpu" in injector.choice.reason
+    assert injector.allocation([_gpu(2), _gpu(0)]) == Allocation(
+        environment={"NVIDIA_VISIBLE_DEVICES": "GPU-2,GPU-0"},
+        cdi_devices=("gpu-node-agent.io/gpu=GPU-2", "gpu-node-agent.io/gpu=GPU-0"),
+    )
+
+
+def test_kinds_are_not_mixed_where_our_own_lacks_a_gpu() -> None:
+    injector = _with_own(Settings(injection=Injection(strategy="cdi")), "GPU-0")
+    assert injector.allocation([_gpu(0), _gpu(1)]).cdi_devices == (
+        "nvidia.com/gpu=GPU-0",
+        "nvidia.com/gpu=GPU-1",
+    )
+
+
+def test_own_devices_are_of_no_use_to_software_without_cdi() -> None:
+    choice = choose(
+        _auto(), NodeSoftware("v1.28.1", "containerd://2.4.2"), frozenset(), Devices(frozenset({"GPU-0"}))
+    )
+    assert not choice.cdi
+    assert "kubelet v1.28.1" in choice.reason
+
+
+def test_simulated_gpus_are_named_to_no_runtime() -> None:
+    for strategy in ("auto", "cdi"):
+        wish = Injection(strategy=strategy)
+        settings = Settings(injection=wish, simulator=Simulator(profile="dgx-h200"))
+        assert not choose(settings, NEW, NAMED, Devices(frozenset({"GPU-0"}))).cdi
+
+
+def test_why_our_own_are_missing_is_told() -> None:
+    choice = choose(_auto(), NEW, frozenset(), Devices(problem="no libcuda"))
+    assert "no libcuda" in choice.reason
+
+
+def test_mounts_for_runtimes_that_read_no_variable() -> None:
+    wish = Injection(strategy="envvar", volume_mounts=True, driver_mount="/home/kubernetes/bin/nvidia")
+    assert Injector(Settings(injection=wish)).allocation([_gpu(1)]).mounts == (
+        Mount("/var/run/nvidia-container-devices/GPU-1", "/dev/null"),
+        Mount("/usr/local/nvidia", "/home/kubernetes/bin/nvidia"),
+    )
+    with_cdi = Injection(strategy="cdi", volume_mounts=True, driver_mount="/home/kubernetes/bin/nvidia")
+    assert not _with_own(Settings(injection=with_cdi), "GPU-1").allocation([_gpu(1)]).mounts

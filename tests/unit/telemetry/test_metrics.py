@@ -336,3 +336,23 @@ def test_the_agents_own_use(tmp_path: Path) -> None:
 def test_the_reference_is_current() -> None:
     committed = (ROOT / "docs" / "metrics.md").read_text()
     assert committed == reference.reference(), "run `make docs` and commit the result"
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+async def test_every_series_of_simulated_gpus_says_so(accept: str) -> None:
+    parts = Parts("dgx-h200")
+    reading = replace(parts.sources.read(), uses=many_uses(parts.scan(), 2))
+    plain, marked = [
+        (await anyio.to_thread.run_sync(render, reading, accept, "", "node-1", simulated)).body.decode()
+        for simulated in (False, True)
+    ]
+    series = [line for line in marked.splitlines() if not line.startswith("#")]
+    assert len(series) > 100
+    assert all('{simulated="true"' in line for line in series)
+    back = marked.replace('{simulated="true",', "{").replace('{simulated="true"}', "")
+    assert _names(back) == _names(plain)
+
+
+def _names(page: str) -> list[str]:
+    """Lines without values: the process's own figures move."""
+    return [line.rpartition(" ")[0] for line in page.splitlines()]

@@ -10,9 +10,8 @@ from msgspec import Meta
 
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
-from agent.model.layout import Entry, faults_of
-from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, Mode, ModeName
-from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
+from agent.model.modes import OFFERED_MODES, ModeName
+from agent.settings.faults import impossible
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
 
@@ -86,8 +85,18 @@ class Injection(Section, frozen=True):
     """How a container gets its GPUs."""
 
     strategy: Literal["auto", "envvar", "cdi"] = "auto"
-    # Also name the device nodes to the kubelet, for runtimes that are not NVIDIA's.
-    device_nodes: bool = False
+    device_nodes: bool = False  # also name the nodes to the kubelet, for runtimes that are not NVIDIA's
+    volume_mounts: bool = False  # also name them by mounts, for runtimes that accept no variable
+    driver_mount: AbsolutePath | None = None  # a folder of the HOST for /usr/local/nvidia (GKE)
+    toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"  # nvidia-ctk and the hook; null: none
+    driver_root: AbsolutePath | None = None  # the HOST's driver root as the agent sees it; null: driver.root
+    host_driver_root: AbsolutePath | None = None  # the same as the host sees it; null: the same path
+
+
+class Simulator(Section, frozen=True):
+    """Simulated GPUs in place of NVML's, for nodes without any."""
+
+    profile: str | None = None  # a machine of the simulator (dgx-h200, ...); null: the GPUs are real
 
 
 class Sampling(Section, frozen=True):
@@ -137,11 +146,6 @@ class Health(Section, frozen=True):
     kernel_log: AbsolutePath | None = "/dev/kmsg"  # null: Xids that fall while the agent is away go unseen
     quiet: QuietTimes = QuietTimes()
     xids: dict[XidNumber, XidOverride] = msgspec.field(default_factory=dict)
-
-
-# sun_path holds 108 bytes with its end (unix(7)).
-LONGEST_SOCKET_PATH = 107
-CONTROL_SOCKET = "/agent.sock"  # below host.run
 
 
 if TYPE_CHECKING:
@@ -243,6 +247,7 @@ class Settings(Section, frozen=True):
     driver: DriverFiles = DriverFiles()
     host: Host = Host()
     injection: Injection = Injection()
+    simulator: Simulator = Simulator()
     sampling: Sampling = Sampling()
     metrics: Metrics = Metrics()
     health: Health = Health()
@@ -266,7 +271,7 @@ def load(
     reserved = {ENVIRONMENT_PREFIX + name for name in RESERVED_ENVIRONMENT}
     variables = {name: value for name, value in given.items() if name not in reserved}
     settings = configuration.load(Settings, file, variables, flags, prefix=ENVIRONMENT_PREFIX)
-    if faults := _impossible(settings):
+    if faults := impossible(settings):
         lines = configuration.lines_of(file) if file else {}
         raise ConfigurationError([_located(file, lines, path, sentence) for path, sentence in faults])
     return settings
@@ -280,68 +285,3 @@ def schema() -> dict[str, Any]:
 def _located(file: Path | None, lines: Mapping[str, int], path: str, sentence: str) -> str:
     where = f"{file} line {lines[path]}: " if path in lines else ""
     return f"{where}{path} {sentence}"
-
-
-def _impossible(settings: Settings) -> list[tuple[str, str]]:
-    """Combinations that no single key shows to be wrong: (key path, sentence)."""
-    faults = _bad_layouts(settings)
-    if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
-        sentence = "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one"
-        faults.append(("injection.deviceNodes", sentence))
-    faults += _long_socket_path(settings)
-    sampling = settings.sampling
-    if sampling.window_seconds < sampling.interval_seconds:
-        sentence = (
-            f"is {sampling.window_seconds:g}, less than sampling.intervalSeconds "
-            f"({sampling.interval_seconds:g}): most of the time it would hold no sample; raise it"
-        )
-        faults.append(("sampling.windowSeconds", sentence))
-    return faults
-
-
-def _long_socket_path(settings: Settings) -> list[tuple[str, str]]:
-    """A run folder below which a task would fail for ever to make a socket."""
-    owner, below, remedy = "the agent's socket", CONTROL_SOCKET, "name a shorter folder"
-    if settings.modes.mps:
-        owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
-        remedy += ", or set modes.mps: false"
-    length = len(os.fsencode(settings.host.run)) + len(below)
-    told = (
-        f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
-    )
-    return [("host.run", told)] if length > LONGEST_SOCKET_PATH else []
-
-
-def _bad_layouts(settings: Settings) -> list[tuple[str, str]]:
-    modes = [mode.value for mode in OFFERED_MODES]
-    words = ("none", "disable", *modes)
-    # What the label would never be taken for, if a layout had such a name.
-    meanings = dict.fromkeys(words, "the name of a mode") | {
-        **{alias: f"a name that is read as {mode}" for alias, mode in ALIASES.items()},
-        **{word: f"a name that leaves the node to {owner}" for word, owner in FOREIGN_VALUES.items()},
-        SWITCHING: "the word that nodes show during a switch",
-    }
-    faults = [
-        (f"layouts.{name}", f"has {meanings[name]}; call the layout otherwise")
-        for name in settings.layouts
-        if name in meanings
-    ]
-    default = settings.default_mode
-    if default not in (*words, *settings.layouts):
-        known = ", ".join((*words, *sorted(settings.layouts)))
-        faults.append(("defaultMode", f"must be a mode or a layout of this file ({known}), not {default!r}"))
-    if default in modes and not getattr(settings.modes, default):
-        faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
-    for name, entries in settings.layouts.items():
-        if not entries and name not in meanings:
-            faults.append(
-                (f"layouts.{name}", "has no entry; a node that is to sell nothing is labelled disable")
-            )
-        faults.extend(
-            (f"layouts.{name}[{number}]", f"has mode {each.mode}, which modes.{each.mode}: false turns off")
-            for number, each in enumerate(entries)
-            if each.mode in modes and not getattr(settings.modes, each.mode)
-        )
-        made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
-        faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
-    return faults

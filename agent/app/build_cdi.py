@@ -1,0 +1,85 @@
+"""Builds what keeps our own CDI specification of the GPUs, where NVIDIA's programs are at hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.app.agent import Agent
+from agent.cdi import programs
+from agent.plugins.inject import Injector
+from agent.telemetry import definitions as d
+from agent.telemetry.reading import Add
+
+if TYPE_CHECKING:
+    from agent.cdi.keeper import SpecificationKeeper
+
+log = structlog.get_logger()
+
+FIRST_SECONDS = 5.0
+
+
+async def build_cdi(agent: Agent) -> "tuple[Injector, SpecificationKeeper | None]":
+    """The injector, and what keeps the specification; None: nothing can, or it is not wanted."""
+    settings = agent.settings
+    wish = settings.injection
+    folder = Path(wish.toolkit) if wish.toolkit else None
+    if wish.strategy == "envvar" or folder is None or settings.simulator.profile:
+        return Injector(settings), None
+    if not await anyio.to_thread.run_sync(programs.present, folder):
+        log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")
+        return Injector(settings), None
+    # Half a MiB that agents without the programs need not hold.
+    from agent.cdi import toolkit  # noqa: PLC0415
+    from agent.cdi.keeper import SpecificationKeeper  # noqa: PLC0415
+
+    root = wish.driver_root or settings.driver.root
+    places = toolkit.Places(
+        folder, Path(root), Path(wish.host_driver_root or root), Path(settings.host.state) / programs.FOLDER
+    )
+    keeper = SpecificationKeeper(
+        Path(settings.host.cdi),
+        toolkit.Toolkit(places),
+        agent.inventory.snapshot,
+        agent.holdings.cell,
+    )
+    await keeper.take_up()
+    return Injector(settings, keeper.devices), keeper
+
+
+async def start_cdi(
+    agent: Agent, keeper: "SpecificationKeeper", injector: Injector, group: TaskGroup
+) -> None:
+    """Make the specification before the first list is sent, if it does not take too long, and keep it."""
+    agent.gpu_specification = keeper
+    agent.metric_parts.append(_part(keeper))
+    with anyio.move_on_after(FIRST_SECONDS):
+        await keeper.keep()
+    await anyio.to_thread.run_sync(injector.look, injector.software)
+
+    async def look_again() -> None:
+        async for _ in keeper.devices.values():
+            await anyio.to_thread.run_sync(injector.look, injector.software)
+            injector.looked.publish(injector.software)
+
+    spawn = agent.supervisor.restarting
+    group.start_soon(spawn, "gpu specification", keeper.run)
+    group.start_soon(spawn, "gpu specification users", look_again)
+
+
+def _part(keeper: "SpecificationKeeper") -> Callable[[], Callable[[Add], None]]:
+    def read() -> Callable[[Add], None]:
+        devices = len(keeper.devices.value.names)
+        made, failed = keeper.generations, keeper.failures
+
+        def add(to: Add) -> None:
+            to(d.CDI_DEVICES, devices)
+            to(d.CDI_GENERATIONS, made, ("ok",))
+            to(d.CDI_GENERATIONS, failed, ("failed",))
+
+        return add
+
+    return read

@@ -1,0 +1,42 @@
+"""NVIDIA's hook program on the host: the container runtime calls it by its path there, agent or no agent.
+
+Below the state folder and never below /run, which many nodes mount noexec. The image brings the program; the
+copy stays when the agent goes, for containers that are started again.
+"""
+
+import filecmp
+import os
+from pathlib import Path
+
+from agent.cdi.errors import HookNotInstalled
+from agent.cdi.programs import HOOK
+from agent.kit import atomic_file
+
+
+def install(source: Path, folder: Path) -> Path:
+    """Copy the program to `folder` unless it is there already; its path. Blocks. Raises HookNotInstalled."""
+    target = folder / HOOK
+    try:
+        if not _same(source, target):
+            # Hooks of containers that start meanwhile run on with the file that they have opened.
+            atomic_file.write(folder, HOOK, source.read_bytes(), mode=0o755)
+        refused = os.statvfs(folder).f_flag & os.ST_NOEXEC
+    except OSError as error:
+        raise HookNotInstalled(
+            f"{target} cannot be written: {error.strerror or error}; make host.state writable for the agent"
+        ) from error
+    if refused:
+        raise HookNotInstalled(
+            f"{folder} is on a file system mounted noexec, so that no runtime can run {HOOK} there; "
+            "name another folder in host.state"
+        )
+    return target
+
+
+def _same(source: Path, target: Path) -> bool:
+    return (
+        target.is_file()
+        and not target.is_symlink()
+        and os.access(target, os.X_OK)
+        and filecmp.cmp(source, target, shallow=False)
+    )

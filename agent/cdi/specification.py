@@ -1,0 +1,81 @@
+"""The CDI specification of the node's GPUs as a value: what of a generated one is checked and carried over.
+
+Format: CDI specification 0.5 and newer (`kind`, `devices[].name`, `containerEdits`), as written by
+`nvidia-ctk cdi generate`. Its edits are NVIDIA's and pass through unread.
+"""
+
+import json
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from agent.cdi.errors import BadSpecification
+
+VENDOR, CLASS = "gpu-node-agent.io", "gpu"
+# Never nvidia.com/gpu: a device name that stands in two files of one folder is lost in both.
+KIND = f"{VENDOR}/{CLASS}"
+FILE = "gpu-node-agent-gpus.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Which GPUs containers can get by the file, by UUID, and why it is not as it should be."""
+
+    names: frozenset[str] = frozenset()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """A checked specification."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The devices' names: UUIDs."""
+        return frozenset(device["name"] for device in self.content["devices"])
+
+    def encoded(self) -> bytes:
+        """The file's content."""
+        return json.dumps(self.content, separators=(",", ":")).encode()
+
+    def keeping(self, before: "Specification | None", named: AbstractSet[str] | None) -> "Specification":
+        """With the devices of `before` that this one lacks and containers still name; None: not known which.
+
+        The kubelet repeats the names of a container that it starts anew, and the runtime starts none with a
+        name that it cannot resolve, be the GPU back by then or not.
+        """
+        if before is None:
+            return self
+        own = self.names
+        kept = [
+            device
+            for device in before.content["devices"]
+            if device["name"] not in own and (named is None or device["name"] in named)
+        ]
+        return Specification({**self.content, "devices": [*self.content["devices"], *kept]}) if kept else self
+
+
+def parse(text: bytes) -> Specification:
+    """A specification of the GPUs. Raises BadSpecification."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadSpecification(f"the specification is no JSON: {str(error)[:200]}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("cdiVersion"), str):
+        raise BadSpecification("the specification has no cdiVersion")
+    if content.get("kind") != KIND:
+        raise BadSpecification(f"the specification is of kind {str(content.get('kind'))[:80]}, not {KIND}")
+    devices = content.get("devices")
+    if not isinstance(devices, list) or not devices:
+        raise BadSpecification("the specification names no device")
+    for device in devices:
+        if (
+            not isinstance(device, dict)
+            or not isinstance(device.get("name"), str)
+            or not isinstance(device.get("containerEdits"), dict)
+        ):
+            raise BadSpecification("the specification has a device without a name or edits")
+    return Specification(content)

@@ -1,0 +1,20 @@
+"""Putting a file in place in one step: readers find the old content or the new one, never a part of it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write(folder: Path, name: str, content: bytes, mode: int = 0o644) -> None:
+    """Write `folder/name`; the folder is made where it is missing. Blocks. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # A dot file with another suffix: programs that read every .json in a folder pass it by.
+    descriptor, draft = tempfile.mkstemp(prefix=".gpu-node-agent-", dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            os.fchmod(file.fileno(), mode)
+        Path(draft).replace(folder / name)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,98 @@
+"""One run of somebody else's program: bounded in time and in output, in a process group of its own."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+from anyio.abc import ByteReceiveStream, Process
+
+KILLED_SECONDS = 2.0
+LONGEST_ERRORS = 64 << 10  # the rest is read and dropped
+
+
+class OutputTooLong(Exception):
+    """The program wrote more than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a program ended and what it wrote."""
+
+    code: int
+    output: bytes
+    errors: str
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    seconds: float,
+    most_bytes: int,
+    stdin: bytes = b"",
+) -> Finished:
+    """Run `command` to its end; `most_bytes` bounds its output, 64 KiB are kept of its error output.
+
+    Whatever is left of its process group is killed when this call is cancelled or fails. Raises OSError
+    where it cannot be started, TimeoutError after `seconds`, OutputTooLong.
+    """
+    process = await anyio.open_process(
+        command,
+        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+        env=environment,
+        cwd="/",
+        start_new_session=True,
+    )
+    finished = False
+    try:
+        with anyio.fail_after(seconds):
+            result = await _talk(process, stdin, most_bytes)
+        finished = True
+        return result
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(KILLED_SECONDS):
+            if not finished:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            await process.aclose()
+
+
+async def _talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:
+    output, errors = process.stdout, process.stderr
+    assert output is not None
+    assert errors is not None
+    texts: dict[str, bytes] = {}
+    excess = False
+
+    async def read(name: str, stream: ByteReceiveStream, most: int, *, strict: bool) -> None:
+        nonlocal excess
+        found = bytearray()
+        async for data in stream:
+            if strict and len(found) + len(data) > most:
+                excess = True
+                group.cancel_scope.cancel()
+                return
+            found += data[: most - len(found)]
+        texts[name] = bytes(found)
+
+    async def write() -> None:
+        if process.stdin is not None:
+            # A program that ends without reading says why in its error output.
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await process.stdin.send(stdin)
+            await process.stdin.aclose()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(write)
+        group.start_soon(partial(read, "errors", errors, LONGEST_ERRORS, strict=False))
+        await read("output", output, most_bytes, strict=True)
+    if excess:
+        raise OutputTooLong(f"{process.pid} wrote more than {most_bytes} bytes")
+    code = await process.wait()
+    return Finished(code, texts["output"], texts["errors"].decode(errors="replace").strip())

@@ -1,0 +1,84 @@
+"""What is wrong with a configuration though each of its keys is right."""
+
+import os
+from typing import TYPE_CHECKING
+
+from agent.model.layout import Entry, faults_of
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, Mode
+from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
+
+if TYPE_CHECKING:
+    from agent.settings import Settings
+
+# sun_path holds 108 bytes with its end (unix(7)).
+LONGEST_SOCKET_PATH = 107
+CONTROL_SOCKET = "/agent.sock"  # below host.run
+
+
+def impossible(settings: "Settings") -> list[tuple[str, str]]:
+    """Combinations that no single key shows to be wrong: (key path, sentence)."""
+    faults = _bad_layouts(settings)
+    if settings.injection.strategy == "cdi" and settings.injection.device_nodes:
+        faults.append(
+            (
+                "injection.deviceNodes",
+                "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
+            )
+        )
+    faults += _long_socket_path(settings)
+    sampling = settings.sampling
+    if sampling.window_seconds < sampling.interval_seconds:
+        sentence = (
+            f"is {sampling.window_seconds:g}, less than sampling.intervalSeconds "
+            f"({sampling.interval_seconds:g}): most of the time it would hold no sample; raise it"
+        )
+        faults.append(("sampling.windowSeconds", sentence))
+    return faults
+
+
+def _long_socket_path(settings: "Settings") -> list[tuple[str, str]]:
+    """A run folder below which a task would fail for ever to make a socket."""
+    owner, below, remedy = "the agent's socket", CONTROL_SOCKET, "name a shorter folder"
+    if settings.modes.mps:
+        owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
+        remedy += ", or set modes.mps: false"
+    length = len(os.fsencode(settings.host.run)) + len(below)
+    told = (
+        f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
+    )
+    return [("host.run", told)] if length > LONGEST_SOCKET_PATH else []
+
+
+def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
+    modes = [mode.value for mode in OFFERED_MODES]
+    words = ("none", "disable", *modes)
+    # What the label would never be taken for, if a layout had such a name.
+    meanings = dict.fromkeys(words, "the name of a mode") | {
+        **{alias: f"a name that is read as {mode}" for alias, mode in ALIASES.items()},
+        **{word: f"a name that leaves the node to {owner}" for word, owner in FOREIGN_VALUES.items()},
+        SWITCHING: "the word that nodes show during a switch",
+    }
+    faults = [
+        (f"layouts.{name}", f"has {meanings[name]}; call the layout otherwise")
+        for name in settings.layouts
+        if name in meanings
+    ]
+    default = settings.default_mode
+    if default not in (*words, *settings.layouts):
+        known = ", ".join((*words, *sorted(settings.layouts)))
+        faults.append(("defaultMode", f"must be a mode or a layout of this file ({known}), not {default!r}"))
+    if default in modes and not getattr(settings.modes, default):
+        faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
+    for name, entries in settings.layouts.items():
+        if not entries and name not in meanings:
+            faults.append(
+                (f"layouts.{name}", "has no entry; a node that is to sell nothing is labelled disable")
+            )
+        faults.extend(
+            (f"layouts.{name}[{number}]", f"has mode {each.mode}, which modes.{each.mode}: false turns off")
+            for number, each in enumerate(entries)
+            if each.mode in modes and not getattr(settings.modes, each.mode)
+        )
+        made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
+        faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
+    return faults

@@ -1,0 +1,73 @@
+{{- /*
+Where the agent's own NVML comes from, by kind of cluster. What a value says goes before its preset.
+source: runtime or host; hostRoot: the driver root on the host; runtimeClass: of the agent's pods.
+*/ -}}
+{{- define "gna.presets" -}}
+toolkit: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "NVIDIA's container runtime is the nodes' default one"}
+runtimeclass: {source: runtime, hostRoot: /, runtimeClass: nvidia, meaning: "NVIDIA's container runtime by RuntimeClass nvidia"}
+k3s: {source: runtime, hostRoot: /, runtimeClass: nvidia, meaning: "k3s and RKE2 make RuntimeClass nvidia by themselves"}
+operator: {source: runtime, hostRoot: /run/nvidia/driver, runtimeClass: nvidia, meaning: "NVIDIA's GPU operator with its driver container"}
+aks: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "AKS, whose GPU nodes have NVIDIA's runtime as the default one"}
+gke: {source: host, hostRoot: /home/kubernetes/bin/nvidia, runtimeClass: "", quota: true, meaning: "GKE with Google's driver installer"}
+openshift: {source: host, hostRoot: /run/nvidia/driver, runtimeClass: "", openshift: true, meaning: "OpenShift with NVIDIA's GPU operator"}
+bottlerocket: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "Bottlerocket, whose runtime takes devices from a mount"}
+host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own driver, mounted; the agent is privileged"}
+{{- end -}}
+
+{{- /* The preset in force: its keys, its name, and what was seen of the cluster. */ -}}
+{{- define "gna.preset" -}}
+{{- $presets := include "gna.presets" . | fromYaml -}}
+{{- $name := .Values.preset -}}
+{{- $seen := "" -}}
+{{- $more := dict -}}
+{{- if eq $name "auto" -}}
+{{- $name = "toolkit" -}}
+{{- $seen = "no RuntimeClass nvidia and no ClusterPolicy was seen" -}}
+{{- $policies := list -}}
+{{- /* helm fails on a kind that the cluster does not know. */ -}}
+{{- if .Capabilities.APIVersions.Has "nvidia.com/v1/ClusterPolicy" -}}
+{{- $policies = dig "items" list (lookup "nvidia.com/v1" "ClusterPolicy" "" "" | default dict) -}}
+{{- end -}}
+{{- if lookup "node.k8s.io/v1" "RuntimeClass" "" "nvidia" -}}
+{{- $name = "runtimeclass" -}}
+{{- $seen = "RuntimeClass nvidia is there" -}}
+{{- end -}}
+{{- if $policies -}}
+{{- $spec := dig "spec" dict (first $policies) -}}
+{{- $name = "operator" -}}
+{{- $seen = printf "ClusterPolicy %s of the GPU operator is there" (first $policies).metadata.name -}}
+{{- if not (dig "driver" "enabled" true $spec) -}}
+{{- $more = dict "hostRoot" "/" -}}
+{{- $seen = printf "%s, without a driver container" $seen -}}
+{{- end -}}
+{{- if dig "cdi" "nriPluginEnabled" false $spec -}}
+{{- $more = merge (dict "source" "host" "runtimeClass" "") $more -}}
+{{- $seen = printf "%s, with its NRI plugin and so without RuntimeClasses" $seen -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- merge (dict "name" $name "seen" $seen) $more (get $presets $name) | toYaml -}}
+{{- end -}}
+
+{{- define "gna.source" -}}
+{{ default (include "gna.preset" . | fromYaml).source .Values.driver.source }}
+{{- end -}}
+
+{{- define "gna.hostRoot" -}}
+{{ default (include "gna.preset" . | fromYaml).hostRoot .Values.driver.hostRoot }}
+{{- end -}}
+
+{{- /* Of the agent's pods; the host's driver and simulated GPUs need none. */ -}}
+{{- define "gna.runtimeClass" -}}
+{{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) -}}
+{{ default (include "gna.preset" . | fromYaml).runtimeClass .Values.runtimeClassName }}
+{{- end -}}
+{{- end -}}
+
+{{- define "gna.quota" -}}
+{{- if or .Values.priorityClassQuota.enabled (include "gna.preset" . | fromYaml).quota }}true{{ end -}}
+{{- end -}}
+
+{{- define "gna.openshift" -}}
+{{- if or .Values.openshift.enabled (include "gna.preset" . | fromYaml).openshift }}true{{ end -}}
+{{- end -}}
