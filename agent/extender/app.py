@@ -53,7 +53,9 @@ class Extender:
         self.certificates: Certificates | None = None
         self.election = Election(api, settings.lease, namespace)
         pod = settings.serving.pod
-        self._label = ServingLabel(api, settings.serving, pod, namespace) if pod else None
+        self._label = (
+            ServingLabel(api, settings.serving, pod, namespace, lambda: self.election.holds) if pod else None
+        )
         self.feed: Feed | None = None
         self.fleet: Fleet | None = None
         self._serving: Serving | None = None

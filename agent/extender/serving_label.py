@@ -3,6 +3,8 @@
 If the others were not Ready, `helm --wait`, rolling updates and PodDisruptionBudgets would wait for ever.
 """
 
+from collections.abc import Callable
+
 import anyio
 import msgspec
 import structlog
@@ -35,9 +37,12 @@ class _Pods(msgspec.Struct):
 class ServingLabel:
     """Keeps the label while this replica leads."""
 
-    def __init__(self, api: KubeApi, settings: Serving, pod: str, namespace: str) -> None:
-        """`pod`: the own one, in `namespace`."""
+    def __init__(
+        self, api: KubeApi, settings: Serving, pod: str, namespace: str, leads: Callable[[], bool]
+    ) -> None:
+        """`pod`: the own one, in `namespace`. `leads`: whether nobody else can lead now."""
         self._api = api
+        self._leads = leads
         self._pod = pod
         self._folder = f"/api/v1/namespaces/{namespace}/pods"
         self._selector = ",".join(part for part in (settings.selector, f"{LABEL}=true") if part)
@@ -51,14 +56,15 @@ class ServingLabel:
         try:
             while True:
                 seen = complete.version
-                done = await self._try(serving=complete.value)
+                # A leader that has just lost its lease must not take the label from its successor.
+                done = await self._try(serving=complete.value, others=self._leads())
                 with anyio.move_on_after(LOOK_SECONDS if done else RETRY_SECONDS):
                     await complete.wait_change(seen)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(WITHDRAW_SECONDS):
                 await self._try(serving=False, others=False)
 
-    async def _try(self, *, serving: bool, others: bool = True) -> bool:
+    async def _try(self, *, serving: bool, others: bool) -> bool:
         try:
             if others:
                 await self._apply(serving)

@@ -27,6 +27,7 @@ static const char *const names[CLASSES] = {"linear", "small", "pitch", "managed"
 
 struct tally { /* shared by all processes */
     uint64_t granted[CLASSES], refused[CLASSES], contexts, contexts_refused, errors;
+    uint64_t steps, allowed; /* so much per kill, however slow the machine is */
     int first_error, first_class;
 };
 static struct tally *tally;
@@ -49,6 +50,14 @@ struct holding {
 
 static uint32_t dice(uint32_t sides) {
     return (uint32_t)rand_r(&seed) % sides;
+}
+
+static void rest(uint32_t most_us) {
+    usleep(dice(most_us)); /* hundreds share a few processors: the killer must get its turn, too */
+    while (__atomic_fetch_add(&tally->steps, 1, __ATOMIC_RELAXED) >= __atomic_load_n(&tally->allowed, __ATOMIC_RELAXED)) {
+        __atomic_fetch_sub(&tally->steps, 1, __ATOMIC_RELAXED);
+        usleep(20000 + dice(40000));
+    }
 }
 
 static CUresult take_physical(struct holding *holding) {
@@ -165,7 +174,7 @@ static void tenant(const char *path) {
     }
     while ((result = CALL(cuDevicePrimaryCtxRetain)(&context, 0)) != CUDA_SUCCESS) {
         note(result, CLASSES, &tally->contexts, &tally->contexts_refused);
-        usleep(5000 + dice(20000));
+        rest(50000);
     }
     note(result, CLASSES, &tally->contexts, NULL);
     CALL(cuCtxSetCurrent)(context);
@@ -180,7 +189,7 @@ static void tenant(const char *path) {
             note(result, holding->class, &tally->granted[holding->class], &tally->refused[holding->class]);
             holding->used = result == CUDA_SUCCESS;
         }
-        usleep(dice(150000)); /* hundreds share a few processors: the killer must get its turn, too */
+        rest(150000);
     }
 }
 
@@ -216,6 +225,7 @@ int main(int argc, char **argv) {
     }
     tally = mmap(NULL, sizeof(*tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     seed = (unsigned)atoi(argv[4]);
+    tally->allowed = 10 * count;
     for (unsigned number = 0; number < count; number++) {
         pids[number] = begin(argv[1], seed + number + 1);
     }
@@ -238,6 +248,7 @@ int main(int argc, char **argv) {
                 wakes[number] = 0;
             }
         }
+        __atomic_fetch_add(&tally->allowed, 60, __ATOMIC_RELAXED);
         usleep(dice(20000));
     }
     for (unsigned number = 0; number < count; number++) {

@@ -2,7 +2,9 @@
 
 import anyio
 
-from agent.extender.serving_label import LABEL
+from agent.extender.serving_label import LABEL, ServingLabel
+from agent.extender.settings import Serving
+from agent.kit.cell import Cell
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import leader, replica
 
@@ -78,6 +80,21 @@ async def test_the_label_of_the_service_moves_with_leadership() -> None:
                         await anyio.sleep(0.02)
                 await labels("first" if first.extender.serving else "second")
         await labels()  # who ends gives it back
+
+
+async def test_a_leader_that_lost_its_lease_takes_no_label_from_its_successor() -> None:
+    api = ClusterApi()
+    for name in ("former", "successor"):
+        api.pod(name, 0, 0, "n", labels={LABEL: "true"})
+    async with api.serving(), api.client() as client, anyio.create_task_group() as group:
+        label = ServingLabel(client, Serving(), "former", "ns", lambda: False)
+        group.start_soon(label.keep, Cell(True))
+        with anyio.fail_after(10):
+            while not api.label_writes:
+                await anyio.sleep(0.02)
+        group.cancel_scope.cancel()
+    assert {name for name, _ in api.label_writes} == {"former"}
+    assert api.pods["successor"]["metadata"]["labels"] == {LABEL: "true"}
 
 
 async def test_an_orderly_end_hands_over_at_once_and_nothing_is_sold_twice() -> None:
