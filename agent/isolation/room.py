@@ -24,9 +24,9 @@ from agent.model.demand import VGPU
 log = structlog.get_logger()
 
 LOOK_SECONDS = 5.0
-# The kubelet's record shows what was granted some milliseconds later. What it never shows, since the pod was
-# refused meanwhile or the kubelet never got the answer, leaves a folder behind for so long.
-GRACE_SECONDS = 30.0
+# The kubelet's record shows what was granted within some milliseconds, and is read soon after. Until then a
+# container must not lose its folder because the one before it, which had the same units, has gone.
+GRACE_SECONDS = 10.0
 
 
 class Policy(Enum):
@@ -96,7 +96,7 @@ class Isolation:
         self._clock = clock
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
-        self._held: frozenset[str] = frozenset()  # those that the record showed last
+        self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
@@ -192,30 +192,34 @@ class Isolation:
         record = self._record.value
         if record is None:
             return
-        (before, held), now = (self._held, self._read(record)), self._clock()
-        self._held = held
+        held, now = self._read(record), self._clock()
         known = self.containers.value
         ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
         gone = [
             key
             for key, born in self._born.items()
-            if key not in held and (key in before or key in ended or now - born >= GRACE_SECONDS)
+            if key not in held and (key in ended or now - born >= GRACE_SECONDS)
         ]
         for key in gone:
-            try:
-                await anyio.to_thread.run_sync(self.folders.remove, key)
-            except FolderUnusable as error:
-                log.warning("limits_not_removed", problem=str(error))
-                self._born[key] = now  # again in a while
-                continue
-            del self._born[key]
-            self._strays -= {key}
-            log.info("limits_removed", folder=key)
-            if key in self.containers.value:
-                self._become({k: v for k, v in self.containers.value.items() if k != key})
+            async with self._turn:
+                if self.containers.value.get(key) is known.get(key):
+                    await self._remove(key)
         if gone and not self._strays:
             await anyio.to_thread.run_sync(self._remove_libraries)
         await anyio.to_thread.run_sync(self._bound, tuple(self.containers.value))
+
+    async def _remove(self, key: str) -> None:
+        try:
+            await anyio.to_thread.run_sync(self.folders.remove, key)
+        except FolderUnusable as error:
+            log.warning("limits_not_removed", problem=str(error))
+            self._born[key] = self._clock()  # again in a while
+            return
+        del self._born[key]
+        self._strays -= {key}
+        log.info("limits_removed", folder=key)
+        if key in self.containers.value:
+            self._become({k: v for k, v in self.containers.value.items() if k != key})
 
     def saw(self, key: str, injected: bool) -> None:
         """Processes of a container were looked at: whether all of them have the library."""
@@ -240,10 +244,11 @@ class Isolation:
             library.build,
         )
         key = key_of(about.ids)
-        # Before: a call that is cut off leaves a folder that is to go, too.
-        self._born[key] = self._clock()
-        await anyio.to_thread.run_sync(self.folders.create, about)
-        self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
+        async with self._turn:
+            # Before: a call that is cut off leaves a folder that is to go, too.
+            self._born[key] = self._clock()
+            await anyio.to_thread.run_sync(self.folders.create, about)
+            self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         return (
             Bind(library.in_container, library.file),
             Bind(libraries.PRELOAD_IN_CONTAINER, library.preload),

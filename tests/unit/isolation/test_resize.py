@@ -11,6 +11,7 @@ from agent.isolation import layout
 from agent.isolation.folders import USAGE, key_of
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import BadResize, NoUnits, Resizer, wanted
+from agent.isolation.room import GRACE_SECONDS
 from agent.isolation.watch import LimitWatch, Measured
 from tests.unit.isolation.made_up import BLOCK, GPU, units
 from tests.unit.isolation.test_room import Node, request
@@ -103,7 +104,9 @@ async def test_growth_survives_a_restart_and_goes_with_its_container(node: Resiz
     node.restart()
     assert node.grown == {GPU: frozenset(units(100, 5))}
     assert await node.cap() == 9
+    node.now += GRACE_SECONDS
     await node.isolation.tidy()
+    assert node.grown
     node.holding()
     await node.isolation.tidy()
     assert not node.grown

@@ -93,15 +93,42 @@ async def test_a_folder_goes_when_its_container_is_in_no_record(node: Node) -> N
     assert node.isolation.containers.value.keys() == {key_of(units())}
 
 
-async def test_a_folder_goes_at_once_when_the_record_shows_its_container_no_more(node: Node) -> None:
+async def test_a_container_keeps_its_folder_when_the_one_before_with_the_same_units_goes(node: Node) -> None:
     await node.isolation.start()
-    await node.isolation.admit(request("a"))
-    node.holding(("a", units()))
+    await node.isolation.admit(request("before"))
+    node.holding(("before", units()))
+    node.now = 2 * GRACE_SECONDS
+    await node.isolation.tidy()
+    # The next one is admitted while the record still shows the one before, and then neither.
+    await node.isolation.admit(request("next"))
+    await node.isolation.tidy()
+    node.holding(ended=["uid-before"])
     await node.isolation.tidy()
     assert await node.folders() == [key_of(units())]
-    node.holding()
-    await node.isolation.tidy()
-    assert await node.folders() == []
+    assert node.isolation.containers.value[key_of(units())].about.pod == "next"
+
+
+async def test_a_folder_that_is_made_anew_while_it_is_to_go_stays(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("other", first=100))
+    await node.isolation.admit(request("before"))
+    node.now = 2 * GRACE_SECONDS
+    remove = node.isolation.folders.remove
+
+    def slow(key: str) -> None:
+        if key == key_of(units(100)):
+            anyio.from_thread.run(anyio.sleep, 0.05)
+        remove(key)
+
+    monkeypatch.setattr(node.isolation.folders, "remove", slow)
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.isolation.tidy)
+        await anyio.wait_all_tasks_blocked()
+        await node.isolation.admit(request("next"))
+    assert await node.folders() == [key_of(units())]
+    assert node.isolation.containers.value[key_of(units())].about.pod == "next"
 
 
 async def test_a_folder_that_cannot_be_removed_is_tried_again(
@@ -112,9 +139,7 @@ async def test_a_folder_that_cannot_be_removed_is_tried_again(
 
     await node.isolation.start()
     await node.isolation.admit(request("a"))
-    node.holding(("a", units()))
-    await node.isolation.tidy()
-    node.holding()
+    node.now = GRACE_SECONDS
     with monkeypatch.context() as patch:
         patch.setattr(node.isolation.folders, "remove", busy)
         await node.isolation.tidy()
