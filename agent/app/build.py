@@ -25,7 +25,7 @@ from agent.kubelet.endpoint import Endpoint
 from agent.model.layout import Entry
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.modes.cordon_book import CordonBook
-from agent.modes.desired import Vocabulary
+from agent.modes.desired import ModeCatalog
 from agent.modes.memory import ModeMemory
 from agent.modes.metrics import Patching
 from agent.modes.metrics import part as mode_metrics
@@ -126,7 +126,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
 
 async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
-    agent.desired = DesiredSource(vocabulary_of(settings))
+    agent.desired = DesiredSource(catalog_of(settings))
     memory = ModeMemory(Path(settings.host.state) / "mode")
     remembered = await memory.read()
     assignment: Cell[Assignment] = Cell(Assignment())
@@ -163,7 +163,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
-        standing=agent.desired.vocabulary.remembered(remembered),
+        standing=agent.desired.catalog.remembered(remembered),
         cordons=agent.cordons.cell,
     )
     if agent.sources:
@@ -206,7 +206,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         )
 
 
-def vocabulary_of(settings: Settings) -> Vocabulary:
+def catalog_of(settings: Settings) -> ModeCatalog:
     """What may be asked for under a configuration."""
     allowed = settings.modes
     modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
@@ -214,7 +214,7 @@ def vocabulary_of(settings: Settings) -> Vocabulary:
         name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
         for name, entries in settings.layouts.items()
     }
-    return Vocabulary(layouts, tuple(modes), settings.default_mode)
+    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
 
 
 def _pod_ports(agent: Agent, group: TaskGroup) -> tuple[PodSource | None, Recorder | None]:

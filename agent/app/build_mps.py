@@ -109,7 +109,7 @@ async def build_mps(
         return mps.mounts(fleet, uuid)
 
     def allowed() -> bool:
-        return agent.desired is not None and Mode.MPS in agent.desired.vocabulary.modes
+        return agent.desired is not None and Mode.MPS in agent.desired.catalog.modes
 
     keeper = SpecificationKeeper(
         Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed

@@ -54,11 +54,11 @@ def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]
 
 
 def _unserved(agent: Agent, cluster: ClusterAccess) -> Callable[[], Awaitable[frozenset[str]]]:
-    from agent.node.unadmitted_pods import caught  # noqa: PLC0415  loads the API client's room
+    from agent.node.unadmitted_pods import unadmitted  # noqa: PLC0415  loads the API client's room
 
     pods = cluster.pods
     return partial(
-        caught,
+        unadmitted,
         lambda: None if pods.reflector.problem else pods.pods(),
         lambda: {endpoint.plugin.resource for endpoint in agent.endpoints},
         agent.holdings.refresh,

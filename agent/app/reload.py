@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from agent.app.agent import Agent
-from agent.app.build import vocabulary_of
+from agent.app.build import catalog_of
 from agent.kit import logs
 from agent.kit.configuration import ConfigurationError
 from agent.kit.inotify import FolderGone, watching
@@ -75,7 +75,7 @@ class Reloader:
         if agent.switcher:
             agent.switcher.when_busy = new.when_busy
         if agent.desired:
-            agent.desired.use(vocabulary_of(new))
+            agent.desired.use(catalog_of(new))
 
 
 def changed_keys(before: Settings, after: Settings) -> set[str]:

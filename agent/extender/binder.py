@@ -129,7 +129,7 @@ class Binder:
         self._fleet.forget(uid)
 
     async def _read(self, binding: Binding) -> PodRequest:
-        # What filter was told of the pod is the caller's word; a pod is bound by what the API server says.
+        # The pod in filter's request is the caller's word; a pod is bound by the API server's copy.
         path = f"/api/v1/namespaces/{binding.pod_namespace}/pods/{binding.pod_name}"
         try:
             pod = decode_pod(await self._api.get(path, deadline=BIND_SECONDS / 2))

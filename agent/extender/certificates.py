@@ -73,18 +73,18 @@ class AllowedNames:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def refusal(self, certificate: Mapping[str, Any]) -> str | None:
-        """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` tells it) is not served."""
+        """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` gives it) is not served."""
         names = [
             value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
         ]
         if len(names) == 1 and names[0] in self._names:
             return None
         shown = ", ".join(map(repr, names)) or "no common name"
-        if shown not in self._told and len(self._told) < REMEMBERED_NAMES:
-            self._told.add(shown)
+        if shown not in self._logged and len(self._logged) < REMEMBERED_NAMES:
+            self._logged.add(shown)
             log.warning("client_certificate_refused", name=shown, allowed=sorted(self._names))
         return f"a certificate of {shown} is not served; tls.clientNames has {', '.join(sorted(self._names))}"
 

@@ -26,7 +26,7 @@ from agent.model.demand import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
 MIRROR = "kubernetes.io/config.mirror"  # the kubelet sets it on the object of a static pod
-MOST_NODES = 3  # of which it is told what would have to go
+MOST_NODES = 3  # for which the output names the pods that would have to end
 
 
 class CannotExplain(Exception):
@@ -115,6 +115,6 @@ def _what_would_help(demand: PodDemand, nodes: Mapping[str, NodeFacts], fleet: F
         return ["no pod's end would make room: it is the GPUs' mode, health or number"]
     lines = ["it would fit if these ended:"]
     for _, _, name, going in sorted(options, key=lambda option: option[:3])[:MOST_NODES]:
-        told = ", ".join(claim.name or "a pod" for claim in going)
-        lines.append(f"  on {name}: {told}")
+        pods = ", ".join(claim.name or "a pod" for claim in going)
+        lines.append(f"  on {name}: {pods}")
     return lines

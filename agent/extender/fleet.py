@@ -22,7 +22,7 @@ UNKNOWN_NODE = "node not known to the extender"
 
 @dataclass(frozen=True, slots=True)
 class BoundPod:
-    """A bound pod as the watch tells it. `confirmed`: its node's agent wrote the choice."""
+    """A bound pod as the watch shows it. `confirmed`: its node's agent wrote the choice."""
 
     uid: str
     node: str
@@ -49,7 +49,7 @@ class _Node:
 
 
 class Fleet:
-    """Who holds what. `on_change` is told the name of every node whose room may have changed."""
+    """Who holds what. `on_change` is called with the name of every node whose capacity may have changed."""
 
     def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
         self.mix = mix or usual_mix()
@@ -69,7 +69,7 @@ class Fleet:
         self._touch(name)
 
     def drop_node(self, name: str) -> None:
-        """A node is gone. Its pods are told of one by one."""
+        """A node is gone. Its pods are dropped one by one, as the watch shows their end."""
         if node := self._nodes.get(name):
             node.known, node.inventory, node.totals = False, None, MappingProxyType({})
             self._touch(name)
@@ -162,7 +162,7 @@ class Fleet:
         return _by_totals(node, demand, without)
 
     def has_inventory(self, name: str) -> bool:
-        """Whether the node's agent told of its GPUs; without it the node is judged by totals."""
+        """Whether the node's agent has published its GPUs; without it the node is judged by totals."""
         node = self._nodes.get(name)
         return bool(node and node.inventory)
 

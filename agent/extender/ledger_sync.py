@@ -13,7 +13,7 @@ from agent.kit.supervise import Supervisor
 
 BOUND = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
 EXPIRY_SECONDS = 1.0
-# An API server sends a bookmark about once a minute, and a watch that brings nothing for 90 s is opened anew:
+# An API server sends a bookmark about once a minute, and a watch that brings nothing for 90 s is reopened:
 # one that shows no life for so long is dead, and pods that others bind would be missing from the ledger.
 DEAD_WATCH_SECONDS = 120.0
 

@@ -1,4 +1,4 @@
-"""Nodes and pods as the API server tells them, cut down to what the ledger keeps."""
+"""Nodes and pods of the API server, cut down to what the ledger keeps."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -62,7 +62,7 @@ class _PodSpec(PodSpec, rename="camel", frozen=True):
 
 
 class WatchedPod(msgspec.Struct, frozen=True):
-    """A pod, status included as far as it tells devices."""
+    """A pod, with the part of its status that lists devices."""
 
     metadata: Metadata
     spec: _PodSpec = _PodSpec()
@@ -70,7 +70,7 @@ class WatchedPod(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What is kept of a node; `problem` tells why an inventory that is there cannot be used."""
+    """What is kept of a node; `problem`: why an inventory that is there cannot be used."""
 
     name: str
     inventory: NodeInventory | None

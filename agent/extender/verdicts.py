@@ -64,7 +64,7 @@ class Verdicts:
                     refused[name] = NOT_REACHED
                     continue
                 reason = verdict(name, demand, work, alike)
-                if reason != UNKNOWN_NODE:  # the ledger tells of no change of it
+                if reason != UNKNOWN_NODE:  # the ledger announces no change of it
                     known[name] = reason
                 if pause.due(work):
                     await anyio.lowlevel.checkpoint()

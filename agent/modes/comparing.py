@@ -1,6 +1,8 @@
-"""Comparing what is in force with what is wanted, and telling it in words: pure."""
+"""Compares what is in force with what is wanted, and puts it into words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import structlog
 
 from agent.inventory.snapshot import Snapshot
 from agent.kubelet.holdings import Holder
@@ -9,21 +11,37 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.state import GpuSwitch
 from agent.modes.transition import ModeState, Stage
 
+log = structlog.get_logger()
 
-def alike(
-    before: Assignment, states: Mapping[str, ModeState], listed: Mapping[str, GpuMode]
-) -> Mapping[tuple[Stage, GpuMode], list[str]]:
-    """GPUs that `listed` changes, those together that change in the same way: one log line for each."""
-    found: dict[tuple[Stage, GpuMode], list[str]] = {}
+
+def log_changes(before: Assignment, states: Mapping[str, ModeState], listed: Mapping[str, GpuMode]) -> None:
+    """Log what `listed` changes: one line for GPUs that change in the same way."""
+    alike: dict[tuple[Stage, GpuMode], list[str]] = {}
     for uuid, mode in listed.items():
         if mode != before.of(uuid):
-            found.setdefault((states[uuid].stage, mode), []).append(uuid)
-    return found
+            alike.setdefault((states[uuid].stage, mode), []).append(uuid)
+    for (stage, mode), gpus in alike.items():
+        details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
+        log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
 
 
 def must_drain(active: GpuMode, wanted: GpuMode) -> bool:
     """Whether a GPU has to be free of holders before it can become what is wanted."""
     return active.mode is not Mode.OFF and (active.mode, active.replicas) != (wanted.mode, wanted.replicas)
+
+
+def in_use(
+    assignment: Assignment,
+    targets: Mapping[str, GpuMode],
+    holders: Mapping[str, Sequence[Holder]],
+    apart: Collection[str],
+) -> Mapping[str, tuple[str, ...]]:
+    """GPUs that would have to drain for these targets, and who holds them; those in `apart` do not count."""
+    return {
+        uuid: pods_of(holders[uuid])
+        for uuid, wanted in targets.items()
+        if uuid not in apart and holders.get(uuid) and must_drain(assignment.of(uuid), wanted)
+    }
 
 
 def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
@@ -74,7 +92,7 @@ def uncounted(holders: Mapping[str, Sequence[Holder]], assignment: Assignment) -
 
 
 def summary(targets: Mapping[str, GpuMode]) -> str:
-    """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off against the wish."""
+    """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off although a mode is wanted."""
     counts: dict[str, int] = {}
     for wanted in targets.values():
         text = wanted.mode.value + (f" in {wanted.replicas} slices" if wanted.replicas > 1 else "")
@@ -91,7 +109,7 @@ def switches_of(
     waiting: Mapping[str, tuple[str, ...]],
     problems: Mapping[str, str],
 ) -> tuple[GpuSwitch, ...]:
-    """Each GPU as it is told."""
+    """The state of each GPU, for status, Node object and metrics."""
     return tuple(
         GpuSwitch(
             state.gpu.index,

@@ -15,7 +15,7 @@ LONGEST_WORD = 63  # a label value
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The wanted layout. A `problem` is told; without entries, nothing changes then."""
+    """The wanted layout. A `problem` is reported; without entries, nothing changes then."""
 
     name: str  # as it was asked for: a mode, a layout, or "none"
     entries: tuple[Entry, ...] = ()
@@ -33,7 +33,7 @@ class Desired:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class ModeCatalog:
     """What may be asked for on this node."""
 
     layouts: Mapping[str, tuple[Entry, ...]]
@@ -62,7 +62,7 @@ class Vocabulary:
         return Desired(name, problem=f"{source} {name!r} is unknown; use one of {', '.join(self.values)}")
 
     def remembered(self, before: Desired | None) -> Desired | None:
-        """A wish of before this process, as it was meant then; None: it can be obeyed no more."""
+        """A request of before this process, as it was meant then; None: it can be obeyed no more."""
         if before is None:
             return None
         if before.entries:

@@ -1,4 +1,4 @@
-"""The last wish that could be obeyed, remembered over restarts of the agent in a small file.
+"""The last request that could be obeyed, kept over restarts of the agent in a small file.
 
 With the word stands what it meant: a layout that was renamed since, or taken out of the configuration, is
 still what the node sells until something else can be obeyed.
@@ -20,13 +20,13 @@ log = structlog.get_logger()
 
 
 class ModeMemory:
-    """One wish in `file`, as JSON; earlier agents wrote the word alone. Only the agent writes it."""
+    """One request in `file`, as JSON; earlier agents wrote the word alone. Only the agent writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     async def read(self) -> Desired | None:
-        """The wish; without entries where only its word is known. None: there is none."""
+        """The request; without entries where only its word is known. None: there is none."""
         try:
             text = (await anyio.to_thread.run_sync(read_text, self._file)).strip()
         except (OSError, UnicodeDecodeError):
@@ -41,7 +41,7 @@ class ModeMemory:
         return Desired(found.word[:LONGEST_WORD], found.entries)
 
     async def follow(self, accepted: Cell[Desired | None]) -> None:
-        """Write down each wish that is obeyed, for ever."""
+        """Write down each request that is obeyed, for ever."""
         written = await self.read()
         async for desired in accepted.values():
             if desired is None or (kept := Desired(desired.word, desired.entries)) == written:

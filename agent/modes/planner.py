@@ -25,7 +25,7 @@ class Plan:
 
     targets: Mapping[str, GpuMode]
     problem: str | None = None
-    obeys: bool = True  # the wish; False: what stood before
+    obeys: bool = True  # the request; False: what stood before
 
 
 def plan(snapshot: Snapshot, desired: Desired, gate: Gate = no_gate) -> Mapping[str, GpuMode]:
@@ -34,7 +34,7 @@ def plan(snapshot: Snapshot, desired: Desired, gate: Gate = no_gate) -> Mapping[
 
 
 def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate: Gate = no_gate) -> Plan:
-    """The plan for a wish; for one that cannot be obeyed that for `standing`, the last one that could.
+    """The plan for a request; for one that cannot be obeyed that for `standing`, the last one that could.
 
     `standing` is followed as far as it goes: a GPU that it names may be gone.
     """
@@ -57,7 +57,7 @@ def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate:
 
 
 def _all_refused(targets: Mapping[str, GpuMode]) -> str | None:
-    """Why, when the gates leave nothing of a wish to be sold; None: there is something, or nothing wanted."""
+    """Why the gates refuse a request on all GPUs; None: they do not, or nothing is wanted."""
     reasons = sorted({target.reason for target in targets.values() if target.refused})
     return "; ".join(reasons) if reasons and all(t.mode is Mode.OFF for t in targets.values()) else None
 

@@ -33,7 +33,7 @@ class Holdings(Protocol):
     problem: str | None
 
     async def refresh(self) -> PodList | None:
-        """Read anew now, within a bounded time; None: not readable, `problem` says why."""
+        """Read again now, within a bounded time; None: not readable, `problem` says why."""
 
 
 class Resources(Protocol):

@@ -1,4 +1,4 @@
-"""Where the wish for a mode comes from: the node's label, a file, or the configuration alone."""
+"""Where the request for a mode comes from: the node's label, a file, or the configuration alone."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.kit.inotify import FolderGone, watching
 from agent.kit.small_file import read_text
-from agent.modes.desired import LONGEST_WORD, Desired, Vocabulary
+from agent.modes.desired import LONGEST_WORD, Desired, ModeCatalog
 
 log = structlog.get_logger()
 
@@ -25,30 +25,30 @@ FILE_LOOK_SECONDS = 10.0
 class DesiredSource:
     """Publishes what is wanted. What was read last stays in force while a source is away."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, catalog: ModeCatalog) -> None:
+        self._catalog = catalog
         self._last: float | None = None
-        self._wish: Callable[[Vocabulary], Desired] = lambda words: words.of_labels({})
-        self.cell: Cell[Desired] = Cell(vocabulary.named("none", ""))
-        self.known = anyio.Event()  # set with the first wish
+        self._request: Callable[[ModeCatalog], Desired] = lambda words: words.of_labels({})
+        self.cell: Cell[Desired] = Cell(catalog.named("none", ""))
+        self.known = anyio.Event()  # set with the first request
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def catalog(self) -> ModeCatalog:
         """What may be asked for."""
-        return self._vocabulary
+        return self._catalog
 
-    def use(self, vocabulary: Vocabulary) -> None:
-        """Read the last wish, and all later ones, by a new configuration."""
-        self._vocabulary = vocabulary
+    def use(self, catalog: ModeCatalog) -> None:
+        """Read the last request, and all later ones, by a new configuration."""
+        self._catalog = catalog
         if self.known.is_set():
-            self._publish(self._wish)
+            self._publish(self._request)
 
     def from_default(self) -> None:
         """No label and no file: the configuration's default mode."""
         self._publish(lambda words: words.of_labels({}))
 
     def from_memory(self, before: Desired | None) -> None:
-        """Take up the wish of before this process, unless a newer one is known."""
+        """Take up the request of before this process, unless a newer one is known."""
         if before and not self.known.is_set():
             word = before.name
             log.warning("mode_remembered", desired=word, reason="the API server has not answered yet")
@@ -60,20 +60,20 @@ class DesiredSource:
             labels = node.labels()
             if labels is None:
                 continue
-            if not self.known.is_set() or self._vocabulary.of_labels(labels) != self.cell.value:
+            if not self.known.is_set() or self._catalog.of_labels(labels) != self.cell.value:
                 newest = await self._settled(node, labels)
                 self._publish(lambda words, newest=newest: words.of_labels(newest))  # type: ignore[misc]
 
     async def follow_file(self, file: Path) -> None:
         """Follow a file that holds one word, for ever. An absent or empty file means the default mode."""
         while True:
-            if not self.known.is_set() or (await self._read(file))(self._vocabulary) != self.cell.value:
+            if not self.known.is_set() or (await self._read(file))(self._catalog) != self.cell.value:
                 await self._spaced()
                 self._publish(await self._read(file))
             try:
                 with anyio.move_on_after(FILE_LOOK_SECONDS):
                     async with watching(file.parent) as folder:
-                        if (await self._read(file))(self._vocabulary) != self.cell.value:
+                        if (await self._read(file))(self._catalog) != self.cell.value:
                             continue
                         async for change in folder.changes():
                             if change.name in ("", file.name):
@@ -81,7 +81,7 @@ class DesiredSource:
             except (FolderGone, OSError):
                 await anyio.sleep(SPACING_SECONDS)
 
-    async def _read(self, file: Path) -> Callable[[Vocabulary], Desired]:
+    async def _read(self, file: Path) -> Callable[[ModeCatalog], Desired]:
         try:
             word = (await anyio.to_thread.run_sync(read_text, file)).strip()
         except FileNotFoundError:
@@ -99,9 +99,9 @@ class DesiredSource:
             return labels
         with anyio.move_on_after(LONGEST_SETTLING_SECONDS):
             while True:
-                asked, version = self._vocabulary.of_labels(labels), node.changes.version
+                asked, version = self._catalog.of_labels(labels), node.changes.version
                 with anyio.move_on_after(SPACING_SECONDS):
-                    while self._vocabulary.of_labels(labels) == asked:
+                    while self._catalog.of_labels(labels) == asked:
                         version = await node.changes.wait_change(version)
                         labels = node.labels() or labels
                     continue
@@ -112,9 +112,9 @@ class DesiredSource:
         if self._last is not None:
             await anyio.sleep_until(self._last + SPACING_SECONDS)
 
-    def _publish(self, wish: Callable[[Vocabulary], Desired]) -> None:
-        self._wish = wish
-        desired = wish(self._vocabulary)
+    def _publish(self, request: Callable[[ModeCatalog], Desired]) -> None:
+        self._request = request
+        desired = request(self._catalog)
         if desired != self.cell.value:
             self._last = anyio.current_time()
             log.info("mode_wanted", desired=desired.name, problem=desired.problem)

@@ -1,7 +1,7 @@
 """The mode switcher: moves each GPU from what it is sold as to what it shall be sold as.
 
 It is level-triggered: each round looks at what is wanted, what is in force and who holds what, and does
-the next step of every GPU that differs. So a new wish in mid-switch, a restart and a failure need no
+the next step of every GPU that differs. So a new request in mid-switch, a restart and a failure need no
 cases of their own. The steps of one GPU, and what may follow what, stand in `agent.modes.transition`; here
 they are taken: the scheduler sends no more pods before a GPU that is sold is closed, a list has left for
 the kubelet before anything is concluded from it, and no GPU is on the lists of two modes.
@@ -28,8 +28,8 @@ from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition
 from agent.modes.backend_tasks import BackendTasks, Outcome
 from agent.modes.comparing import (
-    alike,
-    must_drain,
+    in_use,
+    log_changes,
     named,
     pods_of,
     summary,
@@ -75,7 +75,7 @@ class ModeSwitcher:
         standing: Desired | None = None,
         cordons: Cell[Cordons] | None = None,
     ) -> None:
-        """`standing`: what was in force before this process, for a wish that cannot be obeyed."""
+        """`standing`: what was in force before this process, for a request that cannot be obeyed."""
         self._inventory = inventory
         self._desired = desired
         self._holdings = holdings
@@ -90,13 +90,13 @@ class ModeSwitcher:
         self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
         self._retry = Retry()
-        self._failing = False  # it has been told that set-ups fail
+        self._failing = False  # set-ups fail, and that has been published
         self._wake = anyio.Event()
         self._kubelet_retry = Backoff(first=0.2, longest=2.0)
         self._closing = False
         self.switches = 0  # how often a GPU came into another mode
         self.assignment = assignment  # nobody else publishes it
-        self.accepted: Cell[Desired | None] = Cell(standing)  # the last wish that could be obeyed
+        self.accepted: Cell[Desired | None] = Cell(standing)  # the last request that could be obeyed
         self.state: Cell[SwitchState] = Cell(STARTING)
 
     async def run(self) -> None:
@@ -117,16 +117,13 @@ class ModeSwitcher:
     async def close(self) -> None:
         """Offer nothing any more, for an agent that is about to stop: the kubelet hears it before the end."""
         self._closing = True
-        self._woken()
+        self._wake.set()
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
-    def _woken(self) -> None:
-        self._wake.set()
-
     async def _wake_on(self, cell: Cell[Any]) -> None:
         async for _ in cell.values():
-            self._woken()
+            self._wake.set()
 
     async def _round(self) -> float:
         """One look and the steps that follow from it; how long to wait, in seconds, unless woken."""
@@ -158,7 +155,7 @@ class ModeSwitcher:
             waiting = self._look(plan.targets, holders) or busy
             missing = uncounted(holders, self.assignment.value)
         await self._sell_what_is_ready()
-        return self._told(desired, plan, waiting, missing)
+        return self._report(desired, plan, waiting, missing)
 
     def _without_gpus(self, desired: Desired, problem: str) -> None:
         """No GPU was ever seen. A node that shall offer nothing is ready so: its agent may go."""
@@ -166,7 +163,7 @@ class ModeSwitcher:
         if ready:
             self.accepted.publish(desired)
         text = f"{'no GPU is wanted' if ready else 'waiting for the GPUs'}: {problem}"
-        self._tell(Phase.APPLIED if ready else Phase.SWITCHING, desired, text, {}, applied=ready)
+        self._show(Phase.APPLIED if ready else Phase.SWITCHING, desired, text, {}, applied=ready)
 
     async def _holders(self) -> Holders | None:
         """Who holds what, by a reading of this moment; None: the kubelet does not say."""
@@ -177,19 +174,14 @@ class ModeSwitcher:
         return holders_by_gpu(pods)
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
-        self._tell(
+        self._show(
             Phase.SWITCHING, desired, f"waiting for the kubelet: {self._holdings.problem}", plan.targets
         )
         return self._kubelet_retry.next()
 
     def _refused_if_busy(self, plan: Plan, holders: Holders) -> tuple[Plan, Waiting]:
         """With whenBusy refuse: what stood before, while pods hold GPUs that would have to drain."""
-        assignment, apart = self.assignment.value, self._cordons.value
-        busy = {
-            uuid: pods_of(holders[uuid])
-            for uuid, wanted in plan.targets.items()
-            if uuid not in apart and holders.get(uuid) and must_drain(assignment.of(uuid), wanted)
-        }
+        busy = in_use(self.assignment.value, plan.targets, holders, self._cordons.value)
         if not busy:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
@@ -197,7 +189,7 @@ class ModeSwitcher:
         return decide(self._inventory.value, refused, self.accepted.value, self._gate), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
-        """GPUs seen for the first time: whoever holds units of one tells the mode that it is in."""
+        """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
         found: dict[str, ModeState] = {}
         for uuid in new:
             held = holders.get(uuid)
@@ -270,7 +262,7 @@ class ModeSwitcher:
     def _came(self, uuid: str, outcome: Outcome) -> None:
         """A task of a GPU is over."""
         self._change({uuid: outcome(self._states[uuid])})
-        self._woken()
+        self._wake.set()
 
     def _change(self, changes: Mapping[str, ModeState]) -> None:
         """Put states of some GPUs in force and bring all lists up to date in the same breath."""
@@ -287,9 +279,7 @@ class ModeSwitcher:
             if mode.mode is not Mode.OFF:
                 self._resources.enable(mode.mode)
                 self.switches += mode.mode is not before.of(uuid).mode
-        for (stage, mode), gpus in alike(before, self._states, listed).items():
-            details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
-            log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
+        log_changes(before, self._states, listed)
         if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):
             self.assignment.publish(Assignment(MappingProxyType({**before.gpus, **listed})))
             self._resources.refresh()
@@ -304,36 +294,36 @@ class ModeSwitcher:
         with anyio.move_on_after(DELIVER_SECONDS):
             await self._resources.delivered()
 
-    def _told(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
+    def _report(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
         targets, apart = plan.targets, self._cordons.value
         states = {uuid: self._states[uuid] for uuid in targets}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())
         pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
-        # A GPU that is taken out of sale by hand drains beside: the wish is in force without it.
+        # A GPU that is taken out of sale by hand drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
         if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED
             text = (plan.problem or summary(targets)) + missing
-            self._tell(phase, desired, text, targets, waiting, applied=True)
+            self._show(phase, desired, text, targets, waiting, applied=True)
         elif plan.problem:
-            self._tell(Phase.BLOCKED, desired, plan.problem, targets, waiting, problems)
+            self._show(Phase.BLOCKED, desired, plan.problem, targets, waiting, problems)
             pause = DRAIN_LOOK_SECONDS
         elif problems and (self._failing or not (working or mode_waits)):
-            # While it is tried again, too: one failure is told once.
+            # While it is tried again, too: one failure is published once.
             self._failing = True
-            self._tell(Phase.FAILED, desired, next(iter(problems.values())), targets, waiting, problems)
+            self._show(Phase.FAILED, desired, next(iter(problems.values())), targets, waiting, problems)
             pause = min(pause, RETRY_LOOK_SECONDS, self._retry.seconds or DRAIN_LOOK_SECONDS)
         elif mode_waits:
             count, pods = named(mode_waits)
             text = f"waiting for {count} pod(s) to end: {pods}{missing}"
-            self._tell(Phase.SWITCHING, desired, text, targets, waiting, problems)
+            self._show(Phase.SWITCHING, desired, text, targets, waiting, problems)
         else:
-            self._tell(Phase.SWITCHING, desired, "setting up", targets, waiting)
+            self._show(Phase.SWITCHING, desired, "setting up", targets, waiting)
             pause = DRAIN_LOOK_SECONDS
         return pause
 
-    def _tell(
+    def _show(
         self,
         phase: Phase,
         desired: Desired,

@@ -27,7 +27,7 @@ def inventory_of(
     most_clients: int | None = None,
     grown: Mapping[str, int] = NOTHING,
 ) -> NodeInventory:
-    """What schedulers are told. `most_clients`: a ceiling of MPS clients below what MPS can serve.
+    """The inventory for schedulers. `most_clients`: a ceiling of MPS clients below what MPS can serve.
 
     `grown`: bytes of GPUs, by UUID, that vGPU containers have beyond what their pods asked for.
     """

@@ -72,7 +72,7 @@ class SchedulingTaint:
         self._turn()
 
     def drop_all(self) -> None:
-        """End all holds, and leave nothing alone: whoever set the taint, it goes."""
+        """End all holds, and leave nothing alone: the taint goes, no matter who set it."""
         self._holds.clear()
         self._left_alone = False
         self._turn()

@@ -9,7 +9,7 @@ from agent.kubelet.podresources import PodList
 NOBODY: frozenset[tuple[str, str]] = frozenset()
 
 
-async def caught(
+async def unadmitted(
     pods: Callable[[], Mapping[str, Pod] | None],
     resources: Callable[[], AbstractSet[str]],
     refresh: Callable[[], Awaitable[PodList | None]],
@@ -17,7 +17,7 @@ async def caught(
     """UIDs of pods that are bound to this node and lack any of `resources` that they ask for.
 
     `pods`: those bound here by UID, None: not known now. `refresh`: who holds what; where the kubelet does
-    not say (None), each pod that waits to start counts as caught: a kubelet that is too busy to answer is
+    not say (None), each pod that waits to start counts as unadmitted: a kubelet that is too busy to answer is
     the very one that has not got to them yet.
     """
 
@@ -30,7 +30,7 @@ async def caught(
     held: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for one in listed.holdings if listed else ():
         held.setdefault((one.namespace, one.pod), set()).add((one.container, one.resource))
-    # Anew, after the kubelet's answer: what was bound meanwhile is not in it.
+    # Once more, after the kubelet's answer: what was bound meanwhile is not in it.
     return frozenset(
         uid
         for uid, pod in waiting().items()

@@ -25,7 +25,7 @@ from agent.model.placement import (
     place,
     policy_of,
 )
-from agent.modes.desired import FOREIGN_LABELS, LABEL, NOTHING, Vocabulary
+from agent.modes.desired import FOREIGN_LABELS, LABEL, NOTHING, ModeCatalog
 from agent.modes.planner import decide
 from tests.fuzz.campaign import Campaign
 from tests.unit.modes.nodes import gpu, snapshot_of
@@ -35,7 +35,7 @@ LAYOUTS = {
     "sliced": (Entry(("rest",), Mode.PGPU, 4),),
     "elsewhere": (Entry(("7",), Mode.PGPU),),  # this node has no such GPU
 }
-WORDS = Vocabulary(LAYOUTS, (Mode.PGPU, Mode.VGPU, Mode.MPS), "none")
+WORDS = ModeCatalog(LAYOUTS, (Mode.PGPU, Mode.VGPU, Mode.MPS), "none")
 MEANT = {*WORDS.values, "enable", *NOTHING, *FOREIGN_VALUES}
 
 

@@ -10,7 +10,7 @@ from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
-from agent.modes.desired import Desired, Vocabulary
+from agent.modes.desired import Desired, ModeCatalog
 from agent.modes.memory import ModeMemory
 from agent.modes.state import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
@@ -187,7 +187,7 @@ async def test_what_earlier_agents_and_others_wrote_is_read_for_what_it_is(tmp_p
 
 def test_a_remembered_wish_means_what_it_meant() -> None:
     mixed = (Entry(("rest",), Mode.VGPU),)
-    words = Vocabulary({"mixed": (Entry(("rest",), Mode.PGPU),)}, (Mode.PGPU, Mode.VGPU), "none")
+    words = ModeCatalog({"mixed": (Entry(("rest",), Mode.PGPU),)}, (Mode.PGPU, Mode.VGPU), "none")
     assert words.remembered(Desired("mixed", mixed)) == Desired("mixed", mixed)
     assert words.remembered(Desired("renamed", mixed)) == Desired("renamed", mixed)
     assert words.remembered(Desired("mps", everywhere(Mode.MPS))) is None  # the configuration turns it off

@@ -13,13 +13,13 @@ from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.model.layout import Entry, LayoutError, faults_of, resolve
 from agent.model.modes import Mode
-from agent.modes.desired import Vocabulary
+from agent.modes.desired import ModeCatalog
 from agent.modes.sources import DesiredSource
 from agent.node.labels import label_value, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 MIXED = (Entry(("0-1",), Mode.PGPU, 4), Entry(("rest",), Mode.MPS))
-WORDS = Vocabulary({"mixed": MIXED}, (Mode.PGPU, Mode.VGPU, Mode.MPS), "none")
+WORDS = ModeCatalog({"mixed": MIXED}, (Mode.PGPU, Mode.VGPU, Mode.MPS), "none")
 
 
 def modes(entries: tuple[Entry, ...], *gpus: int) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_node_that_another_agent_claims_sells_nothing(labels: Mapping[str, str
 
 
 def test_modes_that_are_turned_off_cannot_be_asked_for() -> None:
-    words = Vocabulary({"mixed": MIXED}, (Mode.PGPU,), "none")
+    words = ModeCatalog({"mixed": MIXED}, (Mode.PGPU,), "none")
     assert words.named("mps", "label").problem == "label 'mps' is unknown; use one of pgpu, disable, mixed"
     assert words.named("mixed", "label").problem == "layout mixed uses mps, which the configuration turns off"
 

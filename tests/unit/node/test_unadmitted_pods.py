@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources
 from agent.cluster.reflector import Metadata
 from agent.kubelet.podresources import Holding, PodList
-from agent.node.unadmitted_pods import caught
+from agent.node.unadmitted_pods import unadmitted
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 
@@ -36,14 +36,14 @@ class Node:
             return None
         return PodList(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
 
-    async def caught(self) -> frozenset[str]:
-        return await caught(self.known, lambda: {CORE, MEMORY}, self.refresh)
+    async def unadmitted(self) -> frozenset[str]:
+        return await unadmitted(self.known, lambda: {CORE, MEMORY}, self.refresh)
 
 
 async def test_half_a_pair_is_not_enough() -> None:
     node = Node(pod("none", CORE, MEMORY), pod("half", CORE, MEMORY), pod("both", CORE, MEMORY))
     node.held = [("half", CORE), ("both", CORE), ("both", MEMORY)]
-    assert await node.caught() == {"u-none", "u-half"}
+    assert await node.unadmitted() == {"u-none", "u-half"}
 
 
 async def test_only_pods_that_wait_for_ours_are_asked_about() -> None:
@@ -53,17 +53,17 @@ async def test_only_pods_that_wait_for_ours_are_asked_about() -> None:
         pod("failed", CORE, phase="Failed"),
         pod("other", "cpu"),
     )
-    assert await node.caught() == set()
+    assert await node.unadmitted() == set()
     assert node.reads == 0
 
 
 async def test_a_kubelet_that_does_not_answer_has_not_served_them() -> None:
     node = Node(pod("waits", CORE), pod("other", "cpu"))
     node.held = None
-    assert await node.caught() == {"u-waits"}
+    assert await node.unadmitted() == {"u-waits"}
 
 
 async def test_a_pod_that_was_bound_meanwhile_counts() -> None:
     node = Node(pod("served", CORE))
     node.held, node.late = [("served", CORE)], pod("late", CORE)
-    assert await node.caught() == {"u-late"}
+    assert await node.unadmitted() == {"u-late"}
