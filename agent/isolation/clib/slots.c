@@ -65,7 +65,8 @@ static bool lock_slots(void) {
     return true;
 }
 
-/* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie. */
+/* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie, and
+ * not only the first thread, which may end before the others: field 20 counts it and those that are left. */
 static uint64_t start_of(uint32_t pid, bool *gone) {
     char path[32], text[1024];
     *gone = false;
@@ -81,11 +82,14 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
     if (at == NULL || at[1] != ' ') {
         return 0;
     }
-    *gone = at[2] == 'Z' || at[2] == 'X';
+    bool ended = at[2] == 'Z' || at[2] == 'X';
+    uint64_t threads = 0;
     for (int field = 3; field < 22 && at != NULL; field++) {
+        threads = field == 20 ? strtoull(at + 2, NULL, 10) : threads;
         at = strchr(at + 2, ' ');
         at = at == NULL ? NULL : at - 1;
     }
+    *gone = ended && threads <= 1;
     return at == NULL ? 0 : strtoull(at + 2, NULL, 10);
 }
 
