@@ -49,7 +49,10 @@ static bool settle(struct gna_entry *pool) {
 void gna_reclaim_locked(int record, CUstream stream, bool wait) {
     struct gna_entry pool;
     if (wait) {
+        /* What the stream waits for may be another thread's to submit, which needs the lock for it. */
+        gna_leave(&gna_pools_lock);
         REAL(cuStreamSynchronize)(stream);
+        gna_enter(&gna_pools_lock);
     }
     for (size_t place = 0; gna_next(GNA_POOL, &place, &pool);) {
         if (pool.record == record) {
@@ -61,6 +64,7 @@ void gna_reclaim_locked(int record, CUstream stream, bool wait) {
 }
 
 void gna_reclaim(int record) {
+    gna_freed_settle(true, NULL);
     gna_enter(&gna_pools_lock);
     gna_reclaim_locked(record, NULL, false);
     gna_leave(&gna_pools_lock);
@@ -68,6 +72,7 @@ void gna_reclaim(int record) {
 
 void gna_pools_settle(void) {
     struct gna_entry pool;
+    gna_freed_settle(false, NULL);
     if (atomic_load_explicit(&pools, memory_order_relaxed) == 0) {
         return;
     }
