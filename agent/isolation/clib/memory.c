@@ -242,7 +242,12 @@ static CUresult freed_async(CUresult result, bool known, struct gna_entry *entry
 
 void gna_freed_settle(bool wait, CUcontext gone) {
     struct gna_entry later;
-    for (size_t place = 0; atomic_load(&freed_later) > 0 && gna_next(GNA_FREED, &place, &later);) {
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (atomic_load_explicit(&freed_later, memory_order_relaxed) == 0) {
+        return;
+    }
+    REAL(cuThreadExchangeStreamCaptureMode)(&mode); /* or to ask for an event would end a capture of the application */
+    for (size_t place = 0; gna_next(GNA_FREED, &place, &later);) {
         /* Taken out first: another thread must not ask for an event that this one destroys. */
         if (!gna_take(GNA_FREED, later.key, &later)) {
             continue;
@@ -258,6 +263,7 @@ void gna_freed_settle(bool wait, CUcontext gone) {
         gna_discharge(later.flag, later.record, later.bytes);
         atomic_fetch_sub(&freed_later, 1);
     }
+    REAL(cuThreadExchangeStreamCaptureMode)(&mode);
 }
 
 HOOK(cuMemFreeAsync)(CUdeviceptr dptr, CUstream hStream) {

@@ -222,11 +222,39 @@ static void know(CUmemoryPool pool, CUdevice device) {
     gna_leave(&gna_pools_lock);
 }
 
+/* Memory of the host costs nothing; managed memory moves to the GPU that works with it, so that such a pool counts for
+ * the GPU from which it is first asked for memory. */
+static void know_by_location(CUmemoryPool pool, const CUmemLocation *location, CUmemAllocationType kind) {
+    int type = (int)location->type;
+    if (type == CU_MEM_LOCATION_TYPE_DEVICE) {
+        know(pool, location->id);
+    } else if (type == 6) {
+        know(pool, location->localized.deviceId);
+    } else if (kind != CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        know(pool, -1);
+    }
+}
+
 HOOK(cuMemPoolCreate)(CUmemoryPool *pool, const CUmemPoolProps *poolProps) {
     CUresult result = REAL(cuMemPoolCreate)(pool, poolProps);
     if (result == CUDA_SUCCESS) {
-        int type = (int)poolProps->location.type;
-        know(*pool, type == CU_MEM_LOCATION_TYPE_DEVICE ? poolProps->location.id : type == 6 ? poolProps->location.localized.deviceId : -1);
+        know_by_location(*pool, &poolProps->location, poolProps->allocType);
+    }
+    return result;
+}
+
+HOOK(cuMemGetDefaultMemPool)(CUmemoryPool *pool_out, CUmemLocation *location, CUmemAllocationType type) {
+    CUresult result = REAL(cuMemGetDefaultMemPool)(pool_out, location, type);
+    if (result == CUDA_SUCCESS) {
+        know_by_location(*pool_out, location, type);
+    }
+    return result;
+}
+
+HOOK(cuMemGetMemPool)(CUmemoryPool *pool, CUmemLocation *location, CUmemAllocationType type) {
+    CUresult result = REAL(cuMemGetMemPool)(pool, location, type);
+    if (result == CUDA_SUCCESS) {
+        know_by_location(*pool, location, type);
     }
     return result;
 }
