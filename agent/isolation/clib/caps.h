@@ -18,6 +18,7 @@
 
 #define GNA_GRANULE (UINT64_C(2) << 20)
 #define GNA_SMALL (UINT64_C(1) << 20) /* below it, allocations share granules */
+#define GNA_SWEEP_NS 2000000          /* between two searches for dead processes */
 #define GNA_LOCK_SECONDS 3            /* a lock that is not had by then refuses */
 
 static inline uint64_t gna_round_up(uint64_t bytes, uint64_t unit) {

@@ -4,7 +4,7 @@
  * the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
 #include "caps.h"
 
-#include <string.h>
+#include <time.h>
 
 struct gna_mutex gna_pools_lock;
 static _Atomic unsigned pools;
@@ -64,6 +64,8 @@ void gna_reclaim_locked(int record, CUstream stream, bool wait) {
 }
 
 void gna_reclaim(int record) {
+    /* A process that ended a moment ago was not searched for, if another search had just been: one is due again then. */
+    nanosleep(&(struct timespec){.tv_nsec = GNA_SWEEP_NS}, NULL);
     gna_freed_settle(true, NULL);
     gna_enter(&gna_pools_lock);
     gna_reclaim_locked(record, NULL, false);

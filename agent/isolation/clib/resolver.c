@@ -80,15 +80,13 @@ static bool is_hook(const void *pointer) {
     return false;
 }
 
-/* False where it is known already, or one of ours. */
-static bool remember(void *pointer, unsigned id) {
+static void remember(void *pointer, unsigned id) {
     static unsigned count;
     if (pointer == NULL || is_hook(pointer)) {
-        return false;
+        return;
     }
     gna_enter(&lock);
-    bool is_new = id_of(pointer) < 0 && count < PLACES / 2;
-    if (is_new) {
+    if (id_of(pointer) < 0 && count < PLACES / 2) {
         size_t place = home(pointer);
         while (atomic_load_explicit(&known[place].pointer, memory_order_relaxed) != NULL) {
             place = (place + 1) & (PLACES - 1);
@@ -98,7 +96,6 @@ static bool remember(void *pointer, unsigned id) {
         atomic_store_explicit(&known[place].pointer, pointer, memory_order_release);
     }
     gna_leave(&lock);
-    return is_new;
 }
 
 static void *by_resolver(unsigned id) {
@@ -153,9 +150,10 @@ static void learn(unsigned first, unsigned end) {
         /* A driver that is older than an ABI may answer with the one before, which is known already; and one that
          * looks itself up in the process finds our hooks. */
         void *found = by_resolver(id);
-        if (remember(found, id) && !gna_has(id)) {
-            atomic_store_explicit(&gna_reals[id], found, memory_order_release);
+        if (found != NULL && id_of(found) < 0 && !is_hook(found) && !gna_has(id)) {
+            atomic_store_explicit(&gna_reals[id], found, memory_order_release); /* before its hook is given to anybody */
         }
+        remember(found, id);
     }
     atomic_store_explicit(&learned[first], 1, memory_order_release);
     busy = false;

@@ -13,8 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Of the whole container: 300 processes that are looked up in /proc cost 3 ms. */
-static const uint64_t SWEEP_NS = 2000000, THOROUGH_NS = 50000000;
+/* Of the whole container, as GNA_SWEEP_NS: 300 processes that are looked up in /proc cost 3 ms. */
+static const uint64_t THOROUGH_NS = 50000000;
 
 static struct gna_mutex lock;
 static _Atomic int attached_pid;
@@ -162,7 +162,7 @@ static bool is_due(uint64_t *last_ns, uint64_t now, uint64_t after) {
 void gna_sweep(bool thorough) {
     uint64_t now = gna_now_ns();
     thorough = thorough && is_due(&gna_usage->header.thorough_ns, now, THOROUGH_NS);
-    if (!is_due(&gna_usage->header.swept_ns, now, SWEEP_NS) && !thorough) {
+    if (!is_due(&gna_usage->header.swept_ns, now, GNA_SWEEP_NS) && !thorough) {
         return;
     }
     for (unsigned number = 0; number < used_slots(); number++) {
