@@ -39,7 +39,8 @@ _FLAGS: Final = (
 def build(folder: Path, architecture: str = "", sanitizer: str = "") -> Path:
     """The library's path in `folder`, which is made. Raises BuildError.
 
-    `architecture` is the machine's own by default; `sanitizer` is `thread` or `undefined`, for tests.
+    `architecture` is the machine's own by default; `sanitizer` is one that can trap, such as
+    `undefined`, for tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
@@ -69,7 +70,8 @@ def _compile(scratch: Path, architecture: str, sanitizer: str) -> Path:
     (scratch / "forward.c").write_text(_forward(made))
     (scratch / "exports").write_text(EXPORTED)
     sources = [*sorted(SOURCES.glob("*.c")), scratch / "forward.c"]
-    extra = [f"-fsanitize={sanitizer}"] if sanitizer else []
+    # Traps, since the programs that load the library have no run time of a sanitizer.
+    extra = [f"-fsanitize={sanitizer}", "-fsanitize-trap=all"] if sanitizer else []
     arguments = [
         *("-target", toolchain.target(architecture)),
         *(*_FLAGS, *extra, f"-I{scratch}", f"-I{SOURCES}", f"-isystem{include}"),

@@ -43,6 +43,7 @@ static inline void *gna_real(unsigned id) {
 struct gna_mutex {
     _Atomic int holder; /* a pid: a child of fork takes over what its parent held */
 };
+int gna_self(void); /* the pid */
 void gna_enter(struct gna_mutex *mutex);
 void gna_leave(struct gna_mutex *mutex);
 

@@ -3,7 +3,8 @@
 
 static _Thread_local unsigned pending __attribute__((tls_model("initial-exec")));
 
-static __attribute__((noinline)) void publish(void) {
+/* Rarely called: it keeps every register, so that a launch need not. */
+static __attribute__((noinline, preserve_most, cold)) void publish(void) {
     struct gna_usage_slot *slot = gna_attach();
     if (slot != NULL && gna_usage_sound()) {
         __atomic_fetch_add(&slot->launches, pending, __ATOMIC_RELAXED);
@@ -11,15 +12,20 @@ static __attribute__((noinline)) void publish(void) {
     pending = 0;
 }
 
-void gna_count_launch(void) {
+static inline __attribute__((always_inline)) void count(void) {
     if (__builtin_expect(++pending >= 1024, 0)) {
         publish();
     }
 }
 
-#define LAUNCH(symbol, ...)  \
-    gna_count_launch();      \
-    return REAL(symbol)(__VA_ARGS__)
+void gna_count_launch(void) {
+    count();
+}
+
+/* A jump: the arguments stay where they are. */
+#define LAUNCH(symbol, ...)                                             \
+    count();                                                            \
+    __attribute__((musttail)) return REAL(symbol)(__VA_ARGS__)
 
 HOOK(cuLaunch)(CUfunction f) {
     LAUNCH(cuLaunch, f);

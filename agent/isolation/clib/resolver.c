@@ -70,9 +70,18 @@ static int id_of(const void *pointer) {
     }
 }
 
+static bool is_hook(const void *pointer) {
+    for (unsigned id = 0; id < GNA_IDS; id++) {
+        if (gna_hooks[id] == pointer) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void remember(void *pointer, unsigned id) {
     static unsigned count;
-    if (pointer == NULL || pointer == gna_hooks[id] || id_of(pointer) >= 0 || count >= PLACES / 2) {
+    if (pointer == NULL || id_of(pointer) >= 0 || count >= PLACES / 2) {
         return;
     }
     size_t place = home(pointer);
@@ -128,13 +137,20 @@ static void learn(unsigned first, unsigned end) {
     }
     gna_enter(&lock);
     for (unsigned id = first; id < end; id++) {
-        remember(by_symbol(id), id);
+        void *found = by_symbol(id);
+        if (found != NULL && !is_hook(found)) {
+            remember(found, id);
+        }
     }
     for (unsigned id = first; id < end; id++) {
         void *found = by_resolver(id);
-        remember(found, id);
-        if (found != NULL && !gna_has(id)) {
-            atomic_store_explicit(&gna_reals[id], found, memory_order_release);
+        /* A driver that is older than an ABI may answer with the one before, which is known already; and one that
+         * looks itself up in the process finds our hooks. */
+        if (found != NULL && id_of(found) < 0 && !is_hook(found)) {
+            remember(found, id);
+            if (!gna_has(id)) {
+                atomic_store_explicit(&gna_reals[id], found, memory_order_release);
+            }
         }
     }
     atomic_store_explicit(&learned[first], 1, memory_order_release);

@@ -264,7 +264,7 @@ static struct gna_usage_slot *claim(void) {
 }
 
 struct gna_usage_slot *gna_attach(void) {
-    int pid = getpid();
+    int pid = gna_self();
     if (atomic_load_explicit(&attached_pid, memory_order_acquire) == pid) {
         return atomic_load_explicit(&own, memory_order_relaxed);
     }

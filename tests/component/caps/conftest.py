@@ -16,6 +16,13 @@ from tests.cuda_double.program import Program, program
 CACHE = Path(__file__).parents[3] / "build"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first on a machine fetches the compiler and builds library and driver."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
 @pytest.fixture(scope="session")
 def library() -> Path:
     """The enforcement library."""

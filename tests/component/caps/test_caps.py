@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from agent.isolation.clib.build import cached
 from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.container import make
 from tests.cuda_double.machine import MIB, CudaMachine
 
 CLASSES = {
@@ -195,3 +197,17 @@ def test_the_library_is_built_for_both_processors() -> None:
         name: int.from_bytes(cached(name).read_bytes()[18:20], "little") for name in ("x86_64", "aarch64")
     }
     assert machines == {"x86_64": 62, "aarch64": 183}
+
+
+@pytest.mark.timeout(300)
+def test_no_behaviour_is_undefined(tmp_path: Path, machine: CudaMachine, programs: Programs) -> None:
+    made = make(tmp_path / "traps", cached(sanitizer="undefined"), (2048,))
+    program = programs(made, PITCH, "init()", "count = 2", "kernel = function()")
+    for command in CLASSES.values():
+        program(command)
+    program("handle = create(64); at = reserve(64); map_at(at, 64, handle)", "unmap(at, 64)")
+    program("[launch(kernel) for _ in range(1100)]", "resolve('cuMemAlloc', 12000)", "memory()")
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size((1 << 64) - 1))") == 2
+    assert program("call('cuMemAllocManaged', ctypes.byref(u64()), size((1 << 63) + 1), 1)") == 2
+    program("check('cuCtxSynchronize')")
+    assert made.charged() == machine.used()
