@@ -102,6 +102,8 @@ class Pairing:
             promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
             # Without one: the IDs are inherited, or the kubelet took its own choice.
             promise = next(promised, None) or await self._found(call)
+            # What was granted counts from now on: finding out who asks may have taken seconds.
+            call = replace(call, now=self._clock())
             self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
             self._report(member, grant)
@@ -139,7 +141,7 @@ class Pairing:
         facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
         if facts.records is not None:
             self._take_in(facts.records, facts.pods)
-        promise, hint_ignored = self.rules.promise(self._state, call, asker)
+        promise, hint_ignored = self.rules.promise(self._state, replace(call, now=self._clock()), asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return promise

@@ -3,6 +3,7 @@
 import anyio
 import pytest
 
+from agent.kubelet.podresources import PodList
 from agent.model.demand import Demand
 from agent.model.ledger import PairMember
 from agent.pairing.ports import Cause, PairRefused
@@ -156,3 +157,42 @@ async def test_units_of_a_pair_whose_second_half_is_to_come_are_not_set_aside() 
 
     with pytest.raises(PairRefused, match="15 free units"):
         await kubelet.pairing.set_aside(gpu, 16, keep)
+
+
+async def test_a_promise_counts_from_when_it_was_made_though_the_kubelet_answered_late() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> PodList:
+        kubelet.now += 12.0
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+    await first(kubelet, pod("a", share("main", 10, 25)), PairMember.CORE)
+    # The Allocate after it finds the promise, and need not wait once more.
+    assert (kubelet.pairing.stats.expired, kubelet.lists) == (0, 1)
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        raise AssertionError(ids)
+
+    with pytest.raises(PairRefused, match="15 free units"):
+        await kubelet.pairing.set_aside(gpu, 16, keep)
+
+
+async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_late() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> PodList:
+        kubelet.now += 12.0
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+    waiting = pod("a", share("main", 10, 25))
+    kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
+    (pool,) = kubelet.pairing.ledger.pools.values()
+    await kubelet.pairing.allocate(PairMember.CORE, pool.cores[:10])
+    # The second member follows at once: whose it is was just found out.
+    await kubelet.pairing.prefer(PairMember.MEMORY, 25, pool.blocks)
+    assert (kubelet.pairing.stats.expired, kubelet.lists) == (0, 1)
