@@ -196,3 +196,24 @@ async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_l
     # The second member follows at once: whose it is was just found out.
     await kubelet.pairing.prefer(PairMember.MEMORY, 25, pool.blocks)
     assert (kubelet.pairing.stats.expired, kubelet.lists) == (0, 1)
+
+
+async def test_a_record_older_than_what_a_call_has_read_frees_nothing() -> None:
+    """Health and modes bring the lists up to date by the record that was published last, whatever its age."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    kubelet.now = 1.0
+    await kubelet.refresh()
+    await kubelet.admit(pod("a", share("main", 10, 25)))
+    kubelet.now = 2.0
+    await kubelet.admit(pod("b", share("main", 10, 5)))
+    kubelet.shares.refresh()
+    held = kubelet.in_use(PairMember.CORE) | kubelet.in_use(PairMember.MEMORY)
+    assert held <= kubelet.pairing.ledger.kept_ids
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        assert not held & set(ids)
+
+    with pytest.raises(PairRefused, match="10 free units"):
+        await kubelet.pairing.set_aside(gpu, 11, keep)
+    await kubelet.pairing.set_aside(gpu, 10, keep)
