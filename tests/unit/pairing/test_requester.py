@@ -162,3 +162,21 @@ async def test_pod_refused_once_may_come_back() -> None:
     kubelet.api[lingering.key], kubelet.taken_up[lingering.key] = lingering, Admission(lingering)
     kubelet.end(("default", "a"))
     await kubelet.admit(pod("r", share("main", 50, 10)))
+
+
+async def test_a_pod_that_the_watch_brings_while_a_get_hangs_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An API server that takes seconds to answer; the kubelet hears of pods a moment before the agent."""
+    monkeypatch.setattr("agent.pairing.resolver.MISS_SECONDS", 0.01)
+    kubelet = KubeletModel()
+    kubelet.cached = False
+
+    async def hanging(namespace: str, name: str) -> Pod | None:
+        kubelet.cached = True
+        await anyio.sleep(10)
+        return None
+
+    kubelet.get = hanging  # type: ignore[method-assign]
+    await kubelet.admit(pod("a", share("main", 10, 5)))
+    assert len(kubelet.gpus_of(("default", "a"), "main")) == 1
