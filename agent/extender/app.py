@@ -74,7 +74,10 @@ class Extender:
         if not self.election.holds:
             problem = f" ({self.election.problem})" if self.election.problem else ""
             return [f"another replica leads: {self.election.holder or 'not known yet'}{problem}"]
-        return [self.feed.waits_for if self.feed else "it has just become leader"] if not self.serving else []
+        if not self.serving:
+            return [self.feed.waits_for if self.feed else "it has just become leader"]
+        unfound = self._label.problem if self._label else ""
+        return [f"the Service does not find it, its label cannot be written: {unfound}"] if unfound else []
 
     def shortcomings(self) -> list[str]:
         """Why it could not take over; empty: it is ready, whether it leads or not."""
@@ -140,7 +143,7 @@ class Extender:
 
     async def _metrics_page(self, request: Request) -> Reply:
         self.metrics.leader.set(self.election.holds)
-        self.metrics.ready.set(self.serving is not None)
+        self.metrics.ready.set(not self.blockers())
         fleet, feed = self.fleet, self.feed
         figures = await _ledger_figures(fleet, feed) if fleet and feed and self.election.holds else None
         return await self.metrics.reply(request, figures)

@@ -5,7 +5,7 @@ in between: all could be sent to where one fits. So a member's GPUs are chosen i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -24,6 +24,7 @@ class _Kept:
     gang: str
     node: str
     claim: PodClaim
+    until: float  # when the ledger lets go of it, on its clock
 
 
 class Gangs:
@@ -47,7 +48,7 @@ class Gangs:
         self._tidy()
         now = self._clock()
         until = now + (REFUSED_SECONDS if self._refused.get(gang, now) > now else self._seconds)
-        self._kept[uid] = _Kept(gang, node, claim)
+        self._kept[uid] = _Kept(gang, node, claim, until)
         self._fleet.assume(uid, node, claim, until)
         log.debug("gang_member_kept", gang=gang, pod=claim.name, node=node)
 
@@ -56,7 +57,9 @@ class Gangs:
         self._tidy()
         until = self._refused[gang] = self._clock() + REFUSED_SECONDS
         for uid, kept in self._kept.items():
-            if kept.gang == gang and self._holds(uid, kept):
+            # Refusals follow each other; one that was made later must not give a choice more time.
+            if kept.gang == gang and until < kept.until:
+                self._kept[uid] = replace(kept, until=until)
                 self._fleet.assume(uid, kept.node, kept.claim, until)
 
     def take(self, uid: str, node: str, demand: PodDemand) -> PodClaim | None:
@@ -64,10 +67,19 @@ class Gangs:
         kept = self._kept.pop(uid, None)
         if kept is None or not self._holds(uid, kept):
             return None
-        if kept.node == node and kept.claim.demand == demand:
+        if kept.node == node and kept.claim.demand == demand and self._usable(kept):
             return kept.claim
         self._forget(uid, kept)
         return None
+
+    def _usable(self, kept: _Kept) -> bool:
+        """Whether the GPUs are still sold as they were when they were chosen."""
+        inventory, chosen = self._fleet.inventory(kept.node), kept.claim.chosen
+        if inventory is None or chosen is None:
+            return inventory is None and chosen is None
+        usable = {(gpu.index, gpu.mode) for gpu in inventory.gpus if gpu.usable}
+        slots = zip(kept.claim.demand.slots, chosen, strict=True)
+        return all((index, slot.mode) in usable for slot, indices in slots for index in indices)
 
     def _holds(self, uid: str, kept: _Kept) -> bool:
         return self._fleet.assumed(uid) is kept.claim

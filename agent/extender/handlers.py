@@ -14,7 +14,7 @@ from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.metrics import Metrics
 from agent.extender.objects import WatchedPod, as_model, gang_of
 from agent.extender.preemption import victims_needed
-from agent.extender.verdicts import Verdicts
+from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpServer, Reply, Request
 
@@ -75,7 +75,8 @@ class Verbs:
         if gang:
             serving.binder.gangs.release(asked.pod.metadata.uid)
         fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
-        if not fitting and self._may_look_again():
+        # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
+        if not fitting and NOT_REACHED not in refused.values() and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
             fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if gang:

@@ -53,7 +53,11 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.leader = Gauge(PREFIX + "leader", "1 if this replica leads.", registry=registry)
-        self.ready = Gauge(PREFIX + "ready", "1 if it leads and its ledger is complete.", registry=registry)
+        self.ready = Gauge(
+            PREFIX + "ready",
+            "1 if it leads, its ledger is complete and the Service finds it.",
+            registry=registry,
+        )
         self.ledger = LedgerCollector()
         registry.register(self.ledger)
 

@@ -46,7 +46,7 @@ class ServingLabel:
         self._pod = pod
         self._folder = f"/api/v1/namespaces/{namespace}/pods"
         self._selector = ",".join(part for part in (settings.selector, f"{LABEL}=true") if part)
-        self._problem = ""
+        self.problem = ""  # why the label could not be written last
 
     async def keep(self, complete: Cell[bool]) -> None:
         """Until cancelled: no other replica has the label, this one has it while `complete`.
@@ -71,11 +71,11 @@ class ServingLabel:
             else:
                 await self._write(self._pod, None)
         except (ApiError, msgspec.DecodeError) as error:
-            if not self._problem:
+            if not self.problem:
                 log.warning("serving_label_not_written", pod=self._pod, problem=str(error))
-            self._problem = str(error)
+            self.problem = str(error)
             return False
-        self._problem = ""
+        self.problem = ""
         return True
 
     async def _apply(self, serving: bool) -> None:

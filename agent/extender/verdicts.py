@@ -22,7 +22,7 @@ SHAPES = 32
 BEST = 10  # kube-scheduler's MaxExtenderPriority
 # Work for one request, in steps of `packing` (about 5 us each), and after how much of it others run. Nodes
 # that are left over are looked at with the next request for a pod of the same shape.
-REQUEST_STEPS = 5000
+REQUEST_STEPS = 3000
 PAUSE_STEPS = 400
 NODES_AT_ONCE = 2048
 PICK_STEPS = 8  # of a choice with its worth, whatever the search takes

@@ -78,6 +78,7 @@ class HoldingsWatch:
         self._believed: tuple[int, int] | None = None  # the socket of a kubelet that has heard of its pods
         self._heard = False  # whether the last answer was of such a one
         self._record = Record()
+        self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
@@ -172,6 +173,7 @@ class HoldingsWatch:
             record = join(record, listed, entries, view, believed=True, fresh=True)
         if began >= self._record.listed.began:  # else one that began later was answered before
             self._record, self._heard = record, heard
+        self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 
     async def _entries(self) -> Entries:
@@ -219,5 +221,6 @@ class HoldingsWatch:
         return f"what init containers of {names} hold is not known: {self._unreadable}" if hiding else None
 
     def _publish(self) -> None:
-        if self._record.joined != self.cell.value:
+        if self._differs or self._record.joined != self.cell.value:
+            self._differs = False
             self.cell.publish(self._record.joined)

@@ -26,7 +26,9 @@ M = TypeVar("M")
 
 API_VERSION = "v1beta1"
 # The kubelet sets no deadline on calls that hold up every pod of the node, so the agent does: on the request,
-CALL_SECONDS = 2.0
+# which names each free unit and is hundreds of KB long: a node whose processors are busy may take seconds to
+# pass it on, and the pod of a request that is given up is lost,
+REQUEST_SECONDS = 20.0
 # and on the answer, which may have to wait for a busy kubelet's own answer (`podresources.PATIENCE_SECONDS`).
 ANSWER_SECONDS = 20.0
 PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
@@ -280,14 +282,14 @@ class DevicePluginService:
 async def _received(stream: Stream[M, Any]) -> M:
     message: M | None = None
     try:
-        with anyio.move_on_after(CALL_SECONDS) as waited:
+        with anyio.move_on_after(REQUEST_SECONDS) as waited:
             message = await stream.recv_message()
     # Whatever decoders and grpclib's framing say of broken bytes; the one is as much the caller's fault
     # as the other, and a traceback in our log would not help to find it.
     except Exception as error:
         raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {describe(error)}") from error
     if waited.cancelled_caught:
-        raise GRPCError(Status.DEADLINE_EXCEEDED, f"no request came within {CALL_SECONDS:g} s")
+        raise GRPCError(Status.DEADLINE_EXCEEDED, f"no request came within {REQUEST_SECONDS:g} s")
     if message is None:
         raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
     return message

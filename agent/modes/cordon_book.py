@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cluster.own_node import OwnNode
+from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
@@ -69,6 +69,8 @@ class CordonBook:
 
     async def _write(self, cordons: Cordons) -> None:
         if self._node:
+            if self.problem:
+                raise NodeNotWritten(f"{self.problem}; mend or remove it first", refused=True)
             await self._node.write_metadata({}, {ANNOTATION: encoded(cordons) if cordons else None})
         self._put(cordons)
 

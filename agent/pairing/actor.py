@@ -8,6 +8,7 @@ record of who holds what (`agent.kubelet.record`) shows all that was granted.
 Calls are served one at a time, within the time that `agent.kubelet.service` gives to each.
 """
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -56,6 +57,7 @@ class Pairing:
         self._recorder = recorder or Recorder()
         self._clock = clock
         self._state = State()
+        self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
 
     @property
@@ -73,8 +75,12 @@ class Pairing:
         self._become(self._state.with_pools(pools))
 
     def observe(self, record: PodList) -> None:
-        """Take in who holds what, by a reading that may be older than the last grant."""
-        self._take_in(Records.of(self.pair, record))
+        """Take in who holds what, by a reading that may be older than the last grant.
+
+        One that is older than a call's is passed over: promises that the newer one showed have ended by it.
+        """
+        if record.began >= self._read:
+            self._take_in(Records.of(self.pair, record))
         # A pod may end before any record shows what it was granted.
         self._become(self._state.without(lambda each: each.pod.uid in record.ended))
         self._forget_late()
@@ -102,6 +108,8 @@ class Pairing:
             promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
             # Without one: the IDs are inherited, or the kubelet took its own choice.
             promise = next(promised, None) or await self._found(call)
+            # What was granted counts from now on: finding out who asks may have taken seconds.
+            call = replace(call, now=self._clock())
             self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
             self._report(member, grant)
@@ -139,12 +147,13 @@ class Pairing:
         facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
         if facts.records is not None:
             self._take_in(facts.records, facts.pods)
-        promise, hint_ignored = self.rules.promise(self._state, call, asker)
+        promise, hint_ignored = self.rules.promise(self._state, replace(call, now=self._clock()), asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return promise
 
     def _take_in(self, records: Records, pods: Mapping[PodKey, Pod] | None = None) -> None:
+        self._read = max(self._read, records.began)
         # When promises expire at the latest that were made before the reading began.
         covers = records.began + self.rules.reservation_seconds
         self._become(self._state.observed(records, covers, pods))

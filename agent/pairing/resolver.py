@@ -70,7 +70,7 @@ class RequesterResolver:
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) == 1 and not facts.unknown:
                 return facts, found[0]
-            if facts.unknown or anyio.current_time() >= give_up:
+            if anyio.current_time() >= give_up:
                 break
         if found and not facts.unknown and same_outcome(self._pair, found):
             return facts, found[0]

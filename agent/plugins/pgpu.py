@@ -107,7 +107,8 @@ class PgpuPlugin:
         """Hand out GPUs by UUID. Refuses unknown, foreign and unhealthy ones; nothing changes then."""
         if len(set(ids)) < len(ids):
             raise Refused(f"the same device ID of {self.resource} stands twice among those asked for")
-        states = [self._sold(device_id) for device_id in ids]
+        for device_id in ids:
+            self._sold(device_id)
         if self._refuse_more_than_one and len(ids) > 1 and any(parse(one).unit is REPLICA for one in ids):
             raise Refused(
                 f"{len(ids)} time slices of {self.resource} were asked for, and more give no more of a GPU: "
@@ -116,8 +117,10 @@ class PgpuPlugin:
         taken, record = await self._taken(ids)
         if refused := {text: held for text, held in taken.items() if not self._inherited(held, record)}:
             raise self._held_already(refused)
+        # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
+        gpus = dict.fromkeys(self._sold(device_id).gpu for device_id in ids)
         self._granted |= dict.fromkeys(ids, monotonic())
-        return self._injector.allocation(list(dict.fromkeys(state.gpu for state in states)))
+        return self._injector.allocation(list(gpus))
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""

@@ -13,14 +13,13 @@ import anyio.to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
-from agent.model.node_inventory import INVENTORY
-from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.cluster.api import ApiError
 from tests.cluster.build.cache import cache_root
+from tests.cluster.node_reset import forget_resources
 from tests.cluster.node_watch import watching
 from tests.cluster.rig_node import RigNode
 from tests.cluster.running import asked, process_in
@@ -255,28 +254,8 @@ class RealRig(RigBase):
         async with anyio.create_task_group() as group:
             for pod in self._pods:
                 group.start_soon(self.delete_pod, pod)
-        await self._blocking(self._forget_resources)
+        await self._blocking(partial(forget_resources, self._cluster, self._labels))
         await self._wait_known_devices(0)
-
-    def _forget_resources(self) -> None:
-        cluster = self._cluster
-        cluster.stop("kubelet")
-        for path in cluster.cdi_dir.iterdir():
-            path.unlink()
-        for path in (cluster.kubelet_root / "device-plugins").glob("*checkpoint"):
-            path.unlink()
-        for path in (cluster.kubelet_root / "plugins_registry").glob("*.sock"):
-            path.unlink()  # a killed agent leaves it, and the kubelet keeps dialling
-        node = cluster.api.path("v1", "Node", None, cluster.node)
-        status = cluster.api.get(node)["status"]
-        foreign = {name: None for name in status["capacity"] if "/" in name}
-        cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
-        labels = dict.fromkeys((*self._labels, MODE_LABEL))
-        annotations = {STATE_ANNOTATION: None, INVENTORY: None}
-        # The taint is what an agent leaves that is killed in mid-switch.
-        metadata = {"labels": labels, "annotations": annotations}
-        cluster.api.merge_patch(node, {"metadata": metadata, "spec": {"taints": None}})
-        cluster.start("kubelet")
 
     # Inner
 

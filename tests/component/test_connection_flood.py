@@ -45,9 +45,10 @@ def soft_limit(limit: int | None) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def agent(folder: Path) -> AsyncIterator[tuple[int, list[tuple[int, bytes]]]]:
+async def agent(_folder: Path) -> AsyncIterator[tuple[int, list[tuple[int, bytes]]]]:
     """Port of its probes; ports to flood, and with what."""
-    async with run_in(folder) as one:
+    # Sockets of MPS daemons fit below a short folder only.
+    async with anyio.TemporaryDirectory(prefix="gna-") as short, run_in(Path(short)) as one:
         with soft_limit(SOFT_LIMIT):
             await one.start()
         port = int((await one.logged("http_listening"))["port"])

@@ -1,8 +1,5 @@
-"""Calls, patches, the pod cache, events and credentials against the scripted server."""
+"""Calls and patches against the scripted server."""
 
-import os
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,21 +7,16 @@ import anyio.to_thread
 import pytest
 
 from agent.cluster import api as api_module
-from agent.cluster import lean
-from agent.cluster import pods as pods_module
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
-from agent.cluster.events import WAITING, Event, EventRecorder, Regarding
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
 from agent.cluster.node import NodeObject
-from agent.cluster.pods import PodCache
+from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import (
-    FakeApi,
     bookmark,
     client,
     event,
     objects,
     opened,
     page,
-    pod,
     send,
     silence,
     status,
@@ -33,15 +25,6 @@ from tests.component.cluster.server import (
 from tests.component.kubelet_room.parts import eventually
 
 NODE = "/api/v1/nodes/n"
-POD = "/api/v1/namespaces/ns/pods/a"
-EVENTS = "/api/v1/namespaces/default/events"
-
-
-@asynccontextmanager
-async def serving(**scripts: Any) -> Any:
-    fake = FakeApi()
-    async with fake.serving(), client(fake.url) as api:
-        yield fake, api
 
 
 async def test_errors_are_this_rooms_and_name_what_was_asked() -> None:
@@ -241,191 +224,6 @@ async def test_the_own_node_is_watched_and_read() -> None:
         assert found.status.capacity["nvidia.com/gpu"] == "8"
         assert fake.asked[0].query["fieldSelector"] == "metadata.name=n"
         group.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def pod_cache(*known: Any) -> Any:
-    async with serving() as (fake, api), anyio.create_task_group() as group:
-        fake.script(
-            "/api/v1/pods", watch(*(event("ADDED", one) for one in known), bookmark("9", complete=True))
-        )
-        cache = PodCache(api, "n")
-        group.start_soon(cache.run)
-        await eventually(lambda: cache.reflector.synced)
-        yield fake, cache
-        group.cancel_scope.cancel()
-
-
-SPEC = {
-    "nodeName": "n",
-    "containers": [{"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": "2"}}}],
-    "initContainers": [{"name": "side", "restartPolicy": "Always"}],
-}
-
-
-async def test_a_pod_of_the_copy_costs_no_call() -> None:
-    async with pod_cache(pod("a", spec=SPEC)) as (fake, cache):
-        found = await cache.get("ns", "a")
-        assert found.spec.containers[0].resources.limits == {"nvidia.com/gpu": "2"}
-        assert found.spec.init_containers[0].restart_policy == "Always"
-        assert (found.spec.node_name, found.status.phase) == ("n", "Pending")
-        assert fake.of(POD) == []
-
-
-async def test_a_miss_is_one_get() -> None:
-    async with pod_cache() as (fake, cache):
-        fake.script(POD, objects(pod("a", spec=SPEC)))
-        assert (await cache.get("ns", "a")).metadata.uid == "a"
-        assert [one.method for one in fake.of(POD)] == ["GET"]
-        assert await cache.get("ns", "nobody") is None
-
-
-@pytest.mark.parametrize(
-    "old",
-    [
-        pod("a", uid="old", metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"}),
-        pod("a", uid="old", status={"phase": "Failed"}),
-        pod("a", uid="old", status={"phase": "Succeeded"}),
-    ],
-)
-async def test_a_copy_that_ends_may_have_a_namesake(old: Any) -> None:
-    async with pod_cache(old) as (fake, cache):
-        fake.script(POD, objects(pod("a", uid="new")))
-        assert (await cache.get("ns", "a")).metadata.uid == "new"
-
-
-async def test_a_get_in_an_admission_has_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pods_module.MISS_SECONDS == 1.0
-    monkeypatch.setattr(pods_module, "MISS_SECONDS", 0.1)
-    async with pod_cache() as (fake, cache):
-        fake.script(POD, silence)
-        with pytest.raises(ApiError, match=r"in time|within 0\.1 s"):
-            await cache.get("ns", "a")
-        fake.scripts[POD] = [objects({"metadata": {"name": 7}})]
-        with pytest.raises(ApiError, match="pod ns/a cannot be understood"):
-            await cache.get("ns", "a")
-        fake.scripts[POD] = [status(403, "pods is forbidden")]
-        with pytest.raises(ApiRefused, match="grant the right"):
-            await cache.get("ns", "a")
-
-
-async def test_equal_events_are_counted_and_aged_ones_made_anew() -> None:
-    async with serving() as (fake, api), anyio.create_task_group() as group:
-        fake.script(EVENTS, objects({}))
-        recorder = EventRecorder(api, "n")
-        group.start_soon(recorder.run)
-        recorder.node("GPULost", "GPU x is lost", warning=True)
-        await eventually(lambda: len(fake.of(EVENTS)) == 1)
-        body = fake.asked[0].body
-        name = body["metadata"]["name"]
-        assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "n"}
-        assert (body["reason"], body["message"], body["type"]) == ("GPULost", "GPU x is lost", "Warning")
-        assert (body["count"], body["source"]) == (1, {"component": "gpu-node-agent", "host": "n"})
-        assert body["firstTimestamp"].endswith("Z")
-
-        one = f"{EVENTS}/{name}"
-        fake.script(one, objects({}), objects({}), status(404, "gone"))
-        for count in (2, 3):
-            recorder.node("GPULost", "GPU x is lost", warning=True)
-            await eventually(lambda: len(fake.of(one)) == count - 1)  # noqa: B023
-            patched = fake.asked[-1]
-            assert (patched.method, patched.body["count"]) == ("PATCH", count)
-        recorder.node("GPULost", "GPU x is lost", warning=True)
-        await eventually(lambda: len(fake.of(EVENTS)) == 2)
-        again = fake.asked[-1].body
-        assert again["count"] == 1
-        assert again["metadata"]["name"] != name
-        recorder.emit(Event(Regarding("Pod", "p", "ns", "uid"), "AllocationRefused", "x" * 5000))
-        await eventually(lambda: len(fake.of("/api/v1/namespaces/ns/events")) == 1)
-        other = fake.asked[-1].body
-        assert other["involvedObject"] == {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": "p",
-            "namespace": "ns",
-            "uid": "uid",
-        }
-        assert (other["type"], len(other["message"])) == ("Normal", 1024)
-        group.cancel_scope.cancel()
-
-
-async def test_events_that_find_no_room_or_no_server_are_told(logs: Any) -> None:
-    async with serving() as (fake, api):
-        fake.script(EVENTS, status(403, "events is forbidden"))
-        recorder = EventRecorder(api, "n")
-        for number in range(WAITING + 10):
-            recorder.node("GPULost", f"GPU {number} is lost")
-        assert recorder.dropped == 10
-        async with anyio.create_task_group() as group:
-            group.start_soon(recorder.run)
-            await eventually(lambda: len(fake.of(EVENTS)) == WAITING)
-            await eventually(lambda: len(logs) == WAITING)
-            group.cancel_scope.cancel()
-    assert {one["event"] for one in logs} == {"event_not_sent"}
-    assert "events is forbidden" in logs[0]["problem"]
-
-
-async def test_the_memory_of_events_is_bounded() -> None:
-    async with serving() as (fake, api), anyio.create_task_group() as group:
-        fake.script(EVENTS, objects({}))
-        recorder = EventRecorder(api, "n")
-        group.start_soon(recorder.run)
-        for number in range(3 * WAITING):
-            recorder.node("GPULost", str(number))
-            await eventually(lambda: len(fake.asked) == number + 1)  # noqa: B023
-        assert len(recorder._counts) <= WAITING
-        group.cancel_scope.cancel()
-
-
-async def test_the_service_accounts_token_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens are replaced hourly; the file may be missing for a moment."""
-    token, authority = tmp_path / "token", tmp_path / "ca.crt"
-    token.write_text("first")
-    authority.write_text("unused")
-    await anyio.to_thread.run_sync(lean._empty)
-    from kubernetes_asyncio.config import incluster_config
-
-    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
-    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
-    configured = await lean.configuration(None)
-    assert configured.host == "https://127.0.0.1:6443"
-    configured.ssl_ca_cert = None
-    fake = FakeApi()
-    fake.script("/x", objects({}))
-    async with fake.serving():
-        configured.host = fake.url
-        api = KubeApi(configured, lean.rest_client(configured))
-        loader = configured.refresh_api_key_hook.__closure__[0].cell_contents
-        await api.get("/x")
-        token.write_text("second")
-        await api.get("/x")
-        loader.token_expires_at = loader.token_expires_at.replace(year=2000)
-        await api.get("/x")
-        assert [one.headers["authorization"] for one in fake.asked] == [
-            "Bearer first",
-            "Bearer first",
-            "Bearer second",
-        ]
-        token.unlink()
-        loader.token_expires_at = loader.token_expires_at.replace(year=2000)
-        with pytest.raises(ApiUnavailable, match="the credentials for the API server cannot be read"):
-            await api.get("/x")
-        await api.close()
-
-
-async def test_where_there_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(lean.NoClusterAccess, match="KUBERNETES_SERVICE_HOST is not set"):
-        await lean.configuration(None)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
-    if not os.path.exists("/var/run/secrets/kubernetes.io"):  # noqa: ASYNC240, PTH110
-        with pytest.raises(lean.NoClusterAccess, match="the pod's service account cannot be used"):
-            await lean.configuration(None)
 
 
 async def test_a_watch_keeps_its_connection_alive() -> None:

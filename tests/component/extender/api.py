@@ -28,6 +28,7 @@ class ClusterApi:
     pods: dict[str, Object] = field(default_factory=dict)
     leases: dict[str, Object] = field(default_factory=dict)
     bindings: list[Object] = field(default_factory=list)
+    labels_work: bool = True
     label_writes: list[tuple[str, Object]] = field(default_factory=list)  # pod, and the labels it is to get
     refuse: int = 0
     lose_answers: bool = False  # bind, and answer 500
@@ -120,6 +121,8 @@ class ClusterApi:
         return web.json_response({"items": found})
 
     async def _label(self, request: web.Request) -> web.StreamResponse:
+        if not self.labels_work:
+            return _status(403, "the policy forbids it")
         pod = self.pods.get(request.match_info["name"])
         if pod is None:
             return _status(404, "no such pod")

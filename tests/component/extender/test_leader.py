@@ -82,6 +82,27 @@ async def test_the_label_of_the_service_moves_with_leadership() -> None:
         await labels()  # who ends gives it back
 
 
+async def test_a_leader_whose_label_cannot_be_written_does_not_say_that_it_serves() -> None:
+    api = ClusterApi(labels_work=False)
+    api.node("a", *gpus(1))
+    api.pod("first", 0, 0, "n")
+    async with api.serving(), replica(api, **{"serving.pod": "first"}) as scheduler:
+        with anyio.fail_after(10):
+            while scheduler.extender.serving is None or scheduler.extender.blockers() == []:
+                await anyio.sleep(0.02)
+        status, text = await scheduler.get("/serving")
+        assert status == 503
+        assert "the Service does not find it" in text
+        assert "the policy forbids it" in text
+        assert "gpu_agent_extender_ready 0.0" in (await scheduler.get("/metrics"))[1]
+        assert (await scheduler.get("/readyz"))[0] == 200  # it could take over
+        api.labels_work = True
+        with anyio.fail_after(10):
+            while (await scheduler.get("/serving"))[0] != 200:
+                await anyio.sleep(0.1)
+        assert "gpu_agent_extender_ready 1.0" in (await scheduler.get("/metrics"))[1]
+
+
 async def test_a_leader_that_lost_its_lease_takes_no_label_from_its_successor() -> None:
     api = ClusterApi()
     for name in ("former", "successor"):

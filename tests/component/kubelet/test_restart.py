@@ -17,8 +17,12 @@ from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
 from tests.component.kubelet.waiting import eventually
 
 
+def file(root: Path) -> Path:
+    return root / "device-plugins/kubelet_internal_checkpoint"
+
+
 def document(root: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((root / "device-plugins/kubelet_internal_checkpoint").read_text())
+    loaded: dict[str, Any] = json.loads(file(root).read_text())
     return loaded
 
 
@@ -158,10 +162,11 @@ async def test_tampered_checkpoint_is_told(kubelet: EmbeddedKubelet, root: Path)
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)
+            await eventually(lambda: file(root).exists())  # it is written after the list was taken
         await kubelet.stop()
         changed = document(root)
         changed["Data"]["RegisteredDevices"]["nvidia.com/other"] = []
-        (root / "device-plugins/kubelet_internal_checkpoint").write_text(json.dumps(changed))
+        file(root).write_text(json.dumps(changed))
     with pytest.raises(BaseExceptionGroup) as failure:
         async with EmbeddedKubelet(root).running():
             await anyio.sleep_forever()

@@ -216,8 +216,9 @@ async def test_a_plugin_that_hangs_is_given_up(
         assert len((await peer.allocate("a")).container_responses) == 1
 
 
-def test_the_agents_deadline_is_two_seconds() -> None:
-    assert service_module.CALL_SECONDS == 2.0
+def test_the_agents_deadlines_leave_a_busy_node_time() -> None:
+    # Pods were refused after 2 s on a node whose processors were busy.
+    assert service_module.REQUEST_SECONDS == 20.0
     # An answer may wait for the kubelet's own, which its callers are given less time for.
     assert service_module.ANSWER_SECONDS == 20.0 > PATIENCE_SECONDS + MISS_SECONDS
 
@@ -274,7 +275,7 @@ async def test_a_huge_request_is_served(folder: Path) -> None:
 async def test_a_caller_that_never_sends_its_request_is_let_go(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(service_module, "REQUEST_SECONDS", 0.05)
     async with served(ScriptedPlugin("a"), folder) as one, Peer(one.path) as peer:
         silence = threading.Event()
 

@@ -166,3 +166,18 @@ async def test_an_outage_does_not_last_until_the_next_timer(monkeypatch: pytest.
             await watch.cell.wait_for(lambda found: found == one)
         group.cancel_scope.cancel()
     assert watch.problem is None
+
+
+async def test_what_only_a_call_has_read_is_followed_by_a_publication() -> None:
+    """A pod that came and went between two readings by the timer: a call has seen it, and counts it still."""
+    before, between = _listed(_held(A)), _listed(_held(A), _held(B))
+    watch = HoldingsWatch(Lister(before, before, between, before))  # type: ignore[arg-type]
+    await watch.refresh()
+    await watch.refresh()
+    version = watch.cell.version
+    assert await watch.look() == between
+    assert (watch.cell.value, watch.cell.version) == (before, version)
+    await watch.refresh()
+    assert (watch.cell.value, watch.cell.version) == (before, version + 1)
+    await watch.refresh()
+    assert watch.cell.version == version + 1

@@ -1,10 +1,12 @@
 """GPUs taken out of sale by hand: what the annotation may say, and what the switcher makes of it."""
 
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
+from agent.cluster.own_node import NodeNotWritten
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
@@ -110,6 +112,11 @@ async def test_the_annotation_has_the_say_and_survives_an_api_server_that_is_awa
             while book.problem is None:
                 await anyio.sleep(0.005)
             assert set(book.cell.value) == {ONE}
+            # Nor is it written over by a command: what was meant would be lost.
+            for write in (partial(book.add, TWO, "hot"), partial(book.remove, ONE)):
+                with pytest.raises(NodeNotWritten, match="mend or remove it first"):
+                    await write()
+            assert (node.notes[ANNOTATION], set(book.cell.value)) == ("9", {ONE})
             node.notes[ANNOTATION] = "1,2=hot"
             node.changes.publish(object())
             await book.cell.wait_for(lambda now: set(now) == {ONE, TWO})

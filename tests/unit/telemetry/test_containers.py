@@ -19,7 +19,7 @@ from agent.telemetry.containers import ContainerUse, ContainerWatch, Uses, above
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
 from tests.unit.telemetry.agents import Parts
-from tests.unit.telemetry.test_metrics import OPENMETRICS, page, value
+from tests.unit.telemetry.pages import OPENMETRICS, page, value
 from tests.unit.telemetry.test_sampler import rounds, running
 
 UID, CONTAINER = "0b2e1fd0-3b0c-4d4a-9a6c-5ab3c1f6b9b1", "ab" * 32

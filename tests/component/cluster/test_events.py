@@ -1,0 +1,81 @@
+"""Events: counted, aged, told when they find no room, and bounded in memory."""
+
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from agent.cluster.events import WAITING, Event, EventRecorder, Regarding
+from tests.component.cluster.scripted import serving
+from tests.component.cluster.server import objects, status
+from tests.component.kubelet_room.parts import eventually
+
+EVENTS = "/api/v1/namespaces/default/events"
+
+
+async def test_equal_events_are_counted_and_aged_ones_made_anew() -> None:
+    async with serving() as (fake, api), anyio.create_task_group() as group:
+        fake.script(EVENTS, objects({}))
+        recorder = EventRecorder(api, "n")
+        group.start_soon(recorder.run)
+        recorder.node("GPULost", "GPU x is lost", warning=True)
+        await eventually(lambda: len(fake.of(EVENTS)) == 1)
+        body = fake.asked[0].body
+        name = body["metadata"]["name"]
+        assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "n"}
+        assert (body["reason"], body["message"], body["type"]) == ("GPULost", "GPU x is lost", "Warning")
+        assert (body["count"], body["source"]) == (1, {"component": "gpu-node-agent", "host": "n"})
+        assert body["firstTimestamp"].endswith("Z")
+
+        one = f"{EVENTS}/{name}"
+        fake.script(one, objects({}), objects({}), status(404, "gone"))
+        for count in (2, 3):
+            recorder.node("GPULost", "GPU x is lost", warning=True)
+            await eventually(lambda: len(fake.of(one)) == count - 1)  # noqa: B023
+            patched = fake.asked[-1]
+            assert (patched.method, patched.body["count"]) == ("PATCH", count)
+        recorder.node("GPULost", "GPU x is lost", warning=True)
+        await eventually(lambda: len(fake.of(EVENTS)) == 2)
+        again = fake.asked[-1].body
+        assert again["count"] == 1
+        assert again["metadata"]["name"] != name
+        recorder.emit(Event(Regarding("Pod", "p", "ns", "uid"), "AllocationRefused", "x" * 5000))
+        await eventually(lambda: len(fake.of("/api/v1/namespaces/ns/events")) == 1)
+        other = fake.asked[-1].body
+        assert other["involvedObject"] == {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": "p",
+            "namespace": "ns",
+            "uid": "uid",
+        }
+        assert (other["type"], len(other["message"])) == ("Normal", 1024)
+        group.cancel_scope.cancel()
+
+
+async def test_events_that_find_no_room_or_no_server_are_told(logs: Any) -> None:
+    async with serving() as (fake, api):
+        fake.script(EVENTS, status(403, "events is forbidden"))
+        recorder = EventRecorder(api, "n")
+        for number in range(WAITING + 10):
+            recorder.node("GPULost", f"GPU {number} is lost")
+        assert recorder.dropped == 10
+        async with anyio.create_task_group() as group:
+            group.start_soon(recorder.run)
+            await eventually(lambda: len(fake.of(EVENTS)) == WAITING)
+            await eventually(lambda: len(logs) == WAITING)
+            group.cancel_scope.cancel()
+    assert {one["event"] for one in logs} == {"event_not_sent"}
+    assert "events is forbidden" in logs[0]["problem"]
+
+
+async def test_the_memory_of_events_is_bounded() -> None:
+    async with serving() as (fake, api), anyio.create_task_group() as group:
+        fake.script(EVENTS, objects({}))
+        recorder = EventRecorder(api, "n")
+        group.start_soon(recorder.run)
+        for number in range(3 * WAITING):
+            recorder.node("GPULost", str(number))
+            await eventually(lambda: len(fake.asked) == number + 1)  # noqa: B023
+        assert len(recorder._counts) <= WAITING
+        group.cancel_scope.cancel()
