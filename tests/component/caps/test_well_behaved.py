@@ -132,6 +132,19 @@ def test_what_was_freed_while_the_lock_was_held_is_given_back_later(
     assert made.charged() == machine.used() == 1024 * MIB
 
 
+def test_what_a_process_had_that_has_just_ended_is_free(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    first, second = programs(made, "init()", "alloc(400)"), programs(made, "init()")
+    first.kill()
+    # Another process searched for dead ones this very moment, and found none.
+    searched = "struct.pack('<Q', time.clock_gettime_ns(time.CLOCK_BOOTTIME))"
+    second(f"import struct; region = os.open({str(made.usage)!r}, os.O_WRONLY)")
+    second(f"[os.pwrite(region, {searched}, at) for at in (288, 256)]; alloc(600)")
+    assert made.charged() == machine.used() == 900 * MIB
+
+
 def test_the_heap_of_device_code_is_charged(
     container: MakeContainer, machine: CudaMachine, programs: Programs
 ) -> None:
