@@ -84,9 +84,14 @@ def test_simulated_node_by_chart(simulated: Installation) -> None:
     cluster = simulated.cluster
     simulated.install()
     pod = simulated.ready_agent()["metadata"]["name"]
-    node = _offered(cluster, 8)
-    assert node["metadata"]["labels"]["gpu-node-agent.io/simulated"] == "true"
-    assert node["metadata"]["labels"]["gpu-node-agent.io/mode"] == "pgpu"
+    assert _offered(cluster, 8)["metadata"]["labels"]["gpu-node-agent.io/simulated"] == "true"
+
+    def switched() -> None:  # the label follows what the kubelet offers
+        mode = cluster.get("Node", cluster.node)["metadata"]["labels"]["gpu-node-agent.io/mode"]
+        if mode != "pgpu":
+            raise NotYet(mode)
+
+    eventually(switched, timeout=30, what="the node is in mode pgpu", interval=0.2)
 
     cluster.apply(manifests.pod("tries", manifests.container("main", limits={GPU: 3})))
     cluster.wait_pod("tries")
