@@ -18,6 +18,7 @@
 
 #define GNA_GRANULE (UINT64_C(2) << 20)
 #define GNA_SMALL (UINT64_C(1) << 20) /* below it, allocations share granules */
+#define GNA_SWEEP_NS 2000000          /* between two searches for dead processes */
 #define GNA_LOCK_SECONDS 3            /* a lock that is not had by then refuses */
 
 static inline uint64_t gna_round_up(uint64_t bytes, uint64_t unit) {
@@ -49,7 +50,7 @@ void gna_leave(struct gna_mutex *mutex);
 
 enum gna_kind {
     GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
-    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_KINDS
+    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_KINDS
 };
 struct gna_entry {
     uint64_t key;
@@ -100,11 +101,13 @@ int gna_record_of(CUdevice device); /* -1: this container holds no such GPU */
 CUresult gna_current_record(int *record);
 int gna_location_record(const CUmemLocation *location, bool *on_device);
 void gna_small_forget(void);
+/* What was freed in the order of a stream is released where the stream has got there, or where its context is `gone`. */
+void gna_freed_settle(bool wait, CUcontext gone);
 
 /* --- pools.c, graphs.c: both under one lock, since each may make room by what the other gives back --------- */
 extern struct gna_mutex gna_pools_lock;
 void gna_reclaim(int record);
-/* The lock is held. With a stream, what it still works on is waited for, too. */
+/* The lock is held, and let go of while, to order, a stream is waited for. */
 void gna_reclaim_locked(int record, CUstream stream, bool wait);
 void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
 void gna_pools_forget(void);

@@ -8,11 +8,19 @@ static uint64_t price(int record) {
     return record >= 0 && gna_limit_of((unsigned)record, &limit) ? limit.context_bytes : 0;
 }
 
+/* Of a GPU that has no record: what the driver says of the device, if it says anything, such as that it is to be
+ * initialised first. */
+static CUresult refusal(CUdevice device) {
+    CUuuid uuid;
+    CUresult result = REAL(cuDeviceGetUuid)(&uuid, device);
+    return result == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : result;
+}
+
 static CUresult charge(CUdevice device, struct gna_entry *entry) {
     int record = gna_record_of(device);
     uint64_t bytes = price(record);
     *entry = (struct gna_entry){.kind = GNA_CONTEXT, .record = record, .bytes = bytes, .other = (uint64_t)device};
-    return record < 0 ? CUDA_ERROR_OUT_OF_MEMORY : gna_reserve_hard(record, bytes);
+    return record < 0 ? refusal(device) : gna_reserve_hard(record, bytes);
 }
 
 static CUresult created(CUresult result, struct gna_entry *entry, const CUcontext *context) {
@@ -27,8 +35,9 @@ static CUresult created(CUresult result, struct gna_entry *entry, const CUcontex
 }
 
 void gna_context_gone(CUcontext context) {
-    static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_ARRAY, GNA_MIPMAP, GNA_CODE};
+    static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_ARRAY, GNA_MIPMAP, GNA_CODE, GNA_HEAP};
     struct gna_entry entry;
+    gna_freed_settle(false, context);
     for (unsigned index = 0; context != NULL && index < sizeof(kinds) / sizeof(*kinds); index++) {
         for (size_t place = 0; gna_next(kinds[index], &place, &entry);) {
             if (entry.other == (uintptr_t)context && gna_take(entry.kind, entry.key, &entry)) {
@@ -50,8 +59,9 @@ static CUresult destroyed(CUresult result, CUcontext context) {
 
 #define CREATE(symbol, ...)                                                            \
     struct gna_entry entry;                                                            \
-    if (pctx == NULL || charge(dev, &entry) != CUDA_SUCCESS) {                         \
-        return pctx == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OUT_OF_MEMORY;     \
+    CUresult charged = pctx == NULL ? CUDA_ERROR_INVALID_VALUE : charge(dev, &entry);  \
+    if (charged != CUDA_SUCCESS) {                                                     \
+        return charged;                                                                \
     }                                                                                  \
     return created(REAL(symbol)(__VA_ARGS__), &entry, pctx)
 
@@ -90,10 +100,11 @@ static CUresult retain(CUcontext *pctx, CUdevice dev) {
     struct gna_entry entry;
     gna_attach();
     bool held = gna_get(GNA_CONTEXT, primary_key(dev), &entry);
-    if (!held && charge(dev, &entry) != CUDA_SUCCESS) {
-        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = held ? CUDA_SUCCESS : charge(dev, &entry);
+    if (result != CUDA_SUCCESS) {
+        return result;
     }
-    CUresult result = REAL(cuDevicePrimaryCtxRetain)(pctx, dev);
+    result = REAL(cuDevicePrimaryCtxRetain)(pctx, dev);
     if (result == CUDA_SUCCESS) {
         entry.key = primary_key(dev);
         entry.count++;
@@ -157,4 +168,37 @@ HOOK(cuDevicePrimaryCtxReset)(CUdevice dev) {
 
 HOOK(cuDevicePrimaryCtxReset_v2)(CUdevice dev) {
     DROP(cuDevicePrimaryCtxReset_v2, dev, true);
+}
+
+/* What device code allocates and prints comes out of memory that is set aside for it in full. As much as a context has
+ * of it by default is part of the context's price. */
+static uint64_t set_aside(CUlimit limit, uint64_t value) {
+    uint64_t by_default = limit == CU_LIMIT_MALLOC_HEAP_SIZE ? UINT64_C(8) << 20 : UINT64_C(1) << 20;
+    return value > by_default ? gna_round_up(value - by_default, GNA_GRANULE) : 0;
+}
+
+HOOK(cuCtxSetLimit)(CUlimit limit, size_t value) {
+    CUcontext context = NULL;
+    struct gna_entry entry;
+    int record;
+    if ((limit != CU_LIMIT_MALLOC_HEAP_SIZE && limit != CU_LIMIT_PRINTF_FIFO_SIZE) || gna_current_record(&record) != CUDA_SUCCESS) {
+        return REAL(cuCtxSetLimit)(limit, value);
+    }
+    REAL(cuCtxGetCurrent)(&context);
+    gna_attach();
+    /* Handles are addresses and end in zeros. */
+    uint64_t key = (uintptr_t)context + (unsigned)limit, wanted = set_aside(limit, value);
+    uint64_t before = gna_get(GNA_HEAP, key, &entry) ? entry.bytes : 0;
+    entry = (struct gna_entry){.kind = GNA_HEAP, .key = key, .bytes = wanted, .record = record, .other = (uintptr_t)context};
+    if (wanted > before && gna_reserve_hard(record, wanted - before) != CUDA_SUCCESS) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    CUresult result = REAL(cuCtxSetLimit)(limit, value);
+    uint64_t charged = wanted > before ? wanted : before;
+    if (result != CUDA_SUCCESS) {
+        gna_release(record, charged - before);
+    } else if (gna_put(&entry)) {
+        gna_release(record, charged - wanted);
+    }
+    return result;
 }

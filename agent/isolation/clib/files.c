@@ -4,10 +4,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 struct gna_usage *gna_usage;
@@ -24,11 +27,29 @@ static struct kept {
     bool valid;
 } kept[GNA_MAX_DEVICES];
 
+/* To standard error, unless nobody takes it from there: the application is neither held up nor ended by SIGPIPE. */
+static void say(const char *text, size_t length) {
+    struct pollfd error = {.fd = STDERR_FILENO, .events = POLLOUT};
+    sigset_t pipe, before, pending;
+    sigemptyset(&pipe);
+    sigaddset(&pipe, SIGPIPE);
+    if (poll(&error, 1, 0) != 1 || pthread_sigmask(SIG_BLOCK, &pipe, &before)) {
+        return;
+    }
+    sigpending(&pending);
+    if (write(STDERR_FILENO, text, length) < 0 && errno == EPIPE && !sigismember(&pending, SIGPIPE)) {
+        sigtimedwait(&pipe, NULL, &(struct timespec){0});
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
 void gna_complain(const char *what, const char *cause, const char *remedy) {
     static _Atomic int complained;
+    char text[PATH_MAX + 512];
     int self = getpid();
     if (atomic_exchange(&complained, self) != self) {
-        dprintf(STDERR_FILENO, "gpu-node-agent: GPU memory is refused: %s%s: %s; %s\n", folder, what, cause, remedy);
+        int length = snprintf(text, sizeof(text), "gpu-node-agent: GPU memory is refused: %s%s: %s; %s\n", folder, what, cause, remedy);
+        say(text, length < (int)sizeof(text) ? (size_t)length : sizeof(text) - 1);
     }
 }
 
@@ -53,7 +74,16 @@ static uint32_t crc32_of(const uint8_t *bytes, size_t count) {
 static int open_in_folder(const char *name, int flags) {
     char path[PATH_MAX + 16];
     snprintf(path, sizeof(path), "%s%s", folder, name);
-    return open(path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    int file = open(path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (file >= 0 && file <= STDERR_FILENO) {
+        /* The application closed its own, and what somebody writes to standard error must not land in the region. */
+        int higher = fcntl(file, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+        int problem = errno;
+        close(file);
+        errno = problem;
+        file = higher;
+    }
+    return file;
 }
 
 static bool header_sound(const struct gna_limits_header *header) {
@@ -189,9 +219,13 @@ bool gna_usage_back(size_t offset, size_t bytes) {
     if (file < 0) {
         return false;
     }
-    int problem = posix_fallocate(file, (off_t)offset, (off_t)bytes);
-    /* Without room a mapped page would end the application with SIGBUS. */
-    return problem == 0 || problem == EOPNOTSUPP || problem == EINVAL ? true : damaged(GNA_USAGE_NAME, strerror(problem));
+    /* Without room a mapped page would end the application with SIGBUS. Not posix_fallocate: where the file system cannot
+     * do it that writes zeros itself, over what other processes count there. */
+    int problem;
+    do {
+        problem = fallocate(file, 0, (off_t)offset, (off_t)bytes) ? errno : 0;
+    } while (problem == EINTR); /* by a profiler's timer, say */
+    return problem == 0 || problem == EOPNOTSUPP || problem == ENOSYS || problem == EINVAL ? true : damaged(GNA_USAGE_NAME, strerror(problem));
 }
 
 static bool copy_valid(unsigned record, unsigned number, struct gna_limit *copy) {

@@ -108,11 +108,16 @@ void gna_graphs_reclaim(int record) {
     settle(record);
 }
 
+/* What an executable had on one stream the driver may not use on another, and each thread has a default stream. */
+static bool is_backed(const struct gna_entry *entry, CUstream stream) {
+    return entry->count == generation[entry->record] && entry->other == (uintptr_t)stream && stream != CU_STREAM_PER_THREAD;
+}
+
 /* The lock is held. */
 static CUresult reserve(CUgraphExec exec, CUstream stream) {
     struct gna_entry entry;
     for (int record = 0; record < (int)gna_records(); record++) {
-        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry) || entry.count == generation[record]) {
+        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry) || is_backed(&entry, stream)) {
             continue;
         }
         CUresult result = gna_reserve(record, entry.bytes);
@@ -129,12 +134,13 @@ static CUresult reserve(CUgraphExec exec, CUstream stream) {
 }
 
 /* The lock is held. */
-static void settle_exec(CUgraphExec exec, bool backed) {
+static void settle_exec(CUgraphExec exec, CUstream stream, bool backed) {
     struct gna_entry entry;
     for (int record = 0; record < (int)gna_records(); record++) {
         if (gna_get(GNA_EXEC, key_of(exec, record), &entry)) {
             settle(record);
             entry.count = backed ? generation[record] : entry.count;
+            entry.other = backed ? (uintptr_t)stream : entry.other;
             gna_put(&entry);
         }
     }
@@ -152,7 +158,7 @@ static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stre
     if (result == CUDA_SUCCESS) {
         result = call(exec, given);
     }
-    settle_exec(exec, result == CUDA_SUCCESS);
+    settle_exec(exec, stream, result == CUDA_SUCCESS);
     gna_leave(&gna_pools_lock);
     return result;
 }

@@ -9,10 +9,12 @@
 #include <string.h>
 
 static _Atomic uint64_t own_charged[GNA_MAX_DEVICES];
+static _Atomic uint64_t owed[GNA_MAX_DEVICES]; /* freed while the lock was not to be had */
 
 void gna_ledger_forget(void) {
     for (unsigned record = 0; record < GNA_MAX_DEVICES; record++) {
         atomic_store(&own_charged[record], 0);
+        atomic_store(&owed[record], 0);
     }
 }
 
@@ -25,7 +27,15 @@ uint64_t gna_sum_of_slots(unsigned record) {
     return sum;
 }
 
-static struct gna_usage_device *lock_device(int record) {
+/* The device is locked. Never below zero, whatever was written into the region meanwhile. */
+static void lower(struct gna_usage_device *device, struct gna_usage_slot *slot, int record, uint64_t bytes) {
+    struct gna_usage_slot_device *part = &slot->device[record];
+    part->charged = part->charged > bytes ? part->charged - bytes : 0;
+    device->total = device->total > bytes ? device->total - bytes : 0;
+    atomic_fetch_sub(&own_charged[record], bytes);
+}
+
+static struct gna_usage_device *lock_device(int record, struct gna_usage_slot *slot) {
     struct gna_usage_device *device = &gna_usage->device[record];
     bool died;
     if (!gna_usage_sound() || !gna_lock_shared(&device->lock, &died)) {
@@ -36,6 +46,9 @@ static struct gna_usage_device *lock_device(int record) {
         device->repaired++;
         pthread_mutex_consistent(&device->lock);
     }
+    if (atomic_load_explicit(&owed[record], memory_order_relaxed) > 0) {
+        lower(device, slot, record, atomic_exchange(&owed[record], 0));
+    }
     return device;
 }
 
@@ -45,7 +58,7 @@ static bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
 
 /* 1: charged. 0: it does not fit. -1: the lock was not to be had. */
 static int try(int record, uint64_t bytes, uint64_t limit, struct gna_usage_slot *slot, bool last) {
-    struct gna_usage_device *device = lock_device(record);
+    struct gna_usage_device *device = lock_device(record, slot);
     if (device == NULL) {
         return -1;
     }
@@ -89,21 +102,21 @@ CUresult gna_reserve(int record, uint64_t bytes) {
 
 void gna_release(int record, uint64_t bytes) {
     struct gna_usage_slot *slot = bytes == 0 || record < 0 ? NULL : gna_attach();
-    struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record);
-    if (device == NULL) {
-        return; /* it stays charged: the safe side */
+    if (slot == NULL) {
+        return;
     }
-    struct gna_usage_slot_device *part = &slot->device[record];
-    /* Never below zero, whatever was written into the region meanwhile. */
-    part->charged = part->charged > bytes ? part->charged - bytes : 0;
-    device->total = device->total > bytes ? device->total - bytes : 0;
-    atomic_fetch_sub(&own_charged[record], bytes);
+    struct gna_usage_device *device = lock_device(record, slot);
+    if (device == NULL) {
+        atomic_fetch_add(&owed[record], bytes); /* it stays charged, the safe side, until the lock is to be had again */
+        return;
+    }
+    lower(device, slot, record, bytes);
     pthread_mutex_unlock(&device->lock);
 }
 
 void gna_context_charged(int record, int64_t bytes) {
     struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
-    struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record);
+    struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record, slot);
     if (device != NULL) {
         slot->device[record].context += (uint64_t)bytes;
         pthread_mutex_unlock(&device->lock);
@@ -114,13 +127,14 @@ void gna_charged(int record, uint64_t *used, uint64_t *limit) {
     struct gna_limit now;
     *used = 0;
     *limit = 0;
-    if (gna_attach() == NULL || record < 0 || !gna_limit_of((unsigned)record, &now)) {
+    struct gna_usage_slot *slot = gna_attach();
+    if (slot == NULL || record < 0 || !gna_limit_of((unsigned)record, &now)) {
         return;
     }
     if (gna_usage_sound()) {
         gna_sweep(true);
     }
-    struct gna_usage_device *device = lock_device(record);
+    struct gna_usage_device *device = lock_device(record, slot);
     *limit = now.memory_bytes;
     *used = now.memory_bytes;
     if (device != NULL) {

@@ -3,6 +3,7 @@
 
 #define DEVICES 64
 
+static _Atomic unsigned freed_later; /* entries of GNA_FREED */
 static struct gna_mutex small_lock;
 static uint64_t small[GNA_KINDS][GNA_MAX_DEVICES];
 static _Atomic int record_of[DEVICES]; /* the record's number + 2; 1: none; 0: not looked up yet */
@@ -86,6 +87,7 @@ void gna_discharge(enum gna_kind kind, int record, uint64_t bytes) {
 }
 
 void gna_small_forget(void) {
+    atomic_store(&freed_later, 0);
     for (unsigned kind = 0; kind < GNA_KINDS; kind++) {
         for (unsigned record = 0; record < GNA_MAX_DEVICES; record++) {
             small[kind][record] = 0;
@@ -213,16 +215,55 @@ HOOK(cuMemFree)(CUdeviceptr_v1 dptr) {
     return freed(REAL(cuMemFree)(dptr), known, &entry);
 }
 
-/* Of what cuMemAlloc gave: it is free when the stream gets there, so it stays charged until the stream was waited for. */
+/* Of what cuMemAlloc gave: it is free when the stream gets there, so it stays charged until an event behind it is over.
+ * The call itself does not wait: what the stream waits for may be this thread's to submit. */
 static CUresult freed_async(CUresult result, bool known, struct gna_entry *entry, CUstream stream) {
     CUgraph graph;
-    if (known && result == CUDA_SUCCESS && !gna_capturing(stream, &graph)) {
-        REAL(cuStreamSynchronize)(stream);
-        gna_discharge(entry->kind, entry->record, entry->bytes);
-    } else if (known) {
+    CUevent event;
+    if (!known) {
+        return result;
+    }
+    if (result != CUDA_SUCCESS || gna_capturing(stream, &graph) || REAL(cuEventCreate)(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS) {
+        gna_put(entry);
+        return result;
+    }
+    struct gna_entry later = *entry;
+    later.kind = GNA_FREED;
+    later.key = (uintptr_t)event;
+    later.flag = entry->kind;
+    if (REAL(cuEventRecord)(event, stream) == CUDA_SUCCESS && gna_put(&later)) {
+        atomic_fetch_add(&freed_later, 1);
+    } else {
+        REAL(cuEventDestroy_v2)(event);
         gna_put(entry);
     }
     return result;
+}
+
+void gna_freed_settle(bool wait, CUcontext gone) {
+    struct gna_entry later;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (atomic_load_explicit(&freed_later, memory_order_relaxed) == 0) {
+        return;
+    }
+    REAL(cuThreadExchangeStreamCaptureMode)(&mode); /* or to ask for an event would end a capture of the application */
+    for (size_t place = 0; gna_next(GNA_FREED, &place, &later);) {
+        /* Taken out first: another thread must not ask for an event that this one destroys. */
+        if (!gna_take(GNA_FREED, later.key, &later)) {
+            continue;
+        }
+        CUevent event = (CUevent)(uintptr_t)later.key;
+        if (gone == NULL || later.other != (uintptr_t)gone) {
+            if ((wait ? REAL(cuEventSynchronize)(event) : REAL(cuEventQuery)(event)) != CUDA_SUCCESS) {
+                gna_put(&later); /* not yet, or the context has failed and gives back nothing before it ends */
+                continue;
+            }
+            REAL(cuEventDestroy_v2)(event);
+        }
+        gna_discharge(later.flag, later.record, later.bytes);
+        atomic_fetch_sub(&freed_later, 1);
+    }
+    REAL(cuThreadExchangeStreamCaptureMode)(&mode);
 }
 
 HOOK(cuMemFreeAsync)(CUdeviceptr dptr, CUstream hStream) {

@@ -150,8 +150,9 @@ NO_PROCESS(nvmlDeviceGetMPSComputeRunningProcesses_v2, struct process_v2)
 NO_PROCESS(nvmlDeviceGetMPSComputeRunningProcesses_v3, struct process_v2)
 
 void *gna_nvml_route(const char *name, void *found);
+bool gna_nvml_has(const char *name);
 
-void *gna_nvml_route(const char *name, void *found) {
+static void *hook_of(const char *name) {
 #define ROW(symbol) {#symbol, (void *)symbol}
     static const struct {
         const char *name;
@@ -169,11 +170,22 @@ void *gna_nvml_route(const char *name, void *found) {
         ROW(nvmlDeviceGetMPSComputeRunningProcesses_v2),
         ROW(nvmlDeviceGetMPSComputeRunningProcesses_v3),
     };
-    for (size_t index = 0; index < sizeof(hooks) / sizeof(*hooks); index++) {
+    for (size_t index = 0; name[0] == 'n' && index < sizeof(hooks) / sizeof(*hooks); index++) {
         if (!strcmp(name, hooks[index].name)) {
-            void *of_driver = real(name);
-            return of_driver == NULL && found == hooks[index].hook ? NULL : found == of_driver || found == hooks[index].hook ? hooks[index].hook : found;
+            return hooks[index].hook;
         }
     }
-    return found;
+    return NULL;
+}
+
+bool gna_nvml_has(const char *name) {
+    return hook_of(name) != NULL;
+}
+
+void *gna_nvml_route(const char *name, void *found) {
+    void *hook = hook_of(name), *of_driver = real(name);
+    if (of_driver == NULL && found == hook) {
+        return NULL;
+    }
+    return found == of_driver ? hook : found;
 }

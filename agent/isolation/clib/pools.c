@@ -4,7 +4,7 @@
  * the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
 #include "caps.h"
 
-#include <string.h>
+#include <time.h>
 
 struct gna_mutex gna_pools_lock;
 static _Atomic unsigned pools;
@@ -49,7 +49,10 @@ static bool settle(struct gna_entry *pool) {
 void gna_reclaim_locked(int record, CUstream stream, bool wait) {
     struct gna_entry pool;
     if (wait) {
+        /* What the stream waits for may be another thread's to submit, which needs the lock for it. */
+        gna_leave(&gna_pools_lock);
         REAL(cuStreamSynchronize)(stream);
+        gna_enter(&gna_pools_lock);
     }
     for (size_t place = 0; gna_next(GNA_POOL, &place, &pool);) {
         if (pool.record == record) {
@@ -61,6 +64,9 @@ void gna_reclaim_locked(int record, CUstream stream, bool wait) {
 }
 
 void gna_reclaim(int record) {
+    /* A process that ended a moment ago was not searched for, if another search had just been: one is due again then. */
+    nanosleep(&(struct timespec){.tv_nsec = GNA_SWEEP_NS}, NULL);
+    gna_freed_settle(true, NULL);
     gna_enter(&gna_pools_lock);
     gna_reclaim_locked(record, NULL, false);
     gna_leave(&gna_pools_lock);
@@ -68,6 +74,7 @@ void gna_reclaim(int record) {
 
 void gna_pools_settle(void) {
     struct gna_entry pool;
+    gna_freed_settle(false, NULL);
     if (atomic_load_explicit(&pools, memory_order_relaxed) == 0) {
         return;
     }
@@ -217,11 +224,39 @@ static void know(CUmemoryPool pool, CUdevice device) {
     gna_leave(&gna_pools_lock);
 }
 
+/* Memory of the host costs nothing; managed memory moves to the GPU that works with it, so that such a pool counts for
+ * the GPU from which it is first asked for memory. */
+static void know_by_location(CUmemoryPool pool, const CUmemLocation *location, CUmemAllocationType kind) {
+    int type = (int)location->type;
+    if (type == CU_MEM_LOCATION_TYPE_DEVICE) {
+        know(pool, location->id);
+    } else if (type == 6) {
+        know(pool, location->localized.deviceId);
+    } else if (kind != CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        know(pool, -1);
+    }
+}
+
 HOOK(cuMemPoolCreate)(CUmemoryPool *pool, const CUmemPoolProps *poolProps) {
     CUresult result = REAL(cuMemPoolCreate)(pool, poolProps);
     if (result == CUDA_SUCCESS) {
-        int type = (int)poolProps->location.type;
-        know(*pool, type == CU_MEM_LOCATION_TYPE_DEVICE ? poolProps->location.id : type == 6 ? poolProps->location.localized.deviceId : -1);
+        know_by_location(*pool, &poolProps->location, poolProps->allocType);
+    }
+    return result;
+}
+
+HOOK(cuMemGetDefaultMemPool)(CUmemoryPool *pool_out, CUmemLocation *location, CUmemAllocationType type) {
+    CUresult result = REAL(cuMemGetDefaultMemPool)(pool_out, location, type);
+    if (result == CUDA_SUCCESS) {
+        know_by_location(*pool_out, location, type);
+    }
+    return result;
+}
+
+HOOK(cuMemGetMemPool)(CUmemoryPool *pool, CUmemLocation *location, CUmemAllocationType type) {
+    CUresult result = REAL(cuMemGetMemPool)(pool, location, type);
+    if (result == CUDA_SUCCESS) {
+        know_by_location(*pool, location, type);
     }
     return result;
 }

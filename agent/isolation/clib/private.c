@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef MADV_WIPEONFORK
@@ -13,19 +14,31 @@
 /* The pid lies in a page that a child of fork finds empty, since a system call at each lock is what costs most. */
 int gna_self(void) {
     static _Atomic(int *) page;
+    static _Atomic bool unknown;
     int *kept = atomic_load_explicit(&page, memory_order_acquire);
     int pid = kept == NULL ? 0 : __atomic_load_n(kept, __ATOMIC_RELAXED);
     if (__builtin_expect(pid != 0, 1)) {
         return pid;
     }
     pid = getpid();
+    if (kept == NULL && atomic_load_explicit(&unknown, memory_order_relaxed)) {
+        return pid;
+    }
     if (kept == NULL) {
         void *fresh = mmap(NULL, sizeof(int), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         int *none = NULL;
-        if (fresh == MAP_FAILED || madvise(fresh, sizeof(int), MADV_WIPEONFORK)) {
-            return pid; /* kernels before 4.14 */
+        if (fresh == MAP_FAILED) {
+            return pid;
+        }
+        if (madvise(fresh, sizeof(int), MADV_WIPEONFORK)) {
+            munmap(fresh, sizeof(int));
+            atomic_store(&unknown, true); /* to kernels before 4.14 */
+            return pid;
         }
         kept = atomic_compare_exchange_strong(&page, &none, (int *)fresh) ? fresh : none;
+        if (kept != fresh) {
+            munmap(fresh, sizeof(int));
+        }
     }
     __atomic_store_n(kept, pid, __ATOMIC_RELAXED);
     return pid;
@@ -42,7 +55,10 @@ void gna_enter(struct gna_mutex *mutex) {
             return;
         }
         holder = 0;
-        if (tries > 100) {
+        if (tries > 1000) {
+            /* A thread of real-time priority must not keep the holder from the processor. */
+            nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+        } else if (tries > 100) {
             sched_yield();
         }
     }

@@ -13,6 +13,7 @@
 void *gna_dlsym_address(void);
 void *gna_dlvsym_address(void);
 void *gna_nvml_route(const char *name, void *found);
+bool gna_nvml_has(const char *name);
 
 _Atomic(void *) gna_reals[GNA_IDS];
 static struct gna_mutex lock;
@@ -81,16 +82,20 @@ static bool is_hook(const void *pointer) {
 
 static void remember(void *pointer, unsigned id) {
     static unsigned count;
-    if (pointer == NULL || id_of(pointer) >= 0 || count >= PLACES / 2) {
+    if (pointer == NULL || is_hook(pointer)) {
         return;
     }
-    size_t place = home(pointer);
-    while (atomic_load_explicit(&known[place].pointer, memory_order_relaxed) != NULL) {
-        place = (place + 1) & (PLACES - 1);
+    gna_enter(&lock);
+    if (id_of(pointer) < 0 && count < PLACES / 2) {
+        size_t place = home(pointer);
+        while (atomic_load_explicit(&known[place].pointer, memory_order_relaxed) != NULL) {
+            place = (place + 1) & (PLACES - 1);
+        }
+        count++;
+        known[place].id = id;
+        atomic_store_explicit(&known[place].pointer, pointer, memory_order_release);
     }
-    count++;
-    known[place].id = id;
-    atomic_store_explicit(&known[place].pointer, pointer, memory_order_release);
+    gna_leave(&lock);
 }
 
 static void *by_resolver(unsigned id) {
@@ -130,31 +135,28 @@ static bool rows_of(const char *base, unsigned *first, unsigned *end) {
     return false;
 }
 
-/* Ask the driver for every ABI of a name that is known here, once. */
+/* Ask the driver for every ABI of a name that is known here, once. No lock is held meanwhile: the loader may be busy
+ * with a constructor of another thread that asks here, and a driver may ask here itself, in this thread. */
 static void learn(unsigned first, unsigned end) {
-    if (driver() == NULL || atomic_load_explicit(&learned[first], memory_order_acquire)) {
+    static _Thread_local bool busy __attribute__((tls_model("initial-exec")));
+    if (busy || driver() == NULL || atomic_load_explicit(&learned[first], memory_order_acquire)) {
         return;
     }
-    gna_enter(&lock);
+    busy = true;
     for (unsigned id = first; id < end; id++) {
-        void *found = by_symbol(id);
-        if (found != NULL && !is_hook(found)) {
-            remember(found, id);
-        }
+        remember(by_symbol(id), id);
     }
     for (unsigned id = first; id < end; id++) {
-        void *found = by_resolver(id);
         /* A driver that is older than an ABI may answer with the one before, which is known already; and one that
          * looks itself up in the process finds our hooks. */
-        if (found != NULL && id_of(found) < 0 && !is_hook(found)) {
-            remember(found, id);
-            if (!gna_has(id)) {
-                atomic_store_explicit(&gna_reals[id], found, memory_order_release);
-            }
+        void *found = by_resolver(id);
+        if (found != NULL && id_of(found) < 0 && !is_hook(found) && !gna_has(id)) {
+            atomic_store_explicit(&gna_reals[id], found, memory_order_release); /* before its hook is given to anybody */
         }
+        remember(found, id);
     }
     atomic_store_explicit(&learned[first], 1, memory_order_release);
-    gna_leave(&lock);
+    busy = false;
 }
 
 static bool is_strict(void) {
@@ -233,8 +235,16 @@ static const char *base_of(const char *name, char *base, size_t bytes) {
     return base;
 }
 
-static bool may_concern_us(const char *name) {
-    return name != NULL && (!strncmp(name, "cu", 2) || !strncmp(name, "nvml", 4) || !strcmp(name, "dlsym") || !strcmp(name, "dlvsym"));
+static bool concerns_us(const char *name) {
+    char base[128];
+    unsigned first, end;
+    if (name == NULL) {
+        return false;
+    }
+    if (name[0] == 'c' && name[1] == 'u') {
+        return base_of(name, base, sizeof(base)) != NULL && rows_of(base, &first, &end);
+    }
+    return gna_nvml_has(name) || !strcmp(name, "dlsym") || !strcmp(name, "dlvsym");
 }
 
 void *dlsym(void *restrict handle, const char *restrict name);
@@ -269,29 +279,49 @@ static void *replace(const char *name, void *found) {
     return id >= 0 && gna_hooks[id] != NULL ? gna_hooks[id] : found;
 }
 
-/* RTLD_NEXT means: behind the caller, which is us here. A driver that only the caller's own libraries brought along is
- * found by its name. */
-static void *next(const char *name) {
+static bool in_one_object(const void *one, const void *other) {
+    Dl_info first, second;
+    return dladdr(one, &first) && dladdr(other, &second) && first.dli_fbase == second.dli_fbase;
+}
+
+/* RTLD_NEXT means: behind the caller, which is us here. An asker that stands behind us may find itself so; it means the
+ * driver, and so does one whose driver only its own libraries brought along. */
+static void *next(const char *name, const void *asker) {
     void *found = gna_real_dlsym(RTLD_NEXT, name);
-    if (found == NULL && name[0] == 'c' && driver() != NULL) {
-        found = gna_real_dlsym(driver(), name);
+    bool is_missing = found == NULL || in_one_object(found, asker);
+    if (is_missing && name[0] == 'c' && driver() != NULL) {
+        return gna_real_dlsym(driver(), name);
+    }
+    return found;
+}
+
+/* What was asked on the way may have left a message for dlerror, which is to say nothing of a name that was found. */
+static void *answered(void *found) {
+    if (found != NULL) {
+        dlerror();
     }
     return found;
 }
 
 __attribute__((visibility("default"))) void *dlsym(void *restrict handle, const char *restrict name) {
-    if (!may_concern_us(name)) {
+    void *(*real)(void *restrict, const char *restrict) = gna_dlsym_address();
+    if (real == NULL) {
+        return NULL;
+    }
+    if (!concerns_us(name)) {
         /* A jump: RTLD_NEXT and RTLD_DEFAULT go by the caller's address. */
-        void *(*real)(void *restrict, const char *restrict) = gna_dlsym_address();
         __attribute__((musttail)) return real(handle, name);
     }
-    return replace(name, handle == RTLD_NEXT ? next(name) : gna_real_dlsym(handle, name));
+    return answered(replace(name, handle == RTLD_NEXT ? next(name, __builtin_return_address(0)) : real(handle, name)));
 }
 
 __attribute__((visibility("default"))) void *dlvsym(void *restrict handle, const char *restrict name, const char *restrict version) {
-    if (!may_concern_us(name)) {
-        void *(*real)(void *restrict, const char *restrict, const char *restrict) = gna_dlvsym_address();
+    void *(*real)(void *restrict, const char *restrict, const char *restrict) = gna_dlvsym_address();
+    if (real == NULL) {
+        return NULL;
+    }
+    if (!concerns_us(name)) {
         __attribute__((musttail)) return real(handle, name, version);
     }
-    return replace(name, gna_real_dlvsym(handle, name, version));
+    return answered(replace(name, real(handle, name, version)));
 }

@@ -68,8 +68,6 @@ FORWARDED: Final = {
     "MemPoolImportFromShareableHandle": "nothing can be allocated from it; what is opened of it is charged",
     "MemPool": "neither takes memory nor gives any back",
     "DeviceSetMemPool": "neither takes memory nor gives any back",
-    "MemGetMemPool": "neither takes memory nor gives any back",
-    "MemGetDefaultMemPool": "neither takes memory nor gives any back",
     "MemSetMemPool": "neither takes memory nor gives any back",
     "GetExportTable": "private tables: what they allocate is settled with the pool or found by the sweep",
     "DeviceSetGraphMemAttribute": "resets high-water marks only",

@@ -13,8 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Of the whole container: 300 processes that are looked up in /proc cost 3 ms. */
-static const uint64_t SWEEP_NS = 2000000, THOROUGH_NS = 50000000;
+/* Of the whole container, as GNA_SWEEP_NS: 300 processes that are looked up in /proc cost 3 ms. */
+static const uint64_t THOROUGH_NS = 50000000;
 
 static struct gna_mutex lock;
 static _Atomic int attached_pid;
@@ -65,7 +65,8 @@ static bool lock_slots(void) {
     return true;
 }
 
-/* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie. */
+/* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie, and
+ * not only the first thread, which may end before the others: field 20 counts it and those that are left. */
 static uint64_t start_of(uint32_t pid, bool *gone) {
     char path[32], text[1024];
     *gone = false;
@@ -81,11 +82,14 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
     if (at == NULL || at[1] != ' ') {
         return 0;
     }
-    *gone = at[2] == 'Z' || at[2] == 'X';
+    bool ended = at[2] == 'Z' || at[2] == 'X';
+    uint64_t threads = 0;
     for (int field = 3; field < 22 && at != NULL; field++) {
+        threads = field == 20 ? strtoull(at + 2, NULL, 10) : threads;
         at = strchr(at + 2, ' ');
         at = at == NULL ? NULL : at - 1;
     }
+    *gone = ended && threads <= 1;
     return at == NULL ? 0 : strtoull(at + 2, NULL, 10);
 }
 
@@ -158,7 +162,7 @@ static bool is_due(uint64_t *last_ns, uint64_t now, uint64_t after) {
 void gna_sweep(bool thorough) {
     uint64_t now = gna_now_ns();
     thorough = thorough && is_due(&gna_usage->header.thorough_ns, now, THOROUGH_NS);
-    if (!is_due(&gna_usage->header.swept_ns, now, SWEEP_NS) && !thorough) {
+    if (!is_due(&gna_usage->header.swept_ns, now, GNA_SWEEP_NS) && !thorough) {
         return;
     }
     for (unsigned number = 0; number < used_slots(); number++) {
