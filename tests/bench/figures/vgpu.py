@@ -65,7 +65,7 @@ def pod_spec(name: str) -> PodSpec:
     Figure(
         "pair_admission_p99_ms",
         "ms",
-        25,
+        20,
         "the four calls for core and memory of a pod, 90 % of 8 GPUs held; 99th percentile",
     ),
     Figure("pair_admission_p50_ms", "ms", None, "the same; median"),
