@@ -1,19 +1,17 @@
 """The enforcement library and the CUDA double, built once and cached; containers and their programs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from agent.isolation.clib.build import cached
 from tests.component.caps.container import Container, make
-from tests.cuda_double.build import RELEASES, build
+from tests.cuda_double.fixtures import CACHE, Starter, driver, machine, release
 from tests.cuda_double.machine import CudaMachine
-from tests.cuda_double.program import Program, program
+from tests.cuda_double.program import Program
 
-CACHE = Path(__file__).parents[3] / "build"
+__all__ = ["CACHE", "Programs", "container", "driver", "library", "machine", "release"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,45 +27,19 @@ def library() -> Path:
     return cached()
 
 
-@pytest.fixture(scope="session")
-def driver() -> Path:
-    """libcuda.so.1 of the newest release."""
-    return build(CACHE)
-
-
-@pytest.fixture(scope="session", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    """Each release of cuda.h."""
-    return str(request.param)
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> CudaMachine:
-    """One GPU of 16 GiB."""
-    return CudaMachine.create(tmp_path / "cuda-state")
-
-
-@dataclass
-class Programs:
+class Programs(Starter):
     """Starts programs in a container; they end with the test."""
-
-    machine: CudaMachine
-    driver: Path
-    stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(
         self, container: Container | None, *commands: str, driver: Path | None = None, **environment: str
     ) -> Program:
         """A program that has run the commands; outside of any container without one."""
         own = container.environment if container else {}
-        variables = {**self.machine.environment, **own, **environment}
-        started = self.stack.enter_context(program(driver or self.driver, variables))
-        started(*commands)
-        return started
+        return self.start(commands, driver, {**own, **environment})
 
 
-@pytest.fixture
-def programs(machine: CudaMachine, driver: Path) -> Iterator[Programs]:
+@pytest.fixture(name="programs")
+def started(machine: CudaMachine, driver: Path) -> Iterator[Programs]:
     """Starts programs on the machine."""
     made = Programs(machine, driver)
     with made.stack:

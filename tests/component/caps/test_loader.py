@@ -7,9 +7,9 @@ import pytest
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import shared
 from tests.cuda_double.build import build
+from tests.cuda_double.fixtures import CACHE
 from tests.cuda_double.machine import MIB, CudaMachine
 
-CACHE = Path(__file__).parents[3] / "build"
 ASK = """
 libc = ctypes.CDLL(None)
 libc.dlsym.restype, libc.dlerror.restype = ctypes.c_void_p, ctypes.c_char_p

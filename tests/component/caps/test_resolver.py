@@ -10,9 +10,9 @@ from agent.isolation.clib.headers import EntryPoint, entry_points
 from agent.isolation.clib.rules import rules
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.cuda_double.build import build
+from tests.cuda_double.fixtures import CACHE
 from tests.cuda_double.machine import CudaMachine
 
-CACHE = Path(__file__).parents[3] / "build"
 OWN = "own = ctypes.CDLL(os.environ['LD_PRELOAD'])"
 ROUTES = """
 routes = []

@@ -1,55 +1,27 @@
-"""The CUDA double, built once and cached; GPUs in a file; programs that use them."""
+"""Programs that use the CUDA double."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.cuda_double.build import RELEASES, build
+from tests.cuda_double.fixtures import CACHE, Starter, driver, machine, release
 from tests.cuda_double.machine import CudaMachine
-from tests.cuda_double.program import Program, program
+from tests.cuda_double.program import Program
 
-CACHE = Path(__file__).parents[3] / "build"
-
-
-@pytest.fixture(scope="session")
-def driver() -> Path:
-    """libcuda.so.1 of the newest release."""
-    return build(CACHE)
+__all__ = ["CACHE", "Programs", "StartProgram", "driver", "machine", "release"]
 
 
-@pytest.fixture(scope="session", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    """Each release of cuda.h."""
-    return str(request.param)
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> CudaMachine:
-    """One GPU of 16 GiB."""
-    return CudaMachine.create(tmp_path / "cuda-state")
-
-
-@dataclass
-class Programs:
+class Programs(Starter):
     """Starts programs that end with the test."""
-
-    machine: CudaMachine
-    driver: Path
-    stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(self, *commands: str, driver: Path | None = None, **environment: str) -> Program:
         """A program that has run the commands."""
-        variables = {**self.machine.environment, **environment}
-        started = self.stack.enter_context(program(driver or self.driver, variables))
-        started(*commands)
-        return started
+        return self.start(commands, driver, environment)
 
 
-@pytest.fixture
-def programs(machine: CudaMachine, driver: Path) -> Iterator[Programs]:
+@pytest.fixture(name="programs")
+def started(machine: CudaMachine, driver: Path) -> Iterator[Programs]:
     """Starts programs on the machine."""
     made = Programs(machine, driver)
     with made.stack:

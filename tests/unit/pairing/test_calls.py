@@ -147,9 +147,7 @@ async def test_units_are_set_aside_only_where_nobody_has_or_will_have_them() -> 
     assert not set(ids) & kubelet.pairing.ledger.kept_ids
 
 
-async def test_units_of_a_pair_whose_second_half_is_to_come_are_not_set_aside() -> None:
-    kubelet = KubeletModel(gpus=1, blocks=40)
-    await first(kubelet, pod("a", share("main", 10, 25)), PairMember.CORE)
+async def no_more_than_15_are_set_aside(kubelet: KubeletModel) -> None:
     gpu = next(iter(kubelet.pairing.ledger.pools))
 
     async def keep(ids: tuple[str, ...]) -> None:
@@ -157,38 +155,36 @@ async def test_units_of_a_pair_whose_second_half_is_to_come_are_not_set_aside() 
 
     with pytest.raises(PairRefused, match="15 free units"):
         await kubelet.pairing.set_aside(gpu, 16, keep)
+
+
+def slow_to_list(kubelet: KubeletModel) -> None:
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> PodList:
+        kubelet.now += 12.0
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+
+
+async def test_units_of_a_pair_whose_second_half_is_to_come_are_not_set_aside() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await first(kubelet, pod("a", share("main", 10, 25)), PairMember.CORE)
+    await no_more_than_15_are_set_aside(kubelet)
 
 
 async def test_a_promise_counts_from_when_it_was_made_though_the_kubelet_answered_late() -> None:
     kubelet = KubeletModel(gpus=1, blocks=40)
-    look = kubelet.look
-
-    async def slow(deadline: float = 1.0) -> PodList:
-        kubelet.now += 12.0
-        return await look(deadline)
-
-    kubelet.look = slow  # type: ignore[method-assign]
+    slow_to_list(kubelet)
     await first(kubelet, pod("a", share("main", 10, 25)), PairMember.CORE)
     # The Allocate after it finds the promise, and need not wait once more.
     assert (kubelet.pairing.stats.expired, kubelet.lists) == (0, 1)
-    gpu = next(iter(kubelet.pairing.ledger.pools))
-
-    async def keep(ids: tuple[str, ...]) -> None:
-        raise AssertionError(ids)
-
-    with pytest.raises(PairRefused, match="15 free units"):
-        await kubelet.pairing.set_aside(gpu, 16, keep)
+    await no_more_than_15_are_set_aside(kubelet)
 
 
 async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_late() -> None:
     kubelet = KubeletModel(gpus=1, blocks=40)
-    look = kubelet.look
-
-    async def slow(deadline: float = 1.0) -> PodList:
-        kubelet.now += 12.0
-        return await look(deadline)
-
-    kubelet.look = slow  # type: ignore[method-assign]
+    slow_to_list(kubelet)
     waiting = pod("a", share("main", 10, 25))
     kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
     (pool,) = kubelet.pairing.ledger.pools.values()
