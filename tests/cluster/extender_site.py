@@ -1,15 +1,14 @@
 """Three nodes of a cluster whose scheduler asks the extender, each with an agent of its own."""
 
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from agent.extender.explain import explained
 from agent.model.placement import ASSIGNED
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster.joined import Joined
@@ -97,8 +96,16 @@ class Site:
 
     async def explained(self, one: PodSpec) -> Sequence[str]:
         """What `gpu-node-agent explain` says of a pod."""
-        config = Path(self.cluster.kubeconfig)
-        return await explained("default", one.name, config)
+        command = [
+            sys.executable,
+            "-m",
+            "agent",
+            "explain",
+            one.name,
+            "--kubeconfig",
+            self.cluster.kubeconfig,
+        ]
+        return (await anyio.run_process(command)).stdout.decode().splitlines()
 
     async def cordon(self, *, closed: bool) -> None:
         """Keep new pods off the nodes, or let them come."""
