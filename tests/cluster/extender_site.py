@@ -96,15 +96,8 @@ class Site:
 
     async def explained(self, one: PodSpec) -> Sequence[str]:
         """What `gpu-node-agent explain` says of a pod."""
-        command = [
-            sys.executable,
-            "-m",
-            "agent",
-            "explain",
-            one.name,
-            "--kubeconfig",
-            self.cluster.kubeconfig,
-        ]
+        program = [sys.executable, "-m", "agent", "explain"]
+        command = [*program, one.name, "--kubeconfig", str(self.cluster.kubeconfig)]
         return (await anyio.run_process(command)).stdout.decode().splitlines()
 
     async def cordon(self, *, closed: bool) -> None:
