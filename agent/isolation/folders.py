@@ -29,6 +29,7 @@ from agent.model.ids import SEPARATOR
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
+PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
@@ -46,6 +47,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
     driver: bool = False  # whether the driver itself is to hold the container to its cap
+    compute: bool = False  # whether it is held to a share of compute
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -196,6 +198,11 @@ class LimitFolders:
             finally:
                 os.close(descriptor)
 
+    def open_usage(self, key: str) -> int:
+        """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            return _opened(folder, USAGE, os.O_RDONLY)
+
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
         with _problem_of(self.root / key), trees.opened(self.root) as root:
@@ -213,7 +220,13 @@ class LimitFolders:
 
 def _limits(about: About) -> bytes:
     limits = Limits(
-        about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict", driver=about.driver
+        about.gpu,
+        about.memory_bytes,
+        about.cores,
+        strict=about.policy == "strict",
+        driver=about.driver,
+        compute=about.compute,
+        share=about.cores * PERCENT if about.compute else 0,
     )
     return layout.limit_file(key_of(about.ids), (limits,))
 
