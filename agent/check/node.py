@@ -1,4 +1,4 @@
-"""`gpu-node-agent check node`: what of this node stands in the way of selling its GPUs, with the remedies."""
+"""`gpu-node-agent check node`: what keeps this node from offering its GPUs, with the remedies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def _modes(settings: Settings, driver: Driver, gpus: list[Gpu]) -> Iterator[Look
         yield Look(
             "MIG",
             Grade.WARNING,
-            f"on for GPU {', '.join(mig)}: such a GPU is not sold; nvidia-smi -i <index> -mig 0 turns it off",
+            f"on for GPU {', '.join(mig)}: not offered; nvidia-smi -i <index> -mig 0 turns it off",
         )
     vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement)
     if vgpu_hooked and (warning := vgpu_warning(driver)):
@@ -98,7 +98,7 @@ def _modes(settings: Settings, driver: Driver, gpus: list[Gpu]) -> Iterator[Look
         text = f"needs a driver for CUDA {told(MPS_CUDA)} or later"
         yield Look("mode mps", Grade.FAILED, f"{text}: get a newer driver, or set modes.mps: false")
     elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < MPS_CAPABILITY]:
-        text = f"GPU {', '.join(old)} is older than Volta ({told(MPS_CAPABILITY)}): not sold as MPS shares"
+        text = f"GPU {', '.join(old)} is older than Volta ({told(MPS_CAPABILITY)}): not offered as MPS shares"
         yield Look("mode mps", Grade.WARNING, text)
     try:
         explicit = settings.mps.control_program

@@ -122,7 +122,7 @@ def _node(settings: Settings, nvml: MakeNvml) -> int:
     for each in look(settings, nvml(settings), anyio.run(_software, settings)):
         print(each.told())
         failed += each.grade is Grade.FAILED
-    print("this node can sell its GPUs" if not failed else f"{failed} thing(s) stand in the way")
+    print("this node can offer its GPUs" if not failed else f"{failed} thing(s) stand in the way")
     return 1 if failed else 0
 
 

@@ -107,7 +107,7 @@ struct sim_cuda_slot *state_slot(void) {
     return &mapped->slots[slot];
 }
 
-/* The sums are made anew from the slots, since the dead owner may have written only one of the two. */
+/* The sums are made again from the slots, since the dead owner may have written only one of the two. */
 static void repair(void) {
     for (uint32_t device = 0; device < mapped->device_count; device++) {
         uint64_t sum = 0;
