@@ -45,6 +45,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
+    avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
     driver: bool = False  # whether the driver itself is to hold the container to its cap
 
 

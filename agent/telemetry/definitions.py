@@ -280,6 +280,11 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
+CONTAINERS_AVOIDING = _gauge(
+    "containers_with_avoidable_limits",
+    (),
+    "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
+)
 
 # MPS, by GPU; only of GPUs that are set up for it.
 MPS_DAEMON = _gauge(
