@@ -6,7 +6,7 @@ import pytest
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from agent.status.client import ask
 from tests.component.embedded_rig import embedded_rig
-from tests.component.test_isolation import WAIT_SECONDS, folders, mounts, reasons, serving
+from tests.component.test_isolation import folders, mounts, reasons, serving, until
 from tests.scenarios import vgpu
 
 POD = PodSpec("watches", (vgpu.share("main", 30, 4),), host_pid=True)
@@ -19,15 +19,17 @@ async def test_a_pod_that_could_get_around_its_limits_is_reported() -> None:
         plain = vgpu.share_pod("plain", 30, 4)
         await vgpu.running(rig, POD, plain)
         assert mounts(rig, POD)
-        await rig.kubelet.wait_for(
-            lambda: reasons(rig, POD) == {"LimitsApplied", "LimitsAvoidable"} and bool(reasons(rig, plain)),
-            WAIT_SECONDS,
-            lambda: f"events of the pod: {reasons(rig, POD)}",
+        expected = {"LimitsApplied", "LimitsAvoidable"}
+        await until(
+            lambda: reasons(rig, POD) == expected and bool(reasons(rig, plain)),
+            "not all pods have their events",
         )
         assert reasons(rig, plain) == {"LimitsApplied"}
         socket = rig.agent_log().parent / "run" / "agent.sock"
         status = await anyio.to_thread.run_sync(ask, socket, "status")
-        holders = {each["pod"]: each for gpu in status["gpus"] for each in gpu["holders"] if each.get("limits")}
+        holders = {
+            each["pod"]: each for gpu in status["gpus"] for each in gpu["holders"] if each.get("limits")
+        }
         assert holders["default/watches"]["limits"]["avoidable"] == ["the pod has hostPID"]
         assert holders["default/plain"]["limits"]["avoidable"] == []
 
