@@ -17,7 +17,7 @@ NAMES = (
     *("--maintainer", "A Team", "--contact", "team@git.test"),
 )
 PLACEHOLDERS = (
-    "registry.example.com/gpu",
+    "registry.example.com/gpu/",
     "https://example.com/gpu-node-agent",
     "Nobody Yet",
     "nobody@example.com",
