@@ -134,10 +134,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     source, recorder = _pod_ports(agent, group)
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     context = PluginContext(settings, snapshot, assignment, agent.holdings, injector)
+    fence = await _vgpu_fence(agent, nvml, injector, group, recorder)
     plugins: dict[Mode, list[ResourcePlugin]] = {
-        Mode.VGPU: _vgpu_plugins(
-            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder), group
-        ),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder, fence, group),
         Mode.MPS: agent.mps.plugins,
     }
     plugins |= {mode: module_of(mode).build(context) for mode in OFFERED_MODES if mode not in plugins}
@@ -268,15 +267,17 @@ def _vgpu_plugins(
     return list(plugins)
 
 
-async def _vgpu_fence(agent: Agent, group: TaskGroup, recorder: Recorder | None) -> Fence:
+async def _vgpu_fence(
+    agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
+) -> Fence:
     """What keeps vGPU containers to their memory, where the configuration wants that."""
     settings = agent.settings
     if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
         return no_fence
     from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
 
-    agent.limits = await build_isolation(agent, group, recorder)
-    return VgpuFence(agent.limits.isolation)
+    agent.limits = limits = await build_isolation(agent, nvml, injector, group, recorder)
+    return VgpuFence(limits)
 
 
 def _vgpu_fences(agent: Agent) -> Mapping[str, bool]:

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi import specification
+from agent.cdi import memory_limits, specification
 from agent.cdi.programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit import trees
@@ -149,13 +149,14 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay: the
     kubelet repeats CDI names when a container is started again. Answers whether everything was removed.
     """
-    gpus = Path(settings.host.cdi) / specification.FILE
+    folder = Path(settings.host.cdi)
+    gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
     state = Path(settings.host.state)
     kept = bool(users) and gpus.exists()
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
-        for file in (Path(settings.host.cdi) / shares_cdi.FILE, *(() if kept else (gpus,))):
+        for file in (folder / shares_cdi.FILE, *(() if kept else (gpus, memory))):
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()

@@ -47,6 +47,7 @@ _PEERS = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: LinkPeer.SWITCH,
 }
 _MOST_SHUTDOWNS = 16
+_NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 
 class Binding:
@@ -253,6 +254,26 @@ class Binding:
     def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
         """See the port."""
         _call("nvmlDeviceSetComputeMode", self._handle(uuid), int(mode))
+
+    def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
+        """See the port."""
+        limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))
+        handle = self._handle(uuid)
+        try:
+            _call("nvmlDeviceGetMemoryLimits_v1", handle, limits)
+        except NvmlError as error:
+            if error.code == NvmlCode.NOT_FOUND:
+                return None
+            raise
+        return None if limits.hardLimit == _NO_LIMIT else int(limits.hardLimit)
+
+    def set_memory_limit(self, uuid: str, cgroup: Path, limit_bytes: int) -> None:
+        """See the port."""
+        # The soft limit reserves memory, and leaks into the cgroups above when this one goes.
+        limits = pynvml.c_nvmlSetMemoryLimits_v1_t(
+            nameSpace=bytes(cgroup), softLimit=0, hardLimit=limit_bytes
+        )
+        _call("nvmlDeviceSetMemoryLimits_v1", self._handle(uuid), limits)
 
     def _handle(self, uuid: str) -> Opaque:
         """A fresh handle: a kept one goes on answering for a GPU that was reset under it."""

@@ -157,6 +157,11 @@ class Injector:
         auto = self._settings.injection.strategy == "auto"
         return self.choice.cdi or (auto and cdi_problem(self.software) is None)
 
+    def limits_memory(self, uuid: str) -> bool:
+        """Whether containers get a GPU by a device of ours whose start has the driver limit their memory."""
+        own = self._own.value
+        return self.choice.cdi and uuid in own.names & own.limiting
+
     @property
     def caps_problem(self) -> str | None:
         """Why caps reach containers as variables, which a pod's own win over; None: as CDI edits."""
