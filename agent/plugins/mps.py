@@ -179,6 +179,14 @@ class MpsPlugin(SharePlugin):
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Wait until the daemon serves: a container without it would fail, or run without limits."""
         holders = await self._holders(frozenset(ids))
+        try:
+            await self._wait_startable(holders, ids)
+        except Refused as refusal:
+            for pod in {holder.pod_key for holder in holders}:
+                self._shares.pairing.report_waiting(pod, str(refusal), refusal.reason.value)
+            raise
+
+    async def _wait_startable(self, holders: Sequence[Holder], ids: Sequence[str]) -> None:
         for holder in holders:
             self._refuse_half(holder)
         self._refuse_root(holders, len(ids))
@@ -188,7 +196,8 @@ class MpsPlugin(SharePlugin):
                 continue
             raise Refused(
                 f"the MPS control daemon of GPU {uuid} did not serve within {WAIT_SECONDS:g} s: "
-                f"{self._daemons.unready(uuid)}; the container is tried again",
+                f"{self._daemons.unready(uuid)}; the container is tried again; where this lasts, see the "
+                "event MPSDaemonFailed of the node",
                 Reason.UNAVAILABLE,
             )
 
