@@ -151,7 +151,6 @@ class Agent:
     state_writer: NodeStateWriter | None = None
     cordons: CordonBook | None = None
     driver_upgrade: DriverUpgrade | None = None  # None: no API server, or not wanted
-    guard: Guard | None = None
     gpu_monitor: GpuMonitor | None = None
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.

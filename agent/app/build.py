@@ -180,9 +180,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     with anyio.move_on_after(FIRST_REQUEST_SECONDS):
         await agent.desired.known.wait()
     agent.desired.from_memory(remembered)
-    if follows_upgrades and node and agent.guard:
+    if follows_upgrades and node and agent.gpu_monitor:
         agent.driver_upgrade = DriverUpgrade(
-            node, agent.guard, snapshot, agent.switcher.state, agent.cordons.cell, cordons
+            node, agent.gpu_monitor, snapshot, agent.switcher.state, agent.cordons.cell, cordons
         )
         agent.driver_upgrade.look()  # before the first mode is set up
         group.start_soon(spawn, "driver upgrades", agent.driver_upgrade.run)

@@ -52,7 +52,7 @@ class Stage(Enum):
 
 
 class Releasing(Protocol):
-    """Who has NVML open: `agent.inventory.gpu_monitor.Guard`."""
+    """Who has NVML open: `agent.inventory.gpu_monitor.GpuMonitor`."""
 
     def release(self, seconds: float, why: str = "") -> None:
         """Close NVML for that long."""
@@ -80,7 +80,7 @@ class DriverUpgrade:
     def __init__(
         self,
         node: OwnNode,
-        guard: Releasing,
+        monitor: Releasing,
         inventory: Cell[Snapshot],
         switch: Cell[SwitchState],
         by_hand: Cell[Cordons],
@@ -88,7 +88,7 @@ class DriverUpgrade:
     ) -> None:
         """`cordons` is what the mode switcher follows: those `by_hand`, and of all GPUs meanwhile."""
         self._node = node
-        self._guard = guard
+        self._monitor = monitor
         self._inventory = inventory
         self._switch = switch
         self._by_hand = by_hand
@@ -163,7 +163,7 @@ class DriverUpgrade:
             self._until = at + RELEASE_SECONDS
             if (snapshot.released_until or 0.0) < self._until:  # a person's may last longer
                 why = f"NVML is closed while the driver is exchanged (node label {self.label})"
-                self._guard.release(RELEASE_SECONDS, why)
+                self._monitor.release(RELEASE_SECONDS, why)
         return RENEW_SECONDS
 
     def _daemons_may_live(self) -> bool:
@@ -184,7 +184,7 @@ class DriverUpgrade:
         until, released = self._until, self._inventory.value.released_until
         self._until, self._released = None, False
         if until is not None and (released is None or released <= until + 1):  # else a person's lasts longer
-            self._guard.end_release()
+            self._monitor.end_release()
 
     def _put_cordons(self) -> None:
         cordons = dict(self._by_hand.value)
