@@ -128,10 +128,10 @@ def _node(settings: Settings, nvml: MakeNvml) -> int:
 
 async def _software(settings: Settings) -> "NodeSoftware | None":
     """Versions as the Node object tells them; None where it cannot be read."""
-    wish = settings.cluster
-    if wish.access == "off":
+    configured = settings.cluster
+    if configured.access == "off":
         return None
     from agent.check.software import node_software  # noqa: PLC0415  loads the API client
 
-    kubeconfig = Path(wish.kubeconfig) if wish.kubeconfig else None
-    return await node_software(kubeconfig, wish.node_name or os.uname().nodename)
+    kubeconfig = Path(configured.kubeconfig) if configured.kubeconfig else None
+    return await node_software(kubeconfig, configured.node_name or os.uname().nodename)

@@ -20,14 +20,14 @@ class Watch(Protocol):
         """GPUs whose events arrive."""
 
 
-def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
+def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
     """What health adds to a scrape."""
 
     def read() -> Callable[[Add], None]:
         states = inventory.snapshot.value.gpus
-        tally = inventory.tally
-        transitions, xids, ecc = dict(tally.transitions), dict(tally.xids), dict(tally.ecc_events)
-        times = dict(tally.xid_times)
+        counters = inventory.counters
+        transitions, xids, ecc = dict(counters.transitions), dict(counters.xids), dict(counters.ecc_events)
+        times = dict(counters.xid_times)
         watched, failures, now = events.watched, events.failures, boot_seconds()
 
         def add(series: Add) -> None:
