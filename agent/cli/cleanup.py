@@ -4,7 +4,6 @@ Exit codes: 0 clean, 1 it failed, 2 bad arguments or configuration, 3 pods stand
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -125,8 +124,7 @@ async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
             raise CleanupFailed(f"cluster.access is required, but {error}") from error
         yield None
         return
-    # The kubelet names its node so: the host's name in lower case.
-    own = NodeObject(api, wish.node_name or os.uname().nodename.strip().lower())
+    own = NodeObject(api, wish.own_node)
     pods = PodCache(api, own.name, lambda: own.uid)
     try:
         async with anyio.create_task_group() as group:
