@@ -33,7 +33,7 @@ def test_default_runtimes(tmp_path: Path, file: str, text: str, name: str) -> No
     assert found(tmp_path, {file: text}) == (file, name)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 10_000])
 def test_files_that_are_none_are_passed_by(tmp_path: Path, text: str) -> None:
     names = ("/etc/docker/daemon.json", "/etc/containerd/config.toml", "/var/lib/kubelet/config.yaml")
     host = Host(written(tmp_path, dict.fromkeys(names, text)))
