@@ -20,8 +20,8 @@ SWITCH_SECONDS = 0.001
 
 
 def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
-    """Start sampler and attribution, serve /metrics. The guard must be there already."""
-    assert agent.guard is not None
+    """Start sampler and attribution, serve /metrics. The GPU monitor must be there already."""
+    assert agent.gpu_monitor is not None
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
     sys.setswitchinterval(SWITCH_SECONDS)
     settings, spawn = agent.settings, agent.supervisor.restarting
@@ -48,11 +48,11 @@ def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
     sources = Sources(
         agent.inventory,
         sampler,
-        [agent.calls, agent.guard.lane],
+        [agent.calls, agent.gpu_monitor.thread],
         agent.endpoints,
         agent.supervisor,
         agent.blockers,
-        agent.metric_parts,
+        agent.collectors,
         watch.uses,
     )
     compatible = node_name(agent) if settings.metrics.gpu_manager_names else None

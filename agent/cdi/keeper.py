@@ -114,7 +114,8 @@ class SpecificationKeeper:
         return None
 
     def _publish(self, problem: str | None) -> None:
-        now = Devices(self._standing.names if self._standing else frozenset(), problem)
+        found = self._standing
+        now = Devices(found.names, problem, found.limiting) if found else Devices(problem=problem)
         if now != self.devices.value:
             self.devices.publish(now)
 

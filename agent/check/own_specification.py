@@ -31,18 +31,18 @@ class Own:
 
 async def own_specification(settings: Settings, host: Host) -> Own:
     """The one that stands there; without it what NVIDIA's program would make, without writing anything."""
-    wish = settings.injection
-    if wish.strategy == "envvar" or not wish.toolkit or settings.simulator.profile:
+    injection = settings.injection
+    if injection.strategy == "envvar" or not injection.toolkit or settings.simulator.profile:
         return Own(wanted=False)
     if standing := await anyio.to_thread.run_sync(_standing, settings, host):
         return standing
-    folder = Path(wish.toolkit)
+    folder = Path(injection.toolkit)
     if not await anyio.to_thread.run_sync(programs.present, folder):
         missing = f"{programs.CTK} and {programs.HOOK} are not in {folder}"
         return Own(True, Devices(problem=f"{missing}; use an image that holds them (injection.toolkit)"))
     hook = Path(settings.host.state) / programs.FOLDER
-    root = Path(wish.driver_root or settings.driver.root)
-    places = Places(folder, root, Path(wish.host_driver_root or root), hook)
+    root = Path(injection.driver_root or settings.driver.root)
+    places = Places(folder, root, Path(injection.host_driver_root or root), hook)
     try:
         made = await Toolkit(places).specification(hook / programs.HOOK)
     except CdiError as error:

@@ -21,7 +21,7 @@ class NothingOffered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TrialOptions:
     """What the user asked for; None: `try` chooses."""
 
     mode: Mode | None = None
@@ -66,11 +66,11 @@ def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: s
     )
 
 
-def manifest(wish: Wish, share: Share, own_image: str | None) -> dict[str, Any]:
+def manifest(options: TrialOptions, share: Share, own_image: str | None) -> dict[str, Any]:
     """A pod that Pod Security's level `restricted` admits, too. `own_image`: the agent's, without a shell."""
     container: dict[str, Any] = {
         "name": CONTAINER,
-        "image": wish.image or own_image,
+        "image": options.image or own_image,
         "imagePullPolicy": "IfNotPresent",
         "resources": {"limits": {name: str(amount) for name, amount in share.limits.items()}},
         "securityContext": {
@@ -82,7 +82,7 @@ def manifest(wish: Wish, share: Share, own_image: str | None) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    if wish.image:
+    if options.image:
         container["command"] = ["sh", "-c", SCRIPT]
     else:
         container["args"] = ["try", "--inside"]
@@ -92,19 +92,19 @@ def manifest(wish: Wish, share: Share, own_image: str | None) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1,
-        "activeDeadlineSeconds": int(wish.seconds) + GRACE_SECONDS,
+        "activeDeadlineSeconds": int(options.seconds) + GRACE_SECONDS,
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     }
-    if wish.runtime_class:
-        spec["runtimeClassName"] = wish.runtime_class
-    if wish.node:
+    if options.runtime_class:
+        spec["runtimeClassName"] = options.runtime_class
+    if options.node:
         # By the scheduler, which knows what is free: with spec.nodeName the kubelet would refuse the pod.
-        field = {"key": "metadata.name", "operator": "In", "values": [wish.node]}
+        field = {"key": "metadata.name", "operator": "In", "values": [options.node]}
         terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
         spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     metadata = {
         "name": f"{NAME}-{secrets.token_hex(4)}",
-        "namespace": wish.namespace,
+        "namespace": options.namespace,
         "labels": {"app.kubernetes.io/name": NAME},
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -6,7 +6,7 @@ import anyio
 import msgspec
 
 from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM
-from agent.check.share_pod import CONTAINER, NothingOffered, Share, Wish, choose, manifest, share_of
+from agent.check.share_pod import CONTAINER, NothingOffered, Share, TrialOptions, choose, manifest, share_of
 from agent.check.trial_objects import NodeList, Pod, PodList, told
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
 from agent.cluster.node import Node
@@ -29,15 +29,15 @@ class TrialFailed(Exception):
     """It could not be tried, or the container saw no GPU; the text says why."""
 
 
-async def attempt(api: KubeApi, wish: Wish, say: Say) -> None:
+async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
     """Try it, line by line. Raises TrialFailed, ApiError."""
-    nodes = await _nodes(api, wish)
-    share = _share(wish, nodes)
-    image = None if wish.image else await _agents_image(api, wish.node)
-    pod = manifest(wish, share, image)
+    nodes = await _nodes(api, options)
+    share = _share(options, nodes)
+    image = None if options.image else await _agents_image(api, options.node)
+    pod = manifest(options, share, image)
     name = pod["metadata"]["name"]
-    path = f"/api/v1/namespaces/{wish.namespace}/pods/{name}"
-    say(f"pod {wish.namespace}/{name} asks for {share.told()} (mode {share.mode.value})")
+    path = f"/api/v1/namespaces/{options.namespace}/pods/{name}"
+    say(f"pod {options.namespace}/{name} asks for {share.told()} (mode {share.mode.value})")
     there = True
     try:
         # Not to be given up half-way: whether there is a pod to take away would not be known.
@@ -47,7 +47,7 @@ async def attempt(api: KubeApi, wish: Wish, say: Say) -> None:
             except ApiRefused:
                 there = False
                 raise
-        ended = await _ended(api, path, wish.seconds, say)
+        ended = await _ended(api, path, options.seconds, say)
         query = {"container": CONTAINER, "limitBytes": f"{MOST_LOG_BYTES}"}
         text = (await api.get(f"{path}/log", query)).decode(errors="replace")
     finally:
@@ -86,9 +86,9 @@ def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
     return f"the share was given {where}: {len(devices)} devices, and nvidia-smi ran"
 
 
-async def _nodes(api: KubeApi, wish: Wish) -> list[Node] | None:
+async def _nodes(api: KubeApi, options: TrialOptions) -> list[Node] | None:
     """All nodes, or the one that is to be tried; None: this account may not list them."""
-    query = {"fieldSelector": f"metadata.name={wish.node}"} if wish.node else None
+    query = {"fieldSelector": f"metadata.name={options.node}"} if options.node else None
     try:
         data = await api.get("/api/v1/nodes", query, LIST_SECONDS)
     except ApiRefused as error:
@@ -98,18 +98,18 @@ async def _nodes(api: KubeApi, wish: Wish) -> list[Node] | None:
     return msgspec.json.decode(data, type=NodeList).items
 
 
-def _share(wish: Wish, nodes: list[Node] | None) -> Share:
+def _share(options: TrialOptions, nodes: list[Node] | None) -> Share:
     if nodes is None:
-        if wish.mode is None:
+        if options.mode is None:
             raise TrialFailed(
                 "this account may not list nodes, so that no mode can be chosen: name one (--mode)"
             )
-        return share_of(wish.mode)
-    if wish.node and not nodes:
-        raise TrialFailed(f"there is no node {wish.node}")
+        return share_of(options.mode)
+    if options.node and not nodes:
+        raise TrialFailed(f"there is no node {options.node}")
     try:
-        where = f"on node {wish.node}" if wish.node else "on any node"
-        return choose(wish.mode, (each.status.allocatable for each in nodes), where)
+        where = f"on node {options.node}" if options.node else "on any node"
+        return choose(options.mode, (each.status.allocatable for each in nodes), where)
     except NothingOffered as error:
         raise TrialFailed(str(error)) from error
 

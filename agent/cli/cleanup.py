@@ -108,8 +108,8 @@ class _Access:
 @asynccontextmanager
 async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
     """None: the configuration knows no way to the API server. Raises CleanupFailed."""
-    wish = settings.cluster
-    if wish.access == "off":
+    configured = settings.cluster
+    if configured.access == "off":
         yield None
         return
     from agent.cluster.api import connect  # noqa: PLC0415  loads the API client
@@ -118,13 +118,13 @@ async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
     from agent.cluster.pods import PodCache  # noqa: PLC0415
 
     try:
-        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+        api = await connect(Path(configured.kubeconfig) if configured.kubeconfig else None)
     except NoClusterAccess as error:
-        if wish.access == "required":
+        if configured.access == "required":
             raise CleanupFailed(f"cluster.access is required, but {error}") from error
         yield None
         return
-    own = NodeObject(api, wish.own_node)
+    own = NodeObject(api, configured.own_node)
     pods = PodCache(api, own.name, lambda: own.uid)
     try:
         async with anyio.create_task_group() as group:

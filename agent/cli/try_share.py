@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agent.cli import kubeconfig
+from agent.cli.arguments import add_kubeconfig, duration, kubeconfig
 from agent.cli.interrupting import until_interrupted
 from agent.model.modes import OFFERED_MODES, Mode
-from agent.status.table import parse_duration
 
 if TYPE_CHECKING:
-    from agent.check.share_pod import Wish
+    from agent.check.share_pod import TrialOptions
 
 INTERRUPTED = 130
 
@@ -34,19 +33,12 @@ def add_commands(commands: Any) -> None:  # noqa: ANN401  argparse names no type
     )
     parser.add_argument("--runtime-class", metavar="NAME", help="where pods with GPUs need one")
     parser.add_argument(
-        "--timeout", type=_duration, default=120.0, metavar="TIME", help="for the pod (default: 2m)"
+        "--timeout", type=duration, default=120.0, metavar="TIME", help="for the pod (default: 2m)"
     )
-    kubeconfig.add_argument(parser)
+    add_kubeconfig(parser)
     # What the pod runs.
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(command=_try)
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _try(options: argparse.Namespace) -> int:
@@ -56,9 +48,9 @@ def _try(options: argparse.Namespace) -> int:
         for line in seen():
             print(line, flush=True)
         return 0
-    from agent.check.share_pod import Wish  # noqa: PLC0415  as above
+    from agent.check.share_pod import TrialOptions  # noqa: PLC0415  as above
 
-    wish = Wish(
+    chosen = TrialOptions(
         Mode(options.mode) if options.mode else None,
         options.namespace,
         options.node,
@@ -68,7 +60,7 @@ def _try(options: argparse.Namespace) -> int:
     )
 
     async def act() -> int:
-        return await _attempt(wish, kubeconfig.chosen(options))
+        return await _attempt(chosen, kubeconfig(options))
 
     code = anyio.run(until_interrupted, act)
     if code is None:
@@ -76,7 +68,7 @@ def _try(options: argparse.Namespace) -> int:
     return INTERRUPTED if code is None else code
 
 
-async def _attempt(wish: "Wish", config: Path | None) -> int:
+async def _attempt(chosen: "TrialOptions", config: Path | None) -> int:
     import msgspec  # noqa: PLC0415  as above
 
     from agent.check.trial import TrialFailed, attempt  # noqa: PLC0415  loads the API client
@@ -89,7 +81,7 @@ async def _attempt(wish: "Wish", config: Path | None) -> int:
         print(f"{error}; name a kubeconfig with --kubeconfig", file=sys.stderr)
         return 1
     try:
-        await attempt(api, wish, lambda line: print(line, flush=True))
+        await attempt(api, chosen, lambda line: print(line, flush=True))
     except (TrialFailed, ApiError, msgspec.DecodeError) as error:
         print(error, file=sys.stderr)
         return 1

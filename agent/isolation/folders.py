@@ -45,6 +45,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
+    driver: bool = False  # whether the driver itself is to hold the container to its cap
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -211,7 +212,9 @@ class LimitFolders:
 
 
 def _limits(about: About) -> bytes:
-    limits = Limits(about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict")
+    limits = Limits(
+        about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict", driver=about.driver
+    )
     return layout.limit_file(key_of(about.ids), (limits,))
 
 

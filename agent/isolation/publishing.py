@@ -88,8 +88,9 @@ class Publisher:
         """Containers by the fences that hold for them."""
         measured = self._watch.seen.value.measured if self._watch else {}
         known = self._isolation.containers.value.values()
-        library = sum(Fence.LIBRARY in self._fences(place_of(each.about), each) for each in known)
-        return {Fence.DRIVER.value: 0, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
+        holding = [self._fences(place_of(each.about), each) for each in known]
+        driver, library = (sum(one in each for each in holding) for one in (Fence.DRIVER, Fence.LIBRARY))
+        return {Fence.DRIVER.value: driver, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
 
     def above_cap(self) -> int:
         """Containers that use more than they may."""
@@ -157,6 +158,14 @@ class Publisher:
         log.warning("library_not_loaded", pod=f"{about.namespace}/{about.pod}", container=about.container)
         self._owners.event(_pod(about), "LimitsNotLoaded", text, warning=True)
 
+    # As agent.isolation.driver.Report
+
+    def not_limited(self, about: About, problem: str) -> None:
+        """An event and a line in the log."""
+        text = f"the driver does not hold container {about.container} to its memory: {problem}"
+        log.warning("driver_limit_missing", pod=f"{about.namespace}/{about.pod}", problem=problem)
+        self._owners.event(_pod(about), "DriverLimitMissing", text, warning=True)
+
     def _announce(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> None:
         about = limits.about
         names = ", ".join(each.value for each in fences)
@@ -172,6 +181,8 @@ class Publisher:
 
     def _fences(self, place: Place, limits: ContainerLimits | None) -> tuple[Fence, ...]:
         found = []
+        if limits and limits.about.driver and limits.limited is not False:
+            found.append(Fence.DRIVER)
         if limits and limits.about.build and limits.injected is not False:
             found.append(Fence.LIBRARY)
         if self._watch and place in self._watch.seen.value.measured:

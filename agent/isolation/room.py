@@ -4,6 +4,7 @@ The kubelet's record says which containers there are; this room keeps no list of
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -50,6 +51,7 @@ class Request:
     ids: tuple[str, ...]  # its units of memory
     memory_bytes: int
     cores: int  # percent; 0: no claim
+    driver: bool = False  # whether the driver can hold it to its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,25 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """What keeps a container that starts now to its memory; nothing does where both are empty."""
+
+    binds: tuple[Bind, ...] = ()
+    driver: bool = False  # whether the driver is to be given the limit
+
+
+@dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """Limits of a running container. `injected` None: no process of it was seen on the GPU yet."""
+    """Limits of a running container.
+
+    `injected` None: no process of it was seen on the GPU yet. `limited`: what the driver says of a container
+    that it is to hold to its cap; None: it was not asked yet.
+    """
 
     about: About
     memory_bytes: int
     injected: bool | None = None
+    limited: bool | None = None
 
 
 class Isolation:
@@ -132,16 +147,18 @@ class Isolation:
             containers=len(found),
         )
 
-    async def admit(self, request: Request) -> tuple[Bind, ...]:
-        """The files that a container gets: all of them, or none.
+    async def admit(self, request: Request) -> Admission:
+        """The files that a container gets, all of them or none, and whether the driver limits it.
 
-        Raises IsolationError where the policy lets no container start without.
+        Raises IsolationError where the policy lets no container start without the files.
         """
         policy = self.policy(request.namespace)
         if policy in (Policy.OFF, Policy.REPORT):
-            return ()
+            return Admission()
         try:
-            return await self._admitted(request, policy)
+            if self._library is None:
+                raise LibraryUnusable(self.problem or "")
+            return await self._admitted(request, policy, self._library)
         except IsolationError as error:
             if policy is Policy.STRICT:
                 raise
@@ -151,7 +168,10 @@ class Isolation:
                 container=request.container,
                 problem=str(error),
             )
-            return ()
+        # The driver needs no library, but a folder that says what the container may have.
+        with suppress(FolderUnusable):
+            return await self._admitted(request, policy, None) if request.driver else Admission()
+        return Admission()
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:
@@ -227,10 +247,13 @@ class Isolation:
         if limits and limits.injected is not injected:
             self._become({**self.containers.value, key: replace(limits, injected=injected)})
 
-    async def _admitted(self, request: Request, policy: Policy) -> tuple[Bind, ...]:
-        library = self._library
-        if library is None:
-            raise LibraryUnusable(self.problem or "")
+    def asked(self, key: str, limited: bool) -> None:
+        """The driver was asked whether it holds a container to its cap."""
+        limits = self.containers.value.get(key)
+        if limits and limits.limited is not limited:
+            self._become({**self.containers.value, key: replace(limits, limited=limited)})
+
+    async def _admitted(self, request: Request, policy: Policy, library: Library | None) -> Admission:
         about = About(
             request.uid,
             request.namespace,
@@ -241,7 +264,8 @@ class Isolation:
             request.memory_bytes,
             request.cores,
             policy.value,
-            library.build,
+            library.build if library else "",
+            driver=request.driver,
         )
         key = key_of(about.ids)
         async with self._turn:
@@ -249,12 +273,15 @@ class Isolation:
             self._born[key] = self._clock()
             await anyio.to_thread.run_sync(self.folders.create, about)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
-        return (
+        if library is None:
+            return Admission(driver=request.driver)
+        binds = (
             Bind(library.in_container, library.file),
             Bind(libraries.PRELOAD_IN_CONTAINER, library.preload),
             Bind(f"{libraries.IN_CONTAINER}/{LIMITS}", self.folders.path(key, LIMITS)),
             Bind(f"{libraries.IN_CONTAINER}/{USAGE}", self.folders.path(key, USAGE), read_only=False),
         )
+        return Admission(binds, request.driver)
 
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))

@@ -115,6 +115,8 @@ class LimitWatch:
         """Whether all processes have the library, by folder; nothing of those without a process."""
         found: dict[str, bool] = {}
         for key, limits, measured in work:
+            if not limits.about.build:
+                continue  # it was given no library
             known = self._loaded.get(key, {})
             library = self._isolation.library_file(limits.about)
             now = {

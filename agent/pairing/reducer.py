@@ -214,7 +214,8 @@ class Rules:
         keeping = {pool.gpu for pool in state.ledger.pools.values() if pool.keeps}
         if gone := set(promise.gpus) - keeping:
             raise PairRefused(
-                f"GPU {min(gone)} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode",
+                f"GPU {min(gone)} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode; "
+                "create the pod anew",
                 Cause.INVALID,
                 promise.pod,
             )

@@ -40,6 +40,10 @@ class RequesterResolver:
         self._record = record
         self._source = source
 
+    def known(self, key: PodKey) -> Pod | None:
+        """A pod of this node as last seen; None: not known now."""
+        return next((pod for pod in self._source.pods_on_node() if pod.key == key), None)
+
     async def records(self, deadline: float = PATIENCE_SECONDS) -> Records | None:
         """The records now; None if they cannot be read."""
         try:

@@ -72,6 +72,8 @@ class DriverFiles(Section, frozen=True):
     library: AbsolutePath | None = None  # libnvidia-ml.so.1 by full path; null: searched under root
     # Prefix of the device nodes on the HOST (they are named to the container runtime); null: "/".
     dev_root: AbsolutePath | None = None
+    # Let go of the driver while labels of the node say that NVIDIA's GPU operator exchanges it.
+    release_for_upgrades: bool = True
 
 
 class Host(Section, frozen=True):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from agent.kit.cell import Cell
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
 
 
 class Limits(Protocol):
@@ -21,7 +21,9 @@ class Limits(Protocol):
         """Containers of which a process uses the GPU without the library that they were given."""
 
 
-def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]) -> Part:
+def limits_collector(
+    limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
+) -> Collector:
     """What limits add to a scrape. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import ASSIGNED, HINT
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster import extender_process
@@ -23,7 +24,7 @@ from tests.cluster.rig import Cluster
 from tests.cluster.rig_node import RigNode
 from tests.scenarios.holders import freed_gpu_goes_to_the_waiting_pod
 from tests.scenarios.load import full_load_with_departures
-from tests.scenarios.vgpu import CORE, CORES, share
+from tests.scenarios.vgpu import CORE, CORES, MEMORY, share
 
 LIMIT = 300
 """Seconds for the body of one test (see conftest.py)."""
@@ -262,6 +263,40 @@ async def test_waiting_pod_gets_the_freed_gpu(site: Site, replica: Replica) -> N
     await site.offered(site.one)
     await freed_gpu_goes_to_the_waiting_pod(site.one, GPUS, BLOCKS)
     assert await site.ignored() == []
+
+
+async def test_pod_event_says_why(site: Site, replica: Replica) -> None:
+    await site.serving()
+    full = [pod(f"full-{number}", 60) for number in range(ALL)]
+    await site.create(*full)
+    await site.running(*full)
+    # In total there is room for each of these, on a single GPU for none.
+    waits = pod("waits", 60)
+    refused, lone = pod("refused", 60, node_name="node2"), pod("lone", 20, node_name="node2")
+    await site.create(waits, refused)
+    await site.one.wait_phase(refused, Phase.FAILED)
+    waiting = await site.events(waits, WAITING_FOR_GPU)
+    assert waiting["message"] == (
+        f"no node has room now for 60 {CORE} and 36 {MEMORY} of one GPU: largest free share 40 of 60 cores "
+        f"({NODES} nodes); ask for less, or wait: the pod starts when enough is free"
+    )
+    assert waiting["source"]["component"] == "gpu-node-agent-extender"
+    why = await site.events(refused, "AllocationRefused")
+    assert why["source"] == {"component": "gpu-node-agent", "host": "node2"}
+    for words in (
+        "60 cores and 36 memory blocks do not fit on any single GPU: the largest free share is 40 cores",
+        "ask for less, or create the pod anew when others have ended",
+    ):
+        assert words in why["message"]
+    # Tried again and again, told once; and explained from the command line, the dead one too.
+    await site.create(lone)
+    await site.running(lone)
+    assert (await site.events(waits, WAITING_FOR_GPU))["count"] == 1
+    explained = await site.explained(refused)
+    assert explained[0] == "pod default/refused was refused at admission by node2 and never started"
+    assert why["message"][:60] in explained[1]
+    assert any("largest free share 40 of 60 cores" in line for line in explained)
+    assert "it fits on none of" in (await site.explained(waits))[1]
 
 
 async def test_full_load_with_departures(site: Site, replica: Replica) -> None:

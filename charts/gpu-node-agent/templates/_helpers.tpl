@@ -91,6 +91,11 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
 {{- end -}}
 
+{{- /* MPS daemons get a cgroup of their own, and the driver limits those of vGPU containers. */ -}}
+{{- define "gna.cgroups" -}}
+{{- if or .Values.mps.enabled (include "gna.enforces" .) }}true{{ end -}}
+{{- end -}}
+
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}
 {{- define "gna.resizes" -}}
 {{- if and .Values.vgpu.resizers (include "gna.enforces" .) (include "gna.policies" .) }}true{{ end -}}
@@ -132,7 +137,7 @@ injection:
   driverRoot: /driver-root
   {{- end }}
   hostDriverRoot: {{ include "gna.hostRoot" . | quote }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 host:
   cgroups: /host-cgroups
 {{- end }}

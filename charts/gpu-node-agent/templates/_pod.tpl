@@ -117,7 +117,7 @@ seccompProfile:
   {{- end }}
   readOnly: true
 {{- end }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 - name: cgroups
   mountPath: /host-cgroups
 {{- end }}
@@ -157,7 +157,7 @@ seccompProfile:
 - name: driver-files
   hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
 {{- end }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 - name: cgroups
   hostPath: {path: /sys/fs/cgroup, type: Directory}
 {{- end }}

@@ -52,8 +52,8 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     agent = room(tmp_path, library)
     await agent.start()
     assert agent.problem is None
-    binds = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
-    container = await anyio.to_thread.run_sync(mounted, tmp_path, binds)
+    admission = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.binds)
     start = partial(programs, container, "init()")
     program = await anyio.to_thread.run_sync(start)
     before = machine.used()

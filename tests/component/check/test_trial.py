@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agent.check import trial
-from agent.check.share_pod import Wish
+from agent.check.share_pod import TrialOptions
 from agent.check.trial import TrialFailed, attempt
 from agent.cluster.api import ApiRefused
 from agent.model.modes import Mode
@@ -58,8 +58,10 @@ class Scene:
         self._api = api
         self.said: list[str] = []
 
-    async def attempt(self, **wish: Any) -> None:
-        await attempt(self._api, Wish(namespace="team", **{"image": "busybox", **wish}), self.said.append)
+    async def attempt(self, **options: Any) -> None:
+        await attempt(
+            self._api, TrialOptions(namespace="team", **{"image": "busybox", **options}), self.said.append
+        )
 
     @property
     def created(self) -> dict[str, Any]:
