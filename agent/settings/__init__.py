@@ -59,6 +59,11 @@ class Cluster(Section, frozen=True):
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
 
+    @property
+    def own_node(self) -> str:
+        """The name of this node's Node object. The kubelet names it by the host's name, in lower case."""
+        return self.node_name or os.uname().nodename.strip().lower()
+
 
 class DriverFiles(Section, frozen=True):
     """Where the NVIDIA driver's files are, as the agent sees them."""
