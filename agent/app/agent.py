@@ -21,6 +21,7 @@ from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import DaemonManager
 from agent.node.capacity import Capacity
 from agent.node.conditions import NodeStateWriter
+from agent.node.driver_upgrade import DriverUpgrade
 from agent.node.inherited import Inherited
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
@@ -102,7 +103,7 @@ class MpsParts:
         }
 
     def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
-        """Why a GPU cannot be sold in mode MPS."""
+        """Why a GPU cannot be offered in mode MPS."""
 
         def gate(state: GpuState, mode: Mode) -> str | None:
             if mode is not Mode.MPS:
@@ -149,6 +150,7 @@ class Agent:
     node: NodeParts | None = None
     state_writer: NodeStateWriter | None = None
     cordons: CordonBook | None = None
+    driver_upgrade: DriverUpgrade | None = None  # None: no API server, or not wanted
     gpu_monitor: GpuMonitor | None = None
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.

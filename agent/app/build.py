@@ -1,6 +1,5 @@
 """Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.conditions import NodeStateWriter
+from agent.node.driver_upgrade import DriverUpgrade
 from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
@@ -152,6 +152,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     node = own if agent.cluster else None
     agent.cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, node)
     await agent.cordons.restore()
+    follows_upgrades = node is not None and settings.driver.release_for_upgrades
+    cordons = Cell(agent.cordons.cell.value) if follows_upgrades else agent.cordons.cell
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -163,7 +165,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
         standing=agent.desired.catalog.remembered(remembered),
-        cordons=agent.cordons.cell,
+        cordons=cordons,
     )
     if agent.sources:
         switcher = agent.switcher
@@ -177,6 +179,12 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     with anyio.move_on_after(FIRST_REQUEST_SECONDS):
         await agent.desired.known.wait()
     agent.desired.from_memory(remembered)
+    if follows_upgrades and node and agent.gpu_monitor:
+        agent.driver_upgrade = DriverUpgrade(
+            node, agent.gpu_monitor, snapshot, agent.switcher.state, agent.cordons.cell, cordons
+        )
+        agent.driver_upgrade.look()  # before the first mode is set up
+        group.start_soon(spawn, "driver upgrades", agent.driver_upgrade.run)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
     group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
@@ -310,8 +318,7 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
             raise FatalError(f"cluster.access is required, but {error}") from error
         log.info("no_cluster_access", reason=str(error))
         return None
-    # The kubelet names its node so: the host's name in lower case.
-    name = configured.node_name or os.uname().nodename.strip().lower()
+    name = configured.own_node
     node = NodeObject(api, name)
     return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 

@@ -64,10 +64,10 @@ class GpuMonitor:
         group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
         group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
 
-    def release(self, seconds: float) -> None:
-        """Close NVML for that long and have every ID Unhealthy meanwhile."""
+    def release(self, seconds: float, why: str = "") -> None:
+        """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
         if self._scanner is not None:
-            self._scanner.release(boot_seconds() + seconds)
+            self._scanner.release(boot_seconds() + seconds, why)
 
     def end_release(self) -> None:
         """Open NVML again."""

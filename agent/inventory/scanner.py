@@ -49,10 +49,10 @@ class Scanner:
         self._maintenance = _maintenance(released_until) if released_until is not None else ""
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
-    def release(self, until: float) -> None:
-        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot."""
+    def release(self, until: float, why: str = "") -> None:
+        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot; `why`: a sentence."""
         self._released_until = until
-        self._maintenance = _maintenance(until)
+        self._maintenance = why or _maintenance(until)
         self._asked.set()
 
     def end_release(self) -> None:

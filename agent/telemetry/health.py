@@ -24,7 +24,10 @@ def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callab
     """What health adds to a scrape."""
 
     def read() -> Callable[[Add], None]:
-        states = inventory.snapshot.value.gpus
+        snapshot = inventory.snapshot.value
+        states = snapshot.gpus
+        # As long as it cannot be closed, it is not.
+        released = snapshot.released_until is not None and snapshot.let_go == ""
         counters = inventory.counters
         transitions, xids, ecc = dict(counters.transitions), dict(counters.xids), dict(counters.ecc_events)
         times = dict(counters.xid_times)
@@ -48,6 +51,7 @@ def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callab
                         if (uuid, xid) in times:
                             series(d.GPU_LAST_XID_TIME, times[uuid, xid], (*labels, str(xid)))
             series(d.EVENT_WAIT_FAILURES, failures, ())
+            series(d.NVML_RELEASED, released, ())
 
         return add
 

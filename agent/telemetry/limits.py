@@ -35,6 +35,9 @@ class Limits(Protocol):
     def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
         """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits."""
+
 
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
@@ -45,6 +48,7 @@ def limits_collector(
         sizes, known = grown.value, indices()
         shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        avoidable = limits.avoidable()
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -56,6 +60,7 @@ def limits_collector(
             for place, share in shares.items():
                 series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
                 series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
+            series(d.CONTAINERS_AVOIDING, avoidable, ())
 
         return add
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent.isolation import compute as room
@@ -48,7 +49,7 @@ class Site:
     def add(self, pod: str, cores: int, wish: Wish | None = None) -> str:
         """A container; its folder."""
         made = about(pod, first=10 * len(self.held), cores=cores, build="b")
-        self.held[pod] = About(**{**_fields(made), "compute": True})
+        self.held[pod] = msgspec.structs.replace(made, compute=True)
         self.wishes[pod] = wish or Wish()
         return self.folders.create(self.held[pod])
 
@@ -77,10 +78,6 @@ class Site:
     def shares(self) -> Mapping[str, float]:
         """In force, in percent."""
         return {pod: self.limits(pod).share / 100 for pod in self.held}
-
-
-def _fields(made: About) -> dict[str, object]:
-    return {name: getattr(made, name) for name in made.__struct_fields__}
 
 
 @pytest.fixture
