@@ -9,6 +9,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.app.avoidance import Avoidance
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
 from agent.isolation.driver import DriverLimits
@@ -44,10 +45,16 @@ class LimitParts:
     """What the rest of the agent sees of the limits."""
 
     def __init__(
-        self, isolation: Isolation, publisher: Publisher, policy: Policy, driver: DriverFence
+        self,
+        isolation: Isolation,
+        publisher: Publisher,
+        policy: Policy,
+        driver: DriverFence,
+        avoidance: Avoidance,
     ) -> None:
         self.isolation = isolation
         self.driver = driver
+        self.avoidance = avoidance
         self._publisher = publisher
         self._policy = policy
 
@@ -117,7 +124,8 @@ async def build_isolation(
             isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
         )
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
-    return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement), driver)
+    policy = Policy(settings.vgpu.enforcement)
+    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent))
 
 
 class VgpuFence:
@@ -126,11 +134,15 @@ class VgpuFence:
     def __init__(self, parts: LimitParts) -> None:
         self._isolation = parts.isolation
         self._driver = parts.driver
+        self._avoidance = parts.avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
         """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
+        ways: tuple[str, ...] = ()
+        if self._isolation.policy(grant.pod.namespace) in (Policy.LIBRARY, Policy.STRICT):
+            ways = await self._avoidance.ways(grant.pod, grant.container)
         request = Request(
             grant.pod.uid,
             grant.pod.namespace,
@@ -141,6 +153,7 @@ class VgpuFence:
             len(grant.ids) * VGPU.block_bytes,
             grant.demand.cores,
             self._driver.obstacle(grant.gpus[0]) is None,
+            ways,
         )
         try:
             admission = await self._isolation.admit(request)

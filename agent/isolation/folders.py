@@ -45,6 +45,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
+    avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
     driver: bool = False  # whether the driver itself is to hold the container to its cap
 
 
@@ -173,7 +174,7 @@ class LimitFolders:
                 os.close(descriptor)
 
     def mend(self, key: str, about: About) -> None:
-        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
         with self._folder(key) as folder:
             descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:

@@ -53,6 +53,7 @@ class Request:
     memory_bytes: int
     cores: int  # percent; 0: no claim
     driver: bool = False  # whether the driver can hold it to its memory
+    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ class Isolation:
             request.cores,
             policy.value,
             library.build if library else "",
+            avoidable=request.avoidable,
             driver=request.driver,
         )
         key = key_of(about.ids)

@@ -20,6 +20,9 @@ class Limits(Protocol):
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits."""
+
 
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
@@ -29,6 +32,7 @@ def limits_collector(
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        avoidable = limits.avoidable()
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -37,6 +41,7 @@ def limits_collector(
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+            series(d.CONTAINERS_AVOIDING, avoidable, ())
 
         return add
 
