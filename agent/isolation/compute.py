@@ -157,7 +157,7 @@ class Compute:
         for key, about in held.items():
             wish = self._wish(about)
             burst = 100 if self._soft and wish.burst is None else wish.burst
-            wanted = claim(key, about.cores, burst, low=wish.low)
+            wanted = claim(key, about.cores_now, burst, low=wish.low)
             known = self._followed.get(key)
             if known is None or known.about.uid != about.uid:
                 self._followed[key] = _Followed(about, wanted, factor=self._factor(key))

@@ -49,6 +49,12 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
     driver: bool = False  # whether the driver itself is to hold the container to its cap
     compute: bool = False  # whether it is held to a share of compute
+    cores_cap: int | None = None  # percent that it was resized to; None: what it asked for
+
+    @property
+    def cores_now(self) -> int:
+        """Percent of the GPU that it is promised."""
+        return self.cores if self.cores_cap is None else self.cores_cap
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -241,7 +247,7 @@ def _limits(about: About, context_bytes: int = 0) -> bytes:
         strict=about.policy == "strict",
         driver=about.driver,
         compute=about.compute,
-        share=about.cores * PERCENT if about.compute else 0,
+        share=about.cores_now * PERCENT if about.compute else 0,
     )
     return layout.limit_file(key_of(about.ids), (limits,))
 

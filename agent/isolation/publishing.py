@@ -159,6 +159,17 @@ class Publisher:
         log.info("limits_resized", pod=pod, container=about.container, memory_bytes=memory_bytes)
         self._owners.event(_pod(about), "LimitsResized", text, warning=False)
 
+    def cores_resized(self, about: About, cores: int) -> None:
+        """An event and a line in the log: a container is promised other cores than `about` says."""
+        text = (
+            f"container {about.container} is held to {cores} % of GPU {about.gpu} from now on, "
+            f"{about.cores_now} % before; it was admitted with {about.cores}"
+        )
+        log.info(
+            "cores_resized", pod=f"{about.namespace}/{about.pod}", container=about.container, cores=cores
+        )
+        self._owners.event(_pod(about), "LimitsResized", text, warning=False)
+
     def not_resized(self, about: About, problem: str) -> None:
         """An event and a line in the log."""
         log.info("resize_refused", pod=f"{about.namespace}/{about.pod}", problem=problem)

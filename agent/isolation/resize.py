@@ -1,9 +1,11 @@
-"""Live resize of a container's memory by an annotation of its pod, `gpu-node-agent.io/resize`.
+"""Live resize of containers by an annotation of their pod, `gpu-node-agent.io/resize`.
 
-It holds units of `tencent.com/vcuda-memory` by container: `{"main": 60}`. A container grows into units of its
-GPU that are free, which nobody else is offered from that moment on, and shrinks to what it uses at least.
-What it has grown by stands in its limit folder: the kubelet, whose record says who holds what, has no word
-for it (docs/decisions.md). Who may write the annotation is for an admission policy to say.
+It holds units of `tencent.com/vcuda-memory` by container, `{"main": 60}`, or these and cores in percent,
+`{"main": {"memory": 60, "cores": 20}}`. Cores go down, and up again to what was asked for.
+A container grows into units of its GPU that are free, which nobody else is offered from that moment on, and
+shrinks to what it uses at least. What it has grown by stands in its limit folder: the kubelet, whose record
+says who holds what, has no word for it (docs/decisions.md). Who may write the annotation is for an admission
+policy to say.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +21,7 @@ from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
 from agent.isolation.publishing import Publisher, place_of
 from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.wishes import BURST
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 
@@ -27,7 +30,17 @@ log = structlog.get_logger()
 ANNOTATION = "gpu-node-agent.io/resize"
 LONGEST_TEXT = 16 << 10
 RETRY_SECONDS = 5.0  # for units that come free
-_Wanted = dict[str, Annotated[int, Meta(ge=1, le=1 << 20)]]
+_Units = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a container is to have; None: as it is."""
+
+    memory: _Units | None = None  # units
+    cores: Annotated[int, Meta(ge=1, le=100)] | None = None  # percent of a GPU
+
+
+_Wanted = dict[str, _Units | Sizes]
 
 
 class NoUnits(IsolationError):
@@ -83,9 +96,11 @@ class Resizer:
             if text is None:
                 continue
             try:
-                units = wanted(text).get(limits.about.container)
-                if units is not None:
-                    await self._resize(key, limits, units)
+                sizes = wanted(text).get(limits.about.container, Sizes())
+                if sizes.cores is not None:
+                    await self._resize_cores(key, limits.about, sizes.cores)
+                if sizes.memory is not None:
+                    await self._resize(key, self._isolation.containers.value.get(key, limits), sizes.memory)
             except NoUnits as error:
                 waits = True
                 self._refuse(limits.about, text, str(error))
@@ -117,6 +132,20 @@ class Resizer:
             self._units.give_back()
         self._publisher.resized(about, target)
 
+    async def _resize_cores(self, key: str, about: About, cores: int) -> None:
+        if not about.compute:
+            raise BadResize(
+                f"container {about.container} is not held to cores: set vgpu.compute, and start its pod anew"
+            )
+        if cores > about.cores:
+            raise BadResize(
+                f"container {about.container} asked for {about.cores} cores and cannot be promised {cores}: "
+                f"annotation {BURST} lets it use more while that is free"
+            )
+        if cores != about.cores_now:
+            await self._isolation.resize(key, msgspec.structs.replace(about, cores_cap=cores))
+            self._publisher.cores_resized(about, cores)
+
     async def _in_use(self, key: str, limits: ContainerLimits) -> int:
         """What a container uses, in whole units; the library's word counts beside the driver's."""
         folders = self._isolation.folders
@@ -136,13 +165,15 @@ def replace_about(about: About, memory_bytes: int, grown: tuple[str, ...]) -> Ab
     return msgspec.structs.replace(about, memory_bytes=memory_bytes, grown=grown)
 
 
-def wanted(text: str) -> Mapping[str, int]:
-    """Units by container. Raises BadResize."""
+def wanted(text: str) -> Mapping[str, Sizes]:
+    """Sizes by container. Raises BadResize."""
     if len(text) > LONGEST_TEXT:
         raise BadResize(f"annotation {ANNOTATION} is longer than {LONGEST_TEXT} bytes")
     try:
-        return msgspec.json.decode(text, type=_Wanted)
+        found = msgspec.json.decode(text, type=_Wanted)
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         raise BadResize(
-            f'annotation {ANNOTATION} must be units of {VGPU.memory} by container, as {{"main": 60}}: {error}'
+            f'annotation {ANNOTATION} must be units of {VGPU.memory} by container, as {{"main": 60}}, or '
+            f'{{"main": {{"memory": 60, "cores": 20}}}}: {error}'
         ) from error
+    return {name: each if isinstance(each, Sizes) else Sizes(each) for name, each in found.items()}

@@ -14,6 +14,8 @@
 #define FIRST 3u          /* launches that are measured at once */
 #define OFTEN 8u
 #define SELDOM 64u
+#define APART_NS 1000000u /* of a function's device time between two measurements: they cost some microseconds */
+#define MOST_APART 1024u
 #define POLL 16u          /* launches between two looks at what is finished */
 
 struct gna_price {
@@ -256,6 +258,12 @@ static struct gna_sample *begin(struct gna_price *price, CUstream stream, uint64
     return sample;
 }
 
+static uint32_t apart(const struct gna_price *price) {
+    uint64_t least = APART_NS / (atomic_load_explicit(&price->ns, memory_order_relaxed) + 1);
+    least = least > MOST_APART ? MOST_APART : least;
+    return price->every > least ? price->every : (uint32_t)least;
+}
+
 struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record) {
     uint32_t number = atomic_fetch_add_explicit(&price->launches, 1, memory_order_relaxed);
     if (__builtin_expect(price->count == 0, 0)) {
@@ -276,7 +284,7 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, u
         sample = begin(price, stream, paid_ns, record);
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     }
-    atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : price->every), memory_order_relaxed);
+    atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : apart(price)), memory_order_relaxed);
     gna_leave(&lock);
     return sample;
 }

@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import anyio.to_thread
 import msgspec
 import pytest
 
@@ -13,9 +15,12 @@ from agent.isolation import layout
 from agent.isolation.compute import Compute, Wish, release
 from agent.isolation.correction import LEAST, MOST, Observed, corrected
 from agent.isolation.folders import About, LimitFolders, key_of
+from agent.isolation.publishing import Publisher
+from agent.isolation.resize import Resizer
 from agent.isolation.room import ContainerLimits, Isolation, Policy
 from agent.isolation.wishes import wish_of
 from agent.kit.cell import Cell
+from agent.model.demand import Pod
 from tests.unit.isolation.made_up import GPU, about
 
 KEY = (GPU, "main")
@@ -224,3 +229,55 @@ def test_annotations(annotations: dict[str, str], wish: Wish) -> None:
 
 def test_the_poll_is_fast_enough() -> None:
     assert room.POLL_SECONDS <= 0.01 < room.TURN_SECONDS
+
+
+class _Quiet:
+    """Owners of pods, and units that nobody needs."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        raise AssertionError(pod)
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+        self.events.append((reason, message))
+
+    async def take(self, gpu: str, count: int, keep: object) -> None:
+        raise AssertionError(gpu)
+
+    def give_back(self) -> None:
+        raise AssertionError
+
+
+async def test_cores_go_down_and_up_again_and_no_further(tmp_path: Path) -> None:
+    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
+    key = await anyio.to_thread.run_sync(site.add, "a", 60)
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], site.held["a"].memory_bytes)})
+    owners = _Quiet()
+    resizer = Resizer(site.isolation, owners, Publisher(site.isolation, owners))
+    for text, share in (
+        ('{"main": {"cores": 20}}', 20),
+        ('{"main": {"cores": 60}}', 60),
+        ('{"main": {"cores": 61}}', 60),
+    ):
+        await resizer.look({"uid-a": text})
+        await anyio.to_thread.run_sync(site.compute.turn, site.isolation.containers.value, {})
+        assert (await anyio.to_thread.run_sync(site.shares)) == {"a": share}
+        on_disk = await anyio.to_thread.run_sync(site.folders.about, key)
+        assert on_disk.cores_now == share  # an agent that starts anew goes on from there
+        assert on_disk.cores == 60
+    assert [reason for reason, _ in owners.events] == ["LimitsResized", "LimitsResized", "ResizeRefused"]
+    assert "asked for 60 cores and cannot be promised 61" in owners.events[-1][1]
+
+
+async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None:
+    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
+    key = await anyio.to_thread.run_sync(site.add, "a", 60)
+    free = msgspec.structs.replace(site.held["a"], compute=False)
+    site.isolation.containers.publish({key: ContainerLimits(free, free.memory_bytes)})
+    owners = _Quiet()
+    await Resizer(site.isolation, owners, Publisher(site.isolation, owners)).look(
+        {"uid-a": '{"main": {"cores": 20}}'}
+    )
+    assert "is not held to cores: set vgpu.compute" in owners.events[0][1]

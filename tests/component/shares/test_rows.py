@@ -1,0 +1,36 @@
+"""Shares of containers side by side on the simulated GPU: what is asserted is in its own time, and exact."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.component.shares.row import Load, Row, shares
+
+
+@pytest.mark.parametrize(
+    ("row", "points"),
+    [
+        (Row((Load(30, "train"), Load(70, "train")), 10), 1),
+        (Row((Load(40, "train", processes=4),), 10), 1),
+        (Row((Load(40, "train", streams=2),), 10), 1),
+        (Row((Load(40, "graph"),), 13), 3),
+        (Row((Load(30, "long"),), 33, 10), 3),
+    ],
+    ids=["30 next to 70", "processes", "streams", "graphs", "long kernels"],
+)
+def test_a_container_gets_what_it_asked_for(row: Row, points: float, tmp_path: Path) -> None:
+    for load, windows in zip(row.loads, shares(row, tmp_path / "row"), strict=True):
+        assert mean(abs(each - load.cap) for each in windows) < points, windows
+
+
+def test_graphs_of_10_and_90_percent_are_one_to_nine(tmp_path: Path) -> None:
+    row = Row((Load(10, "graph"), Load(90, "graph")), 33, 10)
+    small, large = (mean(windows) for windows in shares(row, tmp_path / "row"))
+    assert large / small == pytest.approx(9, rel=0.05)
+
+
+def test_without_shares_a_gpu_is_divided_by_its_time_slices(tmp_path: Path) -> None:
+    """What the other tests would measure if nothing were enforced."""
+    row = Row((Load(100, "train"), Load(100, "train")), 5)
+    assert [mean(windows) for windows in shares(row, tmp_path / "row")] == [pytest.approx(50, abs=1)] * 2
