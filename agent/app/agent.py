@@ -57,6 +57,13 @@ class Limits(Protocol):
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether containers that start now are held to compute, where they get the library."""
+
+    def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
+        """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
+
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
         """The limits of a container, for `status`; None: it has none, and is not measured."""
 

@@ -119,7 +119,10 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
     Commands(sources).add_to(control)
     if agent.sources:
         top.add_to(
-            control, agent.sources, lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus}
+            control,
+            agent.sources,
+            lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus},
+            lambda: agent.limits.allotted() if agent.limits else {},
         )
     group.start_soon(agent.supervisor.restarting, "control socket", control.serve)
 

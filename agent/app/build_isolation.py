@@ -22,7 +22,7 @@ from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation, Policy, Request
-from agent.isolation.watch import LimitWatch, Measured
+from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
@@ -53,12 +53,19 @@ class LimitParts:
         policy: Policy,
         driver: DriverFence,
         avoidance: Avoidance,
+        *,
+        computes: bool,
     ) -> None:
         self.isolation = isolation
         self.driver = driver
         self.avoidance = avoidance
         self._publisher = publisher
         self._policy = policy
+        self.computes = computes
+
+    def allotted(self) -> Mapping[Place, float]:
+        """See agent.app.agent.Limits."""
+        return {place: share.allotted / 100 for place, share in self._publisher.shares().items()}
 
     @property
     def problem(self) -> str | None:
@@ -129,7 +136,7 @@ async def build_isolation(
         )
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
     policy = Policy(settings.vgpu.enforcement)
-    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent))
+    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent), computes=compute is not None)
 
 
 class VgpuFence:

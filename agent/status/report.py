@@ -27,6 +27,10 @@ def _no_mps(_: str) -> Document | None:
 class Limits(Protocol):
     """Limits of vGPU containers."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether containers that start now are held to their share of compute."""
+
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
 
@@ -137,6 +141,8 @@ def _enforced(active: GpuMode | None, mps: Document | None, limits: Limits | Non
     """
     if active and active.mode is Mode.VGPU:
         held = limits.fences() if limits else {}
+        if limits and limits.computes and held.get("library"):
+            return "yes"
         return "memory" if held.get("driver") or held.get("library") else "no"
     if active and active.mode is Mode.MPS:
         return "no" if mps and mps["capsAdvisory"] else "yes"

@@ -1,6 +1,7 @@
 """What `gpu-node-agent top` shows: the moving figures of GPUs and containers, as a document."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from agent.telemetry.attribution import Grade
@@ -11,19 +12,24 @@ from agent.telemetry.sampler import TakenSample
 from agent.web.control import ControlServer
 
 Document = dict[str, Any]
+Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
+Allotted = Callable[[], Mapping[Place, float]]  # 0..1
+NOTHING: Mapping[Place, float] = MappingProxyType({})
 Modes = Callable[[], Mapping[str, str]]  # mode in force by GPU UUID
 
 
-def add_to(server: ControlServer, sources: Sources, modes: Modes) -> None:
+def add_to(server: ControlServer, sources: Sources, modes: Modes, allotted: Allotted) -> None:
     """Answer the command `top`."""
 
     async def top(_: Mapping[str, object]) -> Document:
-        return document(sources.read(), modes())
+        return document(sources.read(), modes(), allotted())
 
     server.add("top", top)
 
 
-def document(reading: Reading, modes: Mapping[str, str]) -> Document:
+def document(
+    reading: Reading, modes: Mapping[str, str], allotted: Mapping[Place, float] = NOTHING
+) -> Document:
     """The newest sampling round. Figures that a GPU does not have, or that cannot be read now, are null."""
     return {
         "gpus": [
@@ -38,7 +44,7 @@ def document(reading: Reading, modes: Mapping[str, str]) -> Document:
             }
             for state in reading.snapshot.gpus
         ],
-        "containers": [_container(each) for each in reading.uses.containers],
+        "containers": [_container(each, allotted) for each in reading.uses.containers],
     }
 
 
@@ -62,8 +68,9 @@ def _figures(taken: TakenSample | None) -> Document:
     }
 
 
-def _container(each: ContainerUse) -> Document:
+def _container(each: ContainerUse, allotted: Mapping[Place, float]) -> Document:
     use, share = each.use, each.use.share
+    place = (share.namespace, share.pod, share.container, share.gpu)
     memory_known = use.memory_grade is not Grade.ALLOCATED
     return {
         "namespace": share.namespace,
@@ -77,6 +84,7 @@ def _container(each: ContainerUse) -> Document:
         "utilizationRatio": None if use.utilization_grade is Grade.ALLOCATED else use.utilization,
         "utilizationMaxRatio": each.utilization.most if each.utilization else None,
         "coreLimitRatio": share.core_limit,
+        "coreAllottedRatio": allotted.get(place),  # of those that are held to compute
         "utilizationAttribution": use.utilization_grade.value,
         "processes": use.processes if memory_known else None,
     }

@@ -43,7 +43,12 @@ def _lines(shown: Document) -> Iterator[str]:
         return
     title = ("NAMESPACE/POD", "CONTAINER", "GPU", "MODE", "USE", "OF", "PEAK", "MEMORY GiB", "OF", "PROC")
     rows = sorted(shown["containers"], key=_busiest_first)
-    yield from _table([title, *(_container_row(each) for each in rows)])
+    table = [title, *(_container_row(each) for each in rows)]
+    if any(each.get("coreAllottedRatio") is not None for each in rows):
+        # Beside what was asked for: what it may have now.
+        got = ("GOT", *(_percent(each.get("coreAllottedRatio")) for each in rows))
+        table = [(*row[:6], more, *row[6:]) for row, more in zip(table, got, strict=True)]
+    yield from _table(table)
     grades = {each["utilizationAttribution"] for each in rows} | {each["memoryAttribution"] for each in rows}
     if "estimated" in grades:
         yield "~ estimated: the driver does not tell containers apart; shared out by limits"

@@ -31,6 +31,10 @@
 {{- if and $v.vgpu.resizers (not (include "gna.policies" .)) -}}
 {{- fail "vgpu.resizers needs Kubernetes 1.30 or newer, where a policy keeps all other accounts from resizing pods: leave it empty" -}}
 {{- end -}}
+{{- $compute := toString (dig "vgpu" "compute" "off" $v.config) -}}
+{{- if and (has $compute (list "hard" "soft")) (not (has (toString (dig "vgpu" "enforcement" "off" $v.config)) (list "library" "strict"))) -}}
+{{- fail "config.vgpu.compute is kept by the enforcement library: set config.vgpu.enforcement to library or strict, or compute to off" -}}
+{{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
 {{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}

@@ -12,8 +12,9 @@ from agent.status.table import _mode_notes
 class Limits:
     """Limits of vGPU with one fence."""
 
-    def __init__(self, fence: str) -> None:
+    def __init__(self, fence: str, *, computes: bool = False) -> None:
         self._fence = fence
+        self.computes = computes
 
     def fences(self) -> Mapping[str, bool]:
         return {self._fence: True}
@@ -27,6 +28,13 @@ class Limits:
 )
 def test_vgpu_says_that_memory_alone_is_enforced(fence: str | None, word: str) -> None:
     assert _enforced(GpuMode(Mode.VGPU), None, Limits(fence) if fence else None) == word
+
+
+def test_with_shares_of_compute_vgpu_is_enforced_where_the_library_is() -> None:
+    mode = GpuMode(Mode.VGPU)
+    assert _enforced(mode, None, Limits("library", computes=True)) == "yes"
+    assert _enforced(mode, None, Limits("driver", computes=True)) == "memory"
+    assert _enforced(mode, None, Limits("sweep", computes=True)) == "no"
 
 
 def test_only_modes_of_amounts_say_whether_they_are_enforced() -> None:

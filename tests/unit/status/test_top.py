@@ -13,6 +13,20 @@ async def shown(node: Node) -> top.Document:
     return top.document(node.parts.sources.read(), {node.uuids[0]: "mps"})
 
 
+async def test_what_a_container_may_use_now_stands_beside_what_it_asked_for(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    await node.look()
+    (container,) = top.document(node.parts.sources.read(), {})["containers"]
+    assert container["coreAllottedRatio"] is None
+    place = (container["namespace"], container["pod"], container["container"], node.uuids[0])
+    found = top.document(node.parts.sources.read(), {}, {place: 0.625})
+    table = top_table.render(found).splitlines()
+    head = next(line for line in table if line.startswith("NAMESPACE/POD"))
+    row = next(line for line in table if line.startswith(f"{place[0]}/{place[1]}"))
+    assert row[head.index("GOT") :].startswith("62 %")
+    assert "GOT" not in top_table.render(top.document(node.parts.sources.read(), {}))
+
+
 async def test_gpus_and_containers_in_one_view(tmp_path: Path) -> None:
     node = Node(tmp_path)
     in_pod(tmp_path, 11)
