@@ -9,6 +9,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.app.avoidance import Avoidance
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
 from agent.isolation.driver import DriverLimits
@@ -28,11 +29,11 @@ from agent.model.modes import Mode
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PairRefused, Recorder
 from agent.pairing.reducer import Grant
-from agent.plugins.fractions import Shares
 from agent.plugins.inject import Injector
-from agent.telemetry import limits as limit_metrics
+from agent.plugins.shared_pair import SharedPair
 from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import Uses
+from agent.telemetry.limits import limits_collector
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache
@@ -44,10 +45,16 @@ class LimitParts:
     """What the rest of the agent sees of the limits."""
 
     def __init__(
-        self, isolation: Isolation, publisher: Publisher, policy: Policy, driver: DriverFence
+        self,
+        isolation: Isolation,
+        publisher: Publisher,
+        policy: Policy,
+        driver: DriverFence,
+        avoidance: Avoidance,
     ) -> None:
         self.isolation = isolation
         self.driver = driver
+        self.avoidance = avoidance
         self._publisher = publisher
         self._policy = policy
 
@@ -66,7 +73,7 @@ class LimitParts:
         """See agent.app.agent.Limits."""
         return self.isolation.grown.get(uuid, frozenset())
 
-    def follow_resizes(self, agent: Agent, shares: Shares, group: TaskGroup) -> None:
+    def follow_resizes(self, agent: Agent, shares: SharedPair, group: TaskGroup) -> None:
         """See agent.app.agent.Limits."""
         spawn = agent.supervisor.restarting
         group.start_soon(spawn, "grown units", _follow_growth, agent, self.isolation, shares)
@@ -106,7 +113,7 @@ async def build_isolation(
         watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
-    agent.metric_parts.append(limit_metrics.part(publisher, agent.grown, partial(_vgpu_indices, agent)))
+    agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
     driver = DriverFence(agent, injector)
     await driver.start()
     group.start_soon(spawn, "driver fence", driver.run, injector.looked)
@@ -117,7 +124,8 @@ async def build_isolation(
             isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
         )
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
-    return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement), driver)
+    policy = Policy(settings.vgpu.enforcement)
+    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent))
 
 
 class VgpuFence:
@@ -126,11 +134,15 @@ class VgpuFence:
     def __init__(self, parts: LimitParts) -> None:
         self._isolation = parts.isolation
         self._driver = parts.driver
+        self._avoidance = parts.avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.fractions.Sharing. Whole GPUs need no fence: nobody else is on them."""
+        """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
+        ways: tuple[str, ...] = ()
+        if self._isolation.policy(grant.pod.namespace) in (Policy.LIBRARY, Policy.STRICT):
+            ways = await self._avoidance.ways(grant.pod, grant.container)
         request = Request(
             grant.pod.uid,
             grant.pod.namespace,
@@ -141,6 +153,7 @@ class VgpuFence:
             len(grant.ids) * VGPU.block_bytes,
             grant.demand.cores,
             self._driver.obstacle(grant.gpus[0]) is None,
+            ways,
         )
         try:
             admission = await self._isolation.admit(request)
@@ -162,7 +175,7 @@ def _vgpu_indices(agent: Agent) -> Mapping[str, int]:
 class GpuUnits:
     """Free units of memory, as resizing needs them (`agent.isolation.resize.Units`)."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: SharedPair) -> None:
         self._shares = shares
 
     async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
@@ -184,7 +197,7 @@ class GpuUnits:
         self._shares.restock()
 
 
-async def _follow_growth(agent: Agent, isolation: Isolation, shares: Shares) -> None:
+async def _follow_growth(agent: Agent, isolation: Isolation, shares: SharedPair) -> None:
     """Units come back when their container is gone, too; for ever."""
     async for _ in isolation.containers.values():
         shares.restock()

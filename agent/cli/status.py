@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent.cli.arguments import duration as as_seconds
 from agent.settings import Settings
 from agent.status import client, top_table
-from agent.status.table import duration, parse_duration, render
+from agent.status.table import duration, render
 from agent.web.control import NAME
 
 Load = Callable[[argparse.Namespace], Settings]
@@ -34,7 +35,7 @@ def add_commands(
         "release", help="let go of the driver for maintenance: NVML closed, all units Unhealthy"
     )
     how = release.add_mutually_exclusive_group(required=True)
-    how.add_argument("--for", dest="seconds", type=_duration, metavar="TIME", help="90s, 10m or 2h")
+    how.add_argument("--for", dest="seconds", type=as_seconds, metavar="TIME", help="90s, 10m or 2h")
     how.add_argument("--end", action="store_true", help="serve again now")
     cordon = commands.add_parser("cordon", help="take one GPU out of sale: it drains, and is sold no more")
     uncordon = commands.add_parser("uncordon", help="sell a cordoned GPU again")
@@ -45,7 +46,7 @@ def add_commands(
     live.add_argument("--once", action="store_true", help="print them once and end")
     live.add_argument("--json", action="store_true", help="print them once as JSON")
     live.add_argument(
-        "--every", type=_duration, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
+        "--every", type=as_seconds, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
     )
     actions = (
         *((status, _status), (clear, _clear), (release, _release), (live, _top)),
@@ -54,13 +55,6 @@ def add_commands(
     for parser, action in actions:
         configuration_arguments(parser)
         parser.set_defaults(command=_over_socket(action, load))
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _over_socket(

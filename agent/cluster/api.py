@@ -76,6 +76,12 @@ class KubeApi:
         """PATCH with Kubernetes' strategic merge, which merges lists by key; the body of the answer."""
         return await self._call("PATCH", path, None, body, "application/strategic-merge-patch+json", deadline)
 
+    async def delete(
+        self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
+    ) -> bytes:
+        """DELETE; the body of the answer."""
+        return await self._call("DELETE", path, query, None, "application/json", deadline)
+
     @asynccontextmanager
     async def stream(
         self, path: str, query: Mapping[str, str], silence: float

@@ -20,7 +20,7 @@ from agent.kit.cell import Cell
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
 
@@ -54,14 +54,14 @@ class DriverLimits:
     def __init__(
         self,
         isolation: Isolation,
-        nvml: tuple[NvmlPort, Lane],
+        nvml: tuple[NvmlPort, WorkerThread],
         cgroups: Path,
         containers_of: Callable[[About], Collection[str]],
         report: Report,
     ) -> None:
         """`containers_of`: the IDs that a container has at the runtime, without its scheme."""
         self._isolation = isolation
-        self._nvml, self._lane = nvml
+        self._nvml, self._thread = nvml
         self._cgroups = cgroups
         self._containers_of = containers_of
         self._report = report
@@ -126,12 +126,12 @@ class DriverLimits:
         limited = False
         for folder in folders:
             # Which of them the hook found its process in is the runtime's choice.
-            now = await self._lane.run(self._nvml.memory_limit, about.gpu, folder)
+            now = await self._thread.run(self._nvml.memory_limit, about.gpu, folder)
             if now is None:
                 continue
             limited = True
             if now != limits.memory_bytes:
-                await self._lane.run(self._nvml.set_memory_limit, about.gpu, folder, limits.memory_bytes)
+                await self._thread.run(self._nvml.set_memory_limit, about.gpu, folder, limits.memory_bytes)
                 log.info("driver_limit_set", pod=f"{about.namespace}/{about.pod}", bytes=limits.memory_bytes)
         return limited
 

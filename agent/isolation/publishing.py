@@ -100,6 +100,10 @@ class Publisher:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits, by their specifications."""
+        return sum(bool(each.about.avoidable) for each in self._isolation.containers.value.values())
+
     def document(self, place: Place) -> dict[str, Any] | None:
         """The limits of a container for `status`; None: it has none, and nobody measures it."""
         limits = self._of(place)
@@ -112,6 +116,7 @@ class Publisher:
             "admittedBytes": len(limits.about.ids) * VGPU.block_bytes if limits else None,
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
+            "avoidable": list(limits.about.avoidable) if limits else [],
             "aboveCap": bool(seen and place in seen.above),
         }
 
@@ -174,6 +179,11 @@ class Publisher:
             f"enforced by: {names}"
         )
         self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
+        if about.avoidable:
+            pod, ways = f"{about.namespace}/{about.pod}", "; ".join(about.avoidable)
+            log.warning("limits_avoidable", pod=pod, container=about.container, ways=ways)
+            text = f"container {about.container} is not kept to its memory against its will: {ways}"
+            self._owners.event(_pod(about), "LimitsAvoidable", text, warning=True)
 
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()

@@ -6,7 +6,7 @@ from typing import Protocol
 from agent.kit.cell import Cell
 from agent.modes.state import Phase, SwitchState
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
 
 
 class Patching(Protocol):
@@ -16,7 +16,9 @@ class Patching(Protocol):
     failures: int
 
 
-def part(state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]) -> Part:
+def modes_collector(
+    state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]
+) -> Collector:
     """What the switcher shows: the mode of each GPU, the node's phase, how often GPUs flipped.
 
     `writers`: who patches which part of the Node object; may grow.

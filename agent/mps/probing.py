@@ -23,7 +23,7 @@ from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
 from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.mps.terminate import end
 
 log = structlog.get_logger()
@@ -217,7 +217,7 @@ class Prober:
         if anyio.current_time() - self._told_of_setting >= TOLD_SECONDS:
             self._told_of_setting = anyio.current_time()
             self._publisher.report(
-                Kind.SETTING,
+                EventReason.SETTING,
                 f"somebody set the default active thread percentage to {found:g}, it was set back to "
                 f"{FULL_PERCENTAGE:g}: MPS of driver 535 lets every user change it who reaches the control "
                 "socket, that of 550 only root",

@@ -30,7 +30,7 @@ from agent.nvml.port import (
     PcieLevel,
     Probe,
     Sample,
-    SampleWish,
+    SampleRequest,
 )
 from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
 
@@ -179,11 +179,11 @@ class Binding:
             action=None if action is None else RecoveryAction.of(action),
         )
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """See the port."""
         handle = self._handle(uuid)
         used, total = self._memory(handle)
-        return read_sample(handle, used, total, wish or SampleWish(time.time_ns() // 1000 - 1_000_000))
+        return read_sample(handle, used, total, request or SampleRequest(time.time_ns() // 1000 - 1_000_000))
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""

@@ -93,7 +93,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleWish:
+class SampleRequest:
     """What a reading shall hold. Processes' work counts after `since_us` and up to `until_us`, since 1970."""
 
     since_us: int
@@ -158,10 +158,10 @@ class NvmlPort(Protocol):
     def probe(self, uuid: str) -> Probe:
         """Read the health counters of a GPU through a fresh handle."""
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """Read the moving figures; parts that the GPU does not offer come as None.
 
-        Without `wish` the work of processes is that of the last second.
+        Without `request` the work of processes is that of the last second.
         """
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:

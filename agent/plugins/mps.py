@@ -27,8 +27,8 @@ from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
 from agent.plugins.follow import follow
-from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
+from agent.plugins.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.settings import Settings
 
 # Where a container finds what its daemon has elsewhere on the host.
@@ -151,12 +151,12 @@ def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
     )
 
 
-class MpsPlugin(SharePlugin):
+class MpsPlugin(SharedPairPlugin):
     """One member of the pair; containers start once their daemon serves. That of the cores keeps both."""
 
     def __init__(
         self,
-        shares: Shares,
+        shares: SharedPair,
         member: PairMember,
         injector: Injector,
         daemons: Daemons,
@@ -276,7 +276,9 @@ def build(
         settings.mps.most_clients,
         caps_must_hold=settings.mps.advisory_caps == "refuse",
     )
-    shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
+    shares = SharedPair(
+        conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell
+    )
     return (
         pairing,
         conditions,

@@ -59,6 +59,11 @@ class Cluster(Section, frozen=True):
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
 
+    @property
+    def own_node(self) -> str:
+        """The name of this node's Node object. The kubelet names it by the host's name, in lower case."""
+        return self.node_name or os.uname().nodename.strip().lower()
+
 
 class DriverFiles(Section, frozen=True):
     """Where the NVIDIA driver's files are, as the agent sees them."""
@@ -67,6 +72,8 @@ class DriverFiles(Section, frozen=True):
     library: AbsolutePath | None = None  # libnvidia-ml.so.1 by full path; null: searched under root
     # Prefix of the device nodes on the HOST (they are named to the container runtime); null: "/".
     dev_root: AbsolutePath | None = None
+    # Let go of the driver while labels of the node say that NVIDIA's GPU operator exchanges it.
+    release_for_upgrades: bool = True
 
 
 class Host(Section, frozen=True):
@@ -178,6 +185,8 @@ class Vgpu(Section, frozen=True):
     # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
+    avoidable_limits: Literal["report", "refuse"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.

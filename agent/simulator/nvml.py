@@ -20,7 +20,7 @@ from agent.nvml.port import (
     PcieLevel,
     Probe,
     Sample,
-    SampleWish,
+    SampleRequest,
 )
 from agent.simulator import events, sampling
 from agent.simulator.calls import ANY, number_of
@@ -144,12 +144,12 @@ class SimulatedNvml:
             action=RecoveryAction.of(gpu.recovery_action) if tells else None,
         )
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """See the port."""
         slot = self._handle(uuid)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
-        wished = wish or SampleWish(time.time_ns() // 1000 - 1_000_000)
-        return sampling.read_sample(self._mapping, slot, sized, wished, self._offered)
+        request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
+        return sampling.read_sample(self._mapping, slot, sized, request, self._offered)
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""

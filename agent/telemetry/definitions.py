@@ -205,6 +205,11 @@ DRIVER_INFO = _info(
 )
 NVML_UP = _gauge("nvml_up", (), "1 while NVML answers for the node as a whole, 0 if not.")
 EVENT_WAIT_FAILURES = _counter("nvml_event_wait_failures", (), "Waits for NVML's events that failed.")
+NVML_RELEASED = _gauge(
+    "nvml_released",
+    (),
+    "1 while NVML is closed for maintenance: by gpu-node-agent release, or for an exchange of the driver.",
+)
 NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returned and hold a thread each.")
 
 # Modes.
@@ -279,6 +284,11 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     "containers_without_library",
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
+)
+CONTAINERS_AVOIDING = _gauge(
+    "containers_with_avoidable_limits",
+    (),
+    "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

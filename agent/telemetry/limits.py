@@ -5,7 +5,7 @@ from typing import Protocol
 
 from agent.kit.cell import Cell
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
 
 
 class Limits(Protocol):
@@ -20,13 +20,19 @@ class Limits(Protocol):
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits."""
 
-def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]) -> Part:
+
+def limits_collector(
+    limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
+) -> Collector:
     """What limits add to a scrape. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        avoidable = limits.avoidable()
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -35,6 +41,7 @@ def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], M
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+            series(d.CONTAINERS_AVOIDING, avoidable, ())
 
         return add
 

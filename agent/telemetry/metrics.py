@@ -43,8 +43,8 @@ class AgentCollector(Collector):
         self._driver()
         self._kubelet()
         self._agent()
-        for part in self._reading.parts:
-            part(self._add)
+        for add_to in self._reading.collected:
+            add_to(self._add)
         yield from self._families.values()
 
     def _add(self, definition: d.Definition, value: float, labels: Labels = ()) -> None:

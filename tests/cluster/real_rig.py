@@ -58,6 +58,11 @@ class RealRig(RigBase):
         return self._folder
 
     @property
+    def run_folder(self) -> Path:
+        """The agent's `host.run`."""
+        return self._run
+
+    @property
     def driver_version(self) -> str:
         return self.machine.profile.driver_version
 

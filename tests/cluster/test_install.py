@@ -107,7 +107,7 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     assert sold["nvidia.com/gpu"] == 2
     assert sold["tencent.com/vcuda-core"] == 200
     looked = command(installation, "check", "node")
-    assert "this node can sell its GPUs" in looked
+    assert "this node can offer its GPUs" in looked
     assert cluster.parts.kubernetes_version in looked
 
     start_pods(cluster, *SHARES)

@@ -261,6 +261,16 @@ bool gna_limit_of(unsigned record, struct gna_limit *limit) {
     return valid || damaged(GNA_LIMITS_NAME, "both copies of a GPU's limits are damaged");
 }
 
+uint64_t gna_limit_generation(unsigned record) {
+    const struct gna_limit_record *shared =
+        (const struct gna_limit_record *)(limits + GNA_LIMITS_RECORDS + record * sizeof(struct gna_limit_record));
+    return __atomic_load_n(&shared->copy[0].generation, __ATOMIC_ACQUIRE) + __atomic_load_n(&shared->copy[1].generation, __ATOMIC_ACQUIRE);
+}
+
+const struct gna_limits_gate *gna_limits_gate(void) {
+    return gna_files_open() ? (const struct gna_limits_gate *)(limits + GNA_LIMITS_GATE) : NULL;
+}
+
 int gna_record_of_uuid(const void *uuid) {
     for (unsigned record = 0; record < records; record++) {
         struct gna_limit limit;

@@ -286,6 +286,7 @@ struct gna_usage_slot *gna_attach(void) {
             gna_ledger_forget();
             gna_small_forget();
             gna_pools_forget();
+            gna_shares_forget();
         }
         know_self();
         slot = claim();

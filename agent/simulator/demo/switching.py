@@ -114,7 +114,7 @@ class _Act:
         if self._agent.mps:
             async with anyio.create_task_group() as group:
                 for state in self._agent.inventory.snapshot.value.gpus:
-                    group.start_soon(self._agent.mps.fleet.tear_down, state.gpu)
+                    group.start_soon(self._agent.mps.manager.tear_down, state.gpu)
 
 
 def _gpus(count: int) -> str:

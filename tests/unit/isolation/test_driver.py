@@ -13,7 +13,7 @@ from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
 from agent.isolation.room import Admission, Policy, Request
 from agent.nvml.errors import NvmlCode, error_for
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.unit.isolation.made_up import BLOCK, GPU, units
@@ -54,11 +54,11 @@ class Driven(Node):
         self.owners = Owners()
         self.publisher = Publisher(self.isolation, self.owners)
         self.nvml = Nvml(SimulatedMachine.create("dgx-h200", root / "machine"))
-        self.lane = Lane("test")
+        self.thread = WorkerThread("test")
         self.ids: Mapping[str, str] = {}
         self.driver = DriverLimits(
             self.isolation,
-            (self.nvml, self.lane),
+            (self.nvml, self.thread),
             root / "cgroup",
             lambda about: [each for each, name in self.ids.items() if name == about.container],
             self.publisher,

@@ -24,7 +24,7 @@ from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.reducer import Grant, Rules
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import Shares, Sharing
+from agent.plugins.shared_pair import SharedPair, Sharing
 
 Key = tuple[str, str]
 
@@ -174,7 +174,7 @@ class KubeletModel(PodSource):
         resolver = RequesterResolver(self.pair, self, self)
         self.pairing = Pairing(Rules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
-        self.shares = Shares(sharing, self.inventory, self.modes, self.pairing, self.cell)
+        self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()
 
     # The kubelet

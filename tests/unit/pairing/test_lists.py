@@ -10,8 +10,8 @@ from agent.model.demand import Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.pairing.ports import PairRefused
-from agent.plugins.fractions import Sharing, plugins_of
 from agent.plugins.inject import Injector
+from agent.plugins.shared_pair import Sharing, plugins_of
 from agent.settings import load
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 

@@ -13,8 +13,8 @@ from agent.model.demand import VGPU, Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Sale
 from agent.plugins import encode
-from agent.plugins.fractions import Sharing
 from agent.plugins.inject import Choice, Injector, NodeSoftware
+from agent.plugins.shared_pair import Sharing
 from agent.plugins.vgpu import VgpuPlugin
 from agent.settings import load
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share

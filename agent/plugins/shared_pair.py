@@ -81,7 +81,7 @@ class _Chunk:
     healthy: int
 
 
-class Shares:
+class SharedPair:
     """One pair of resources of the node: keeps pools true, and lists what can still be given out."""
 
     def __init__(
@@ -143,13 +143,13 @@ class Shares:
             self.pairing.observe(self._record.value)
 
 
-class SharePlugin:
+class SharedPairPlugin:
     """One member of a pair as a resource."""
 
     offers_preference = True
     needs_pre_start = False
 
-    def __init__(self, shares: Shares, member: PairMember, injector: Injector) -> None:
+    def __init__(self, shares: SharedPair, member: PairMember, injector: Injector) -> None:
         self.resource = resource_of(shares.sharing.pair, member)
         self._shares = shares
         self._member = member
@@ -266,6 +266,6 @@ class SharePlugin:
         return known
 
 
-def plugins_of(shares: Shares, injector: Injector) -> Mapping[PairMember, SharePlugin]:
+def plugins_of(shares: SharedPair, injector: Injector) -> Mapping[PairMember, SharedPairPlugin]:
     """The two resources of a pair."""
-    return {member: SharePlugin(shares, member, injector) for member in PairMember}
+    return {member: SharedPairPlugin(shares, member, injector) for member in PairMember}
