@@ -20,7 +20,7 @@ LEFT, TOP, ROW, WIDTH, BOTTOM = 70.0, 74.0, 34.0, 1000.0, 66.0
 
 @dataclass(frozen=True)
 class Look:
-    """One GPU at one moment: `mode` is what it is sold as, `drains` with pods that end first."""
+    """One GPU at one moment: `mode` is what it is offered as, `drains` with pods that end first."""
 
     mode: str
     drains: bool
