@@ -47,7 +47,7 @@ async def _of_a_node_at_work() -> dict[str, str]:
         await node.want("mixed")
         await node.applied("mixed")
         for mode, count in (("pgpu", 3), ("vgpu", 3), ("mps", 2)):
-            await node.sells(mode, count)
+            await node.offers(mode, count)
         work = Work(node)
         for number, mode in enumerate(MODES):
             (pod,) = await node.run(mode, f"{('train', 'notebook', 'chat')[number]}")

@@ -41,7 +41,7 @@ async def recorded() -> Record:
     async with embedded_rig() as rig, mode_node(rig) as node, anyio.create_task_group() as group:
         await node.want("pgpu")
         await node.applied("pgpu")
-        await node.sells("pgpu")
+        await node.offers("pgpu")
         pods = await node.run("pgpu", "train-a", "train-b", "train-c")
         record, began = Record([], [], []), anyio.current_time()
         group.start_soon(_follow, node, record, began)
@@ -52,7 +52,7 @@ async def recorded() -> Record:
         await anyio.sleep(0.7)
         act("label: vgpu")
         await node.want("vgpu")
-        await node.sells("vgpu", GPUS - len(pods))
+        await node.offers("vgpu", GPUS - len(pods))
         shares = await node.run("vgpu", "web-1", "web-2")
         act("2 shares come")
         for pod in pods:
