@@ -55,7 +55,8 @@ def test_terminals_show_commands_that_there_are_and_headings_that_they_print() -
     for name in ("status", "top", "explain"):
         text = words((FOLDER / f"{name}.svg").read_text())
         command = text.partition("$ ")[2].split()[1]
-        assert cli._parser().parse_args([command, *(["x"] if command == "explain" else [])])
+        parsed = cli._parser().parse_args([command, *(["x"] if command == "explain" else [])])
+        assert callable(parsed.command)
     heads = {
         "status": ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", "HELD BY"),
         "top": ("NAMESPACE/POD", "CONTAINER", "PEAK", "MEMORY GiB"),
