@@ -1,6 +1,7 @@
 """The documents' commands for kubectl, helm and the agent's program, on a cluster with the chart."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
 )
 from tests.cluster.installation import NAMESPACE, Installation
 from tests.cluster.rig import REPOSITORY
+from tests.cluster.waiting import NotYet, eventually
 
 LIMIT = 240
 """Seconds for the body of one test (see conftest.py)."""
@@ -67,6 +69,17 @@ def run(site: Installation, piece: Piece, folder: Path) -> None:
     assert done.returncode in codes, f"{piece.page}: {piece.text}\n{done.stdout}\n{done.stderr}"
 
 
+def wait_in_force(site: Installation, mode: str) -> None:
+    """Until the node is in a mode, as a person would before going on."""
+
+    def in_force() -> None:
+        node = site.cluster.get("Node", site.cluster.node)
+        if node["metadata"]["labels"].get("gpu-node-agent.io/mode") != mode:
+            raise NotYet(str(node["status"]["conditions"][-1]))
+
+    eventually(in_force, timeout=60, what=f"mode {mode} is in force", interval=0.2)
+
+
 def test_documented_commands_work(installation: Installation, tmp_path: Path) -> None:  # noqa: F811
     site = installation
     site.label("pgpu")
@@ -83,6 +96,8 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
             key = piece.text.split()[4].partition("=")[0]
             site.cluster.kubectl("label", "node", site.cluster.node, f"{key}-")  # as on a node without it
         run(site, piece, tmp_path)
+        if mode := re.search(r"nvidia-device-enable=(\w+)", piece.text):
+            wait_in_force(site, mode[1])
         if piece.text.startswith("kubectl apply"):
             name = Path(piece.text.split()[-1]).stem
             site.cluster.delete("Pod", name, grace_seconds=0)
