@@ -37,8 +37,10 @@ def add_commands(
     how = release.add_mutually_exclusive_group(required=True)
     how.add_argument("--for", dest="seconds", type=as_seconds, metavar="TIME", help="90s, 10m or 2h")
     how.add_argument("--end", action="store_true", help="serve again now")
-    cordon = commands.add_parser("cordon", help="take one GPU out of sale: it drains, and is sold no more")
-    uncordon = commands.add_parser("uncordon", help="sell a cordoned GPU again")
+    cordon = commands.add_parser(
+        "cordon", help="take one GPU off the lists: it drains and is offered no more"
+    )
+    uncordon = commands.add_parser("uncordon", help="offer a cordoned GPU again")
     for each in (cordon, uncordon):
         each.add_argument("gpu", metavar="GPU", help="index or UUID")
     cordon.add_argument("--reason", default="", metavar="TEXT", help="why, for status and the Node object")
@@ -102,14 +104,14 @@ def _clear(path: Path, options: argparse.Namespace) -> str:
 
 def _cordon(path: Path, options: argparse.Namespace) -> str:
     done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
-    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is sold no more"
+    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
     pods = ", ".join(done["waitingFor"])
     return f"{told}; pods on it go on until they end: {pods}" if pods else told
 
 
 def _uncordon(path: Path, options: argparse.Namespace) -> str:
     done = client.ask(path, "uncordon", gpu=options.gpu)
-    return f"GPU {done['index']} ({done['uuid']}) is sold again; it was {done['was']}"
+    return f"GPU {done['index']} ({done['uuid']}) is offered again; it was {done['was']}"
 
 
 def _release(path: Path, options: argparse.Namespace) -> str:

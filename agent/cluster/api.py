@@ -144,7 +144,7 @@ class KubeApi:
         )
 
     async def _credentials(self) -> dict[str, str]:
-        """Headers that say who we are. The client reads a service account's token anew each minute."""
+        """Headers that say who we are. The client reads a service account's token again each minute."""
         refresh = self._configured.refresh_api_key_hook
         try:
             if refresh is not None and not inspect.iscoroutinefunction(refresh):

@@ -174,7 +174,7 @@ class LimitFolders:
                 os.close(descriptor)
 
     def mend(self, key: str, about: About) -> None:
-        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
         with self._folder(key) as folder:
             descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:

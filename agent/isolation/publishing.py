@@ -146,7 +146,7 @@ class Publisher:
         namespace, name, container, gpu = place
         text = (
             f"container {container} uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use "
-            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; start the pod anew with more "
+            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; restart the pod with more "
             "tencent.com/vcuda-memory, or without what allocates past the enforcement library"
         )
         log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)

@@ -215,7 +215,7 @@ class Mps(Section, frozen=True):
     most_clients: Annotated[int, Meta(ge=1, le=60)] | None = None
     # Pods that may run as root reach the daemon's control socket: tell of them, or refuse them.
     root_pods: Literal["report", "refuse"] = "report"
-    # Without CDI devices in kubelet and runtime a pod's manifest can undo its caps: tell of it, or sell none.
+    # Without CDI devices in kubelet and runtime a pod's manifest can undo its caps: report it, or offer none.
     advisory_caps: Literal["report", "refuse"] = "report"
 
 
