@@ -110,7 +110,7 @@ async def build_isolation(
     publisher = Publisher(isolation, recorder or Recorder())
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), settings.vgpu.above_cap == "end")
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))

@@ -23,6 +23,10 @@ class Limits(Protocol):
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits."""
 
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """Containers above their caps that were to be ended since the agent began, by result."""
+
 
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
@@ -32,7 +36,7 @@ def limits_collector(
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
-        avoidable = limits.avoidable()
+        avoidable, ends = limits.avoidable(), dict(limits.ends)
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -42,6 +46,8 @@ def limits_collector(
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
             series(d.CONTAINERS_AVOIDING, avoidable, ())
+            for result, count in ends.items():
+                series(d.CONTAINERS_ENDED, count, (result,))
 
         return add
 
