@@ -298,6 +298,19 @@ CONTAINERS_AVOIDING = _gauge(
     "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
 )
 
+_COMPUTE = ("namespace", "pod", "container", "gpu")
+CONTAINER_THROTTLED = _counter(
+    "container_throttled_seconds",
+    _COMPUTE,
+    "How long launches of a vGPU container waited for its share of compute, by threads; by its own word.",
+)
+CONTAINER_ALLOTTED = _gauge(
+    "container_compute_allotted_ratio",
+    _COMPUTE,
+    "Share of the GPU's compute that a vGPU container is held to now, 0..1: what it asked for, and what is "
+    "free for it.",
+)
+
 # MPS, by GPU; only of GPUs that are set up for it.
 MPS_DAEMON = _gauge(
     "mps_daemon_state",
