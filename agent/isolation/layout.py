@@ -38,6 +38,9 @@ USAGE_BYTES = 1 << 20
 USAGE_HEADER_BYTES = 4096
 USAGE_DEVICE_BYTES = 4096
 SLOTS, SLOT_BYTES = 2048, 384
+SLOTS_AT = 69632
+SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes charged and those for contexts
+READ_SLOTS = 64
 # What pthread_mutex_init leaves in a robust, process-shared mutex of glibc; all else of it is zero.
 LOCK_KIND, LOCK_KIND_AT = 144, 16
 HEADER_LOCK_AT = 128
@@ -62,6 +65,7 @@ class Limits:
     compute: bool = False  # whether the container is held to `share`
     share: int = 0  # of compute, in 1/100 %; 0: nothing may be launched now
     correction: float = 1.0  # learned device times are worth 1 / this much of the share
+    context_bytes: int = 0  # charged for each context
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +149,32 @@ def read_usage(content: bytes) -> list[Usage]:
     ]
 
 
+def read_share(descriptor: int, number: int = 0) -> tuple[int, int, int]:
+    """`next_ns`, `waits` and `waited_ns` of an open usage region: hints, and zeros where it is too short.
+
+    Raises OSError.
+    """
+    at = USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES + SHARE_AT
+    content = os.pread(descriptor, SHARE.size, at)
+    return SHARE.unpack(content) if len(content) == SHARE.size else (0, 0, 0)
+
+
+def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
+    """Bytes charged to the only process in the first slots, and those for contexts; None: it is not alone."""
+    whole = len(content) // SLOT_BYTES * SLOT_BYTES
+    slots = [
+        (charged, contexts) for _, state, charged, contexts in SLOT.iter_unpack(content[:whole]) if state
+    ]
+    return slots[0] if len(slots) == 1 and slots[0][0] == total_bytes >= slots[0][1] else None
+
+
 def _copy(generation: int, limits: Limits) -> bytes:
     body = COPY.pack(
         generation,
         _uuid(limits.gpu),
         limits.memory_bytes,
         limits.memory_bytes,  # the request: soft caps are not in use
-        0,  # each context: seen by measuring
+        limits.context_bytes,
         limits.unseen_bytes,
         limits.share if limits.compute else limits.cores * 100,
         0,  # the burst: as the library has it
@@ -183,8 +206,8 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, _, unseen, share, _, correction, driver, *_, flags = COPY.unpack_from(
-            body
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags = (
+            COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
             limits = Limits(
@@ -197,6 +220,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
                 bool(flags & COMPUTE),
                 share if flags & COMPUTE else 0,
                 (correction or CORRECTION_ONE) / CORRECTION_ONE,
+                context,
             )
             found.append((generation, place, limits))
     if not found:

@@ -15,6 +15,7 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation import library as libraries
+from agent.isolation.contexts import Contexts
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
@@ -52,6 +53,7 @@ class Request:
     memory_bytes: int
     cores: int  # percent; 0: no claim
     driver: bool = False  # whether the driver can hold it to its memory
+    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,15 @@ class Isolation:
         record: Cell[PodList | None],
         namespaces: Callable[[str], Policy | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        compute: bool = False,
     ) -> None:
-        """`source`: the image's library. `namespaces` answers what a namespace has of its own."""
+        """`source`: the image's library. `namespaces` answers what a namespace has of its own.
+
+        `compute`: containers that start are held to a share of compute.
+        """
         self.folders = folders
+        self.contexts = Contexts()
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
         # Why containers get no library; None: they do.
         self.problem: str | None = "the enforcement library has not been put on the host yet"
@@ -109,6 +117,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
+        self._compute = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -265,13 +274,16 @@ class Isolation:
             request.cores,
             policy.value,
             library.build if library else "",
+            avoidable=request.avoidable,
             driver=request.driver,
+            compute=self._compute and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
-            await anyio.to_thread.run_sync(self.folders.create, about)
+            context = self.contexts.of(about.gpu, about.memory_bytes)
+            await anyio.to_thread.run_sync(self.folders.create, about, context)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         if library is None:
             return Admission(driver=request.driver)
@@ -311,8 +323,10 @@ class Isolation:
         """Have the limits be those that the folder stands for, whatever happened to the agent before."""
         try:
             try:
-                if self.folders.limits(key).memory_bytes != about.memory_bytes:
+                now = self.folders.limits(key)
+                if now.memory_bytes != about.memory_bytes:
                     self.folders.change(key, memory_bytes=about.memory_bytes)
+                self.contexts.remembered(key, about.gpu, now.context_bytes, about.memory_bytes)
             except FolderUnusable as error:
                 log.warning("limits_written_anew", problem=str(error))
                 self.folders.mend(key, about)

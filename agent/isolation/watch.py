@@ -74,7 +74,7 @@ class LimitWatch:
         self._rounds: dict[Place, int] = {}  # readings above the cap in a row
         self._loaded: dict[str, dict[int, bool]] = {}  # by folder and process
         self._unseen: dict[str, deque[int]] = {}
-        self._written: dict[str, int] = {}  # unseen bytes that the limit file has
+        self._written: dict[str, tuple[int, int]] = {}  # bytes unseen and for a context in the limit file
 
     async def look(self, round_: Sequence[Measured]) -> None:
         """Take in one round: all containers that were measured."""
@@ -91,6 +91,7 @@ class LimitWatch:
             del self._loaded[gone]
             self._unseen.pop(gone, None)
             self._written.pop(gone, None)
+        self._isolation.contexts.keep(self._isolation.containers.value)
         if work:
             loaded = await anyio.to_thread.run_sync(self._read, work)
             for key, limits, _ in work:
@@ -125,27 +126,32 @@ class LimitWatch:
             self._loaded[key] = {pid: each for pid, each in now.items() if each is not None}
             if self._loaded[key]:
                 found[key] = all(self._loaded[key].values())
-            self._settle(key, measured)
+            self._settle(key, limits, measured, loaded=found.get(key, False))
         return found
 
-    def _settle(self, key: str, measured: Measured) -> None:
+    def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
         """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        folders, contexts = self._isolation.folders, self._isolation.contexts
+        gpu, cap = limits.about.gpu, limits.memory_bytes
         written = self._written.get(key)
-        if not measured.pids and written == 0:
-            return  # nobody is there
-        folders = self._isolation.folders
         try:
             if written is None:
-                written = self._written[key] = folders.limits(key).unseen_bytes
-            usage = folders.usage(key)
-            if usage is None:
-                return
-            readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
-            readings.append(max(0, measured.memory_bytes - usage.total_bytes))
-            unseen = min(readings) // STEP * STEP
-            if len(readings) == STABLE_READINGS and written != unseen:
-                folders.change(key, unseen_bytes=unseen)
-                self._written[key] = unseen
+                now = folders.limits(key)
+                written = self._written[key] = (now.unseen_bytes, now.context_bytes)
+            unseen = written[0]
+            # Where nobody is nothing is to be read.
+            if (measured.pids or unseen) and (usage := folders.usage(key)):
+                readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
+                readings.append(max(0, measured.memory_bytes - usage.total_bytes))
+                if len(readings) == STABLE_READINGS:
+                    unseen = min(readings) // STEP * STEP
+                alone = loaded and len(measured.pids) == 1
+                sole = folders.sole_process(key, usage.total_bytes) if alone else None
+                contexts.measured(key, gpu, measured.memory_bytes, sole)
+            fresh = (unseen, contexts.of(gpu, cap))
+            if fresh != written:
+                folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1])
+                self._written[key] = fresh
         except FolderUnusable as error:
             log.info("usage_unreadable", problem=str(error))
 

@@ -254,7 +254,7 @@ async def test_strict_is_written_to_the_limits(node: Node) -> None:
 async def test_a_folder_that_cannot_be_made_refuses_under_strict_alone(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: object) -> str:
+    def full(*_: object) -> str:
         raise FolderUnusable("no space left")
 
     await node.isolation.start()
