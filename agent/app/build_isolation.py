@@ -114,7 +114,8 @@ async def build_isolation(
     publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
+        ends = settings.vgpu.above_cap == "end"
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends)
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
