@@ -24,7 +24,8 @@ from agent.isolation.allotment import Claim, allot, claim, elastic
 from agent.isolation.correction import Observed, corrected
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import PERCENT, About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
 from agent.kit.cell import Cell
 

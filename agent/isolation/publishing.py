@@ -9,7 +9,8 @@ import structlog
 
 from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
@@ -52,6 +53,7 @@ class Publisher:
         self._owners = owners
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
+        self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -178,6 +180,19 @@ class Publisher:
         limits = self._of(place)
         pod = Pod(namespace, name, (), limits.about.uid if limits else "")
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
+
+    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
+        """An event and a line in the log, and a count."""
+        namespace, name, container, gpu = place
+        self.ends["failed" if problem else "ended"] += 1
+        used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
+        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
+        log.warning(
+            "container_above_cap_ended", pod=f"{namespace}/{name}", container=container, problem=problem
+        )
+        pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        reason = "ContainerNotEnded" if problem else "ContainerEnded"
+        self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
         """An event and a line in the log."""

@@ -287,6 +287,11 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
+CONTAINERS_ENDED = _counter(
+    "containers_above_cap_ended",
+    ("result",),
+    "vGPU containers that stayed above their memory cap and were ended by option, or could not be (failed).",
+)
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
     (),

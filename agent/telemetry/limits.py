@@ -38,6 +38,10 @@ class Limits(Protocol):
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits."""
 
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """Containers above their caps that were to be ended since the agent began, by result."""
+
 
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
@@ -48,7 +52,7 @@ def limits_collector(
         sizes, known = grown.value, indices()
         shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
-        avoidable = limits.avoidable()
+        avoidable, ends = limits.avoidable(), dict(limits.ends)
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -61,6 +65,8 @@ def limits_collector(
                 series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
                 series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
             series(d.CONTAINERS_AVOIDING, avoidable, ())
+            for result, count in ends.items():
+                series(d.CONTAINERS_ENDED, count, (result,))
 
         return add
 
