@@ -132,11 +132,11 @@ def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> in
     seen = anyio.run(observe, settings, host_of(settings, root.absolute() if root else None))
     looks = []
     for each in look(settings, nvml(settings), seen):
-        print(each.told(), flush=True)
+        print(each.line(), flush=True)
         looks.append(each)
     result = verdict(looks)
     print(result.text)
     if options.summary:
-        worse = [each.told() for each in looks if each.grade is not Grade.OK]
+        worse = [each.line() for each in looks if each.grade is not Grade.OK]
         options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")
     return result.code
