@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
 
-.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs lock image chart clean venv \
+.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs pictures lock image chart clean venv \
 	venv-runtime
 
 help: ## list the verbs
@@ -63,6 +63,9 @@ format: venv ## put the code into the house's format
 
 proto: venv ## generate agent/_proto from proto/*.proto
 	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
+
+pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
+	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
 docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md

@@ -97,7 +97,10 @@ def foreign_agents(device_plugins: Path, registry: Path) -> Iterator[Foreign]:
 
 def _listens(path: Path) -> bool:
     """Whether somebody answers: a process that was killed leaves its socket behind."""
-    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return True  # not known: better named than passed over
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(CONNECT_SECONDS)
@@ -106,7 +109,7 @@ def _listens(path: Path) -> bool:
     except ConnectionRefusedError:
         return False
     except OSError:
-        return True  # not known: better named than passed over
+        return True
     finally:
         os.close(folder)
     return True

@@ -1,16 +1,18 @@
-"""`gpu-node-agent check [configmaps | compat | node]`: arguments, output, exit codes.
+"""`gpu-node-agent check [configmaps | compat | node | nodes]`: arguments, output, exit codes.
 
 Exit codes: 0 good, 1 something is wrong, 2 bad arguments or configuration, 3 unstable (compat) or not all
-could be looked at (node).
+could be looked at (node, nodes).
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
 
+from agent.cli.interrupting import until_interrupted
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlPort
@@ -57,6 +59,11 @@ def add_commands(
     node.add_argument(
         "--summary", type=Path, metavar="FILE", help="also write what is not ok, and the last line, there"
     )
+    nodes = parts.add_parser("nodes", help="what the pods of a preflight DaemonSet found (helm test)")
+    nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
+    nodes.add_argument("--daemonset", required=True, metavar="NAME")
+    nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
+    nodes.set_defaults(command=_nodes)
     node.set_defaults(command=lambda options: _node(options, load(options), nvml))
 
 
@@ -140,3 +147,27 @@ def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> in
         worse = [each.line() for each in looks if each.grade is not Grade.OK]
         options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")
     return result.code
+
+
+def _nodes(options: argparse.Namespace) -> int:
+    async def act() -> int:
+        from agent.check.collecting import collect  # noqa: PLC0415  loads the API client
+        from agent.cluster.api import ApiError, connect  # noqa: PLC0415
+        from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+
+        try:
+            api = await connect(None)
+        except NoClusterAccess as error:
+            print(error, file=sys.stderr)
+            return 1
+        try:
+            say = partial(print, flush=True)
+            return await collect(api, options.namespace, options.daemonset, options.timeout, say)
+        except ApiError as error:
+            print(error, file=sys.stderr)
+            return 1
+        finally:
+            await api.close()
+
+    code = anyio.run(until_interrupted, act)
+    return 130 if code is None else code

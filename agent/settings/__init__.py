@@ -185,8 +185,13 @@ class Vgpu(Section, frozen=True):
     # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
+    # while what nobody uses is everybody's.
+    compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
+    # Containers that are measured above their cap for long: report them, or end them.
+    above_cap: Literal["report", "end"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.

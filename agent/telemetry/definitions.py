@@ -287,10 +287,28 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
+CONTAINERS_ENDED = _counter(
+    "containers_above_cap_ended",
+    ("result",),
+    "vGPU containers that stayed above their memory cap and were ended by option, or could not be (failed).",
+)
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
     (),
     "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
+)
+
+_COMPUTE = ("namespace", "pod", "container", "gpu")
+CONTAINER_THROTTLED = _counter(
+    "container_throttled_seconds",
+    _COMPUTE,
+    "How long launches of a vGPU container waited for its share of compute, by threads; by its own word.",
+)
+CONTAINER_ALLOTTED = _gauge(
+    "container_compute_allotted_ratio",
+    _COMPUTE,
+    "Share of the GPU's compute that a vGPU container is held to now, 0..1: what it asked for, and what is "
+    "free for it.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

@@ -114,6 +114,8 @@ struct gna_limits_gate {
 #define GNA_SHARED_SLOT 2047u
 #define GNA_MEMBERS 8192u
 #define GNA_EXPORTS 4096u
+/* Beyond the region's end: one byte for each slot, for read locks of open file descriptions (fcntl, F_OFD_SETLK). */
+#define GNA_LIVING (INT64_C(1) << 40)
 /* What pthread_mutex_init leaves in a robust, process-shared mutex of glibc at offset 16, all else being zero. */
 #define GNA_LOCK_KIND 144u
 #define GNA_LOCK_KIND_OFFSET 16u
@@ -169,7 +171,8 @@ struct gna_usage_slot {
     uint64_t namespace;      /* 16  inode of the PID namespace: another one's pids mean nothing here */
     uint64_t image;          /* 24  drawn by the kernel at each exec: a process that called exec lost its memory */
     uint64_t launches;       /* 32  kernels and graphs launched */
-    uint8_t reserved[88];    /* 40 */
+    uint32_t held;           /* 40  1: its processes hold a lock on the region at GNA_LIVING + number while they live */
+    uint8_t reserved[84];    /* 44 */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 

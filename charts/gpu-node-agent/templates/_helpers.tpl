@@ -52,6 +52,10 @@ system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
 {{ include "gna.fullname" . }}-cleanup
 {{- end -}}
 
+{{- define "gna.preflightName" -}}
+{{ include "gna.fullname" . }}-preflight
+{{- end -}}
+
 {{- /* Of the agents' pods. */ -}}
 {{- define "gna.agentSelector" -}}
 app.kubernetes.io/name={{ include "gna.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=agent
@@ -94,6 +98,10 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- /* MPS daemons get a cgroup of their own, and the driver limits those of vGPU containers. */ -}}
 {{- define "gna.cgroups" -}}
 {{- if or .Values.mps.enabled (include "gna.enforces" .) }}true{{ end -}}
+{{- end -}}
+
+{{- define "gna.ends" -}}
+{{- if and (include "gna.enforces" .) (eq (dig "vgpu" "aboveCap" "report" .Values.config) "end") }}true{{ end -}}
 {{- end -}}
 
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}

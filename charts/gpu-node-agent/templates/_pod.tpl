@@ -42,6 +42,10 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
+  {{- if include "gna.ends" . }}
+  # To end containers above their cap, also with processes of other users.
+  add: [KILL]
+  {{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end }}

@@ -60,6 +60,11 @@ class Node:
         self.watch = LimitWatch(self.isolation, self.publisher, root / "proc")
         self.publisher._watch = self.watch
 
+    def ending(self) -> None:
+        """By option, containers above their caps are ended."""
+        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc", ends=True)
+        self.publisher._watch = self.watch
+
     async def admit(self) -> str:
         await self.isolation.start()
         await self.isolation.admit(Request("uid-a", "default", "a", "main", GPU, units(), CAP, 30))
