@@ -15,7 +15,8 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError

@@ -9,7 +9,8 @@ import structlog
 
 from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
