@@ -14,7 +14,7 @@ def obstacle(folder: Path) -> str | None:
         os.getxattr(folder, ATTRIBUTE)
         descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except OSError:
-        return None  # no SELinux, or a file system that tells nothing ahead
+        return None  # no SELinux, or a file system without such files
     try:
         os.setxattr(descriptor, ATTRIBUTE, POD_LABEL)
     except OSError as error:
