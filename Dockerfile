@@ -40,6 +40,7 @@ ENV PATH=/usr/local/bin:/usr/bin \
     PYTHONPATH=/opt/gpu-node-agent \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    PYTHONNODEBUGRANGES=1 \
     MALLOC_ARENA_MAX=2
 EXPOSE 9446
 # Root, because the kubelet's plugin folders are root's alone (docs/security.md).

@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
 
-.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs lock image chart clean venv \
+.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs pictures lock image chart clean venv \
 	venv-runtime
 
 help: ## list the verbs
@@ -65,6 +65,9 @@ format: venv ## put the code into the house's format
 proto: venv ## generate agent/_proto from proto/*.proto
 	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
 
+pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
+	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
+
 docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
@@ -76,8 +79,8 @@ docs: venv ## write the generated files: docs/metrics.md, the values in docs/ins
 lock: venv ## resolve pyproject.toml anew into the two locks
 	.ci/lock
 
-image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar
-	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image.tar
+image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar (ARCH=arm64)
+	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image$(if $(ARCH),-$(ARCH)).tar $(ARCH)
 
 chart: venv ## check the chart and pack it: build/gpu-node-agent-<version>.tgz
 	helm lint --strict charts/gpu-node-agent --namespace gpu-node-agent

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
+# betterproto2 must find its stand-ins before the first generated module imports it.
+HEAD = "from agent.kit import lean_betterproto2  # noqa: F401\n"
 PLUGIN_OPTIONS = ("server_generation=async", "client_generation=async")
 
 
@@ -30,6 +32,7 @@ def generate(folder: Path) -> None:
     # protoc looks for the plugin, and the plugin for ruff, on the PATH.
     tools = str(Path(sys.executable).parent)
     subprocess.run(command, check=True, env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"})
+    (folder / "__init__.py").write_text(HEAD, encoding="utf-8")
 
 
 if __name__ == "__main__":

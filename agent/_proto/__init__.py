@@ -1,0 +1,1 @@
+from agent.kit import lean_betterproto2  # noqa: F401

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.inventory.actor import Inventory
-from agent.inventory.gpu_monitor import Guard
+from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
@@ -18,15 +18,16 @@ from agent.modes.sources import DesiredSource
 from agent.modes.state import STARTING, Phase, SwitchState
 from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.node.capacity import Capacity
 from agent.node.conditions import NodeStateWriter
+from agent.node.driver_upgrade import DriverUpgrade
 from agent.node.inherited import Inherited
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
-from agent.telemetry.reading import Part, Sources
+from agent.telemetry.reading import Collector, Sources
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from agent.cluster.events import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
-    from agent.plugins.fractions import Shares
+    from agent.plugins.shared_pair import SharedPair
 
 
 class Limits(Protocol):
@@ -50,7 +51,7 @@ class Limits(Protocol):
     def units_grown(self, uuid: str) -> frozenset[str]:
         """Units of memory of a GPU that containers have grown by: nobody else may be offered them."""
 
-    def follow_resizes(self, agent: "Agent", shares: "Shares", group: "TaskGroup") -> None:
+    def follow_resizes(self, agent: "Agent", shares: "SharedPair", group: "TaskGroup") -> None:
         """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
 
     def fences(self) -> Mapping[str, bool]:
@@ -64,7 +65,7 @@ class Limits(Protocol):
 class MpsParts:
     """What the rest of the agent has of MPS."""
 
-    fleet: Fleet
+    manager: DaemonManager
     clients: ClientWatch
     plugins: list[ResourcePlugin]
     ceiling: Callable[[str], int]
@@ -75,7 +76,7 @@ class MpsParts:
 
     def report(self, uuid: str) -> dict[str, Any] | None:
         """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
-        status = self.fleet.statuses.value.get(uuid)
+        status = self.manager.statuses.value.get(uuid)
         if status is None:
             return None
         overview = self.clients.overviews.value.get(uuid, Overview())
@@ -102,12 +103,12 @@ class MpsParts:
         }
 
     def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
-        """Why a GPU cannot be sold in mode MPS."""
+        """Why a GPU cannot be offered in mode MPS."""
 
         def gate(state: GpuState, mode: Mode) -> str | None:
             if mode is not Mode.MPS:
                 return None
-            return self.fleet.refusal(state.gpu, agent.inventory.snapshot.value.driver)
+            return self.manager.refusal(state.gpu, agent.inventory.snapshot.value.driver)
 
         return gate
 
@@ -140,7 +141,7 @@ class Agent:
     inventory: Inventory
     holdings: HoldingsWatch
     supervisor: Supervisor
-    calls: Lane
+    calls: WorkerThread
     http: HttpServer
     endpoints: list[Endpoint] = field(default_factory=list)
     cluster: ClusterAccess | None = None
@@ -149,7 +150,8 @@ class Agent:
     node: NodeParts | None = None
     state_writer: NodeStateWriter | None = None
     cordons: CordonBook | None = None
-    guard: Guard | None = None
+    driver_upgrade: DriverUpgrade | None = None  # None: no API server, or not wanted
+    gpu_monitor: GpuMonitor | None = None
     mps: MpsParts | None = None
     # Keeps our own CDI specification of the GPUs; None: NVIDIA's generator is not at hand, or not wanted.
     gpu_specification: "SpecificationKeeper | None" = None
@@ -158,7 +160,7 @@ class Agent:
     grown: Cell[Mapping[str, int]] = field(default_factory=lambda: Cell({}))
     sources: Sources | None = None
     # What rooms beyond the common ones show at /metrics.
-    metric_parts: list[Part] = field(default_factory=list)
+    collectors: list[Collector] = field(default_factory=list)
     configuration_problem: str | None = None  # of the newest file, while an older one is in force
     stopping: bool = False
 

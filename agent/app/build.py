@@ -1,6 +1,5 @@
 """Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from agent.app.build_mps import MpsBackend, build_mps
 from agent.app.build_node import build_node, run_node
 from agent.app.build_telemetry import build_telemetry
 from agent.app.degradations import remarks
-from agent.inventory.gpu_monitor import Guard
+from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
@@ -27,26 +26,27 @@ from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import ModeCatalog
 from agent.modes.memory import ModeMemory
-from agent.modes.metrics import Patching
-from agent.modes.metrics import part as mode_metrics
+from agent.modes.metrics import Patching, modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation as inventory_note
 from agent.node.conditions import NodeStateWriter
+from agent.node.driver_upgrade import DriverUpgrade
 from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
 from agent.plugins.context import PluginContext, module_of
-from agent.plugins.fractions import Fence, no_fence, none_grown
 from agent.plugins.inject import Injector, NodeSoftware
+from agent.plugins.shared_pair import Fence, no_fence, none_grown
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
 from agent.status.node_events import node_events
 from agent.status.report import StatusSources
-from agent.telemetry import health, pairs
+from agent.telemetry.health import health_collector
+from agent.telemetry.pairs import pairs_collector
 from agent.web.control import NAME as CONTROL_SOCKET
 from agent.web.control import ControlServer
 
@@ -59,17 +59,17 @@ EndpointFactory = Callable[[ResourcePlugin], Endpoint]
 
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_LOOK_SECONDS = 2.0
-# How long an API server that does not answer is waited for before the last known wish is taken up.
-FIRST_WISH_SECONDS = 3.0
+# How long an API server that does not answer is waited for before the last known request is taken up.
+FIRST_REQUEST_SECONDS = 3.0
 
 
 async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
     """Start everything but the inventory actor and the HTTP server, which run already."""
     settings, spawn = agent.settings, agent.supervisor.restarting
     inventory = agent.inventory
-    agent.guard = Guard(settings, nvml, agent.calls, inventory, agent.supervisor)
-    await agent.guard.start(group)
-    agent.metric_parts.append(health.part(inventory, agent.guard.events))
+    agent.gpu_monitor = GpuMonitor(settings, nvml, agent.calls, inventory, agent.supervisor)
+    await agent.gpu_monitor.start(group)
+    agent.collectors.append(health_collector(inventory, agent.gpu_monitor.events))
     agent.sources = build_telemetry(agent, nvml, group)
     agent.cluster = await _reach_cluster(settings)
     if agent.cluster:
@@ -79,7 +79,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
         ClusterPods(agent.cluster.pods).inform(agent.holdings, agent.cluster.node.name)
         group.start_soon(spawn, "pod watch", agent.cluster.pods.run)
         group.start_soon(spawn, "events", agent.cluster.events.run)
-        inventory.tally.listeners.append(node_events(agent.cluster.events.node))
+        inventory.counters.listeners.append(node_events(agent.cluster.events.node))
     injector, keeper = await build_cdi(agent)
     await anyio.to_thread.run_sync(injector.look, None)
     if agent.cluster:
@@ -96,7 +96,7 @@ async def start(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> None:
 
 def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
     """The socket of `gpu-node-agent status`, `clear-health` and `release`."""
-    if agent.guard is None or agent.switcher is None:
+    if agent.gpu_monitor is None or agent.switcher is None:
         return
     switch = agent.switcher.state
 
@@ -106,7 +106,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
     control = ControlServer(Path(agent.settings.host.run) / CONTROL_SOCKET)
     sources = StatusSources(
         agent.inventory,
-        agent.guard,
+        agent.gpu_monitor,
         agent.holdings,
         lambda: switch.value,
         injection,
@@ -133,10 +133,9 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     source, recorder = _pod_ports(agent, group)
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     context = PluginContext(settings, snapshot, assignment, agent.holdings, injector)
+    fence = await _vgpu_fence(agent, nvml, injector, group, recorder)
     plugins: dict[Mode, list[ResourcePlugin]] = {
-        Mode.VGPU: _vgpu_plugins(
-            agent, assignment, injector, source, recorder, await _vgpu_fence(agent, group, recorder), group
-        ),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder, fence, group),
         Mode.MPS: agent.mps.plugins,
     }
     plugins |= {mode: module_of(mode).build(context) for mode in OFFERED_MODES if mode not in plugins}
@@ -153,6 +152,8 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
     node = own if agent.cluster else None
     agent.cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, node)
     await agent.cordons.restore()
+    follows_upgrades = node is not None and settings.driver.release_for_upgrades
+    cordons = Cell(agent.cordons.cell.value) if follows_upgrades else agent.cordons.cell
     agent.switcher = ModeSwitcher(
         snapshot,
         agent.desired.cell,
@@ -160,24 +161,30 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
         agent.holdings,
         resources,
         announcer=agent.node.withdrawals if agent.node else None,
-        backends={Mode.MPS: MpsBackend(agent.mps.fleet)},
+        backends={Mode.MPS: MpsBackend(agent.mps.manager)},
         gate=agent.mps.gate(agent),
         when_busy=settings.when_busy,
         standing=agent.desired.catalog.remembered(remembered),
-        cordons=agent.cordons.cell,
+        cordons=cordons,
     )
     if agent.sources:
         switcher = agent.switcher
-        agent.sources.parts.append(mode_metrics(switcher.state, lambda: switcher.switches, writers))
+        agent.sources.collectors.append(modes_collector(switcher.state, lambda: switcher.switches, writers))
     if settings.mode_file:
         group.start_soon(spawn, "mode file", agent.desired.follow_file, Path(settings.mode_file))
     elif agent.cluster:
         group.start_soon(spawn, "mode label", agent.desired.follow_node, own)
     else:
         agent.desired.from_default()
-    with anyio.move_on_after(FIRST_WISH_SECONDS):
+    with anyio.move_on_after(FIRST_REQUEST_SECONDS):
         await agent.desired.known.wait()
     agent.desired.from_memory(remembered)
+    if follows_upgrades and node and agent.gpu_monitor:
+        agent.driver_upgrade = DriverUpgrade(
+            node, agent.gpu_monitor, snapshot, agent.switcher.state, agent.cordons.cell, cordons
+        )
+        agent.driver_upgrade.look()  # before the first mode is set up
+        group.start_soon(spawn, "driver upgrades", agent.driver_upgrade.run)
     group.start_soon(spawn, "mode switcher", agent.switcher.run)
     group.start_soon(spawn, "cordons", agent.cordons.run)
     group.start_soon(spawn, "mode memory", memory.follow, agent.switcher.accepted)
@@ -253,21 +260,25 @@ def _vgpu_plugins(
     )
     if agent.limits:
         agent.limits.follow_resizes(agent, shares, group)
-    agent.metric_parts.append(
-        pairs.part("vgpu", shares.pairing.stats, lambda: _vgpu_fences(agent), lambda: shares.pairing.waiting)
+    agent.collectors.append(
+        pairs_collector(
+            "vgpu", shares.pairing.stats, lambda: _vgpu_fences(agent), lambda: shares.pairing.waiting
+        )
     )
     return list(plugins)
 
 
-async def _vgpu_fence(agent: Agent, group: TaskGroup, recorder: Recorder | None) -> Fence:
+async def _vgpu_fence(
+    agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
+) -> Fence:
     """What keeps vGPU containers to their memory, where the configuration wants that."""
     settings = agent.settings
     if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
         return no_fence
     from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
 
-    agent.limits = await build_isolation(agent, group, recorder)
-    return VgpuFence(agent.limits.isolation)
+    agent.limits = limits = await build_isolation(agent, nvml, injector, group, recorder)
+    return VgpuFence(limits)
 
 
 def _vgpu_fences(agent: Agent) -> Mapping[str, bool]:
@@ -290,8 +301,8 @@ def _endpoint_of(agent: Agent) -> EndpointFactory:
 
 async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
     """Build the rooms of the Kubernetes API where there is a way to it; makes no call."""
-    wish = settings.cluster
-    if wish.access == "off":
+    configured = settings.cluster
+    if configured.access == "off":
         return None
     # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
     from agent.cluster.api import connect  # noqa: PLC0415
@@ -301,14 +312,13 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
     from agent.cluster.pods import PodCache  # noqa: PLC0415
 
     try:
-        api = await connect(Path(wish.kubeconfig) if wish.kubeconfig else None)
+        api = await connect(Path(configured.kubeconfig) if configured.kubeconfig else None)
     except NoClusterAccess as error:
-        if wish.access == "required":
+        if configured.access == "required":
             raise FatalError(f"cluster.access is required, but {error}") from error
         log.info("no_cluster_access", reason=str(error))
         return None
-    # The kubelet names its node so: the host's name in lower case.
-    name = wish.node_name or os.uname().nodename.strip().lower()
+    name = configured.own_node
     node = NodeObject(api, name)
     return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 

@@ -25,9 +25,9 @@ FIRST_SECONDS = 5.0
 async def build_cdi(agent: Agent) -> "tuple[Injector, SpecificationKeeper | None]":
     """The injector, and what keeps the specification; None: nothing can, or it is not wanted."""
     settings = agent.settings
-    wish = settings.injection
-    folder = Path(wish.toolkit) if wish.toolkit else None
-    if wish.strategy == "envvar" or folder is None or settings.simulator.profile:
+    configured = settings.injection
+    folder = Path(configured.toolkit) if configured.toolkit else None
+    if configured.strategy == "envvar" or folder is None or settings.simulator.profile:
         return Injector(settings), None
     if not await anyio.to_thread.run_sync(programs.present, folder):
         log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")
@@ -36,9 +36,12 @@ async def build_cdi(agent: Agent) -> "tuple[Injector, SpecificationKeeper | None
     from agent.cdi import toolkit  # noqa: PLC0415
     from agent.cdi.keeper import SpecificationKeeper  # noqa: PLC0415
 
-    root = wish.driver_root or settings.driver.root
+    root = configured.driver_root or settings.driver.root
     places = toolkit.Places(
-        folder, Path(root), Path(wish.host_driver_root or root), Path(settings.host.state) / programs.FOLDER
+        folder,
+        Path(root),
+        Path(configured.host_driver_root or root),
+        Path(settings.host.state) / programs.FOLDER,
     )
     keeper = SpecificationKeeper(
         Path(settings.host.cdi),
@@ -55,7 +58,7 @@ async def start_cdi(
 ) -> None:
     """Make the specification before the first list is sent, if it does not take too long, and keep it."""
     agent.gpu_specification = keeper
-    agent.metric_parts.append(_part(keeper))
+    agent.collectors.append(_collector(keeper))
     with anyio.move_on_after(FIRST_SECONDS):
         await keeper.keep()
     await anyio.to_thread.run_sync(injector.look, injector.software)
@@ -70,7 +73,7 @@ async def start_cdi(
     group.start_soon(spawn, "gpu specification users", look_again)
 
 
-def _part(keeper: "SpecificationKeeper") -> Callable[[], Callable[[Add], None]]:
+def _collector(keeper: "SpecificationKeeper") -> Callable[[], Callable[[Add], None]]:
     def read() -> Callable[[Add], None]:
         devices = len(keeper.devices.value.names)
         made, failed = keeper.generations, keeper.failures

@@ -9,25 +9,34 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.app.avoidance import Avoidance
+from agent.app.build_compute import build_compute, percents_of
+from agent.app.driver_fence import DriverFence
+from agent.cdi import memory_limits
+from agent.isolation.compute import Compute
+from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
-from agent.isolation.folders import LimitFolders
+from agent.isolation.folders import About, LimitFolders
 from agent.isolation.library import IMAGE_FILE
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
+from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PairRefused, Recorder
 from agent.pairing.reducer import Grant
-from agent.plugins.fractions import Shares
-from agent.telemetry import limits as limit_metrics
+from agent.plugins.inject import Injector
+from agent.plugins.shared_pair import SharedPair
 from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import Uses
+from agent.telemetry.limits import limits_collector
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache
@@ -38,8 +47,17 @@ log = structlog.get_logger()
 class LimitParts:
     """What the rest of the agent sees of the limits."""
 
-    def __init__(self, isolation: Isolation, publisher: Publisher, policy: Policy) -> None:
+    def __init__(
+        self,
+        isolation: Isolation,
+        publisher: Publisher,
+        policy: Policy,
+        driver: DriverFence,
+        avoidance: Avoidance,
+    ) -> None:
         self.isolation = isolation
+        self.driver = driver
+        self.avoidance = avoidance
         self._publisher = publisher
         self._policy = policy
 
@@ -51,13 +69,14 @@ class LimitParts:
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
         library = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.isolation.problem is None
-        return {"driver": False, "library": library, "sweep": self._publisher.sweeps}
+        driver = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.driver.holds
+        return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
     def units_grown(self, uuid: str) -> frozenset[str]:
         """See agent.app.agent.Limits."""
         return self.isolation.grown.get(uuid, frozenset())
 
-    def follow_resizes(self, agent: Agent, shares: Shares, group: TaskGroup) -> None:
+    def follow_resizes(self, agent: Agent, shares: SharedPair, group: TaskGroup) -> None:
         """See agent.app.agent.Limits."""
         spawn = agent.supervisor.restarting
         group.start_soon(spawn, "grown units", _follow_growth, agent, self.isolation, shares)
@@ -77,7 +96,9 @@ class LimitParts:
         return self._publisher.document((namespace, pod, container, gpu))
 
 
-async def build_isolation(agent: Agent, group: TaskGroup, recorder: Recorder | None) -> LimitParts:
+async def build_isolation(
+    agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
+) -> LimitParts:
     """Build the room, find what containers that run have, and start its tasks."""
     settings, spawn = agent.settings, agent.supervisor.restarting
     isolation = Isolation(
@@ -87,28 +108,47 @@ async def build_isolation(agent: Agent, group: TaskGroup, recorder: Recorder | N
         Policy(settings.vgpu.enforcement),
         agent.holdings.cell,
         _namespaces(agent, group),
+        compute=settings.vgpu.compute != "off",
     )
     await isolation.start()
-    publisher = Publisher(isolation, recorder or Recorder())
+    compute = await build_compute(agent, isolation, group)
+    publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
-        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
+        ends = settings.vgpu.above_cap == "end"
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends)
+        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
-    agent.metric_parts.append(limit_metrics.part(publisher, agent.grown, partial(_vgpu_indices, agent)))
-    return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement))
+    agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
+    driver = DriverFence(agent, injector)
+    await driver.start()
+    group.start_soon(spawn, "driver fence", driver.run, injector.looked)
+    if agent.cluster:
+        pods = agent.cluster.pods
+        cgroups = Path(settings.host.cgroups)
+        limits = DriverLimits(
+            isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
+        )
+        group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
+    policy = Policy(settings.vgpu.enforcement)
+    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent))
 
 
 class VgpuFence:
     """What the limits of a container add to the answer for its memory."""
 
-    def __init__(self, isolation: Isolation) -> None:
-        self._isolation = isolation
+    def __init__(self, parts: LimitParts) -> None:
+        self._isolation = parts.isolation
+        self._driver = parts.driver
+        self._avoidance = parts.avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.fractions.Sharing. Whole GPUs need no fence: nobody else is on them."""
+        """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
+        ways: tuple[str, ...] = ()
+        if self._isolation.policy(grant.pod.namespace) in (Policy.LIBRARY, Policy.STRICT):
+            ways = await self._avoidance.ways(grant.pod, grant.container)
         request = Request(
             grant.pod.uid,
             grant.pod.namespace,
@@ -118,15 +158,17 @@ class VgpuFence:
             tuple(sorted(grant.ids)),
             len(grant.ids) * VGPU.block_bytes,
             grant.demand.cores,
+            self._driver.obstacle(grant.gpus[0]) is None,
+            ways,
         )
         try:
-            binds = await self._isolation.admit(request)
+            admission = await self._isolation.admit(request)
         except IsolationError as error:
             text = f"the memory of container {grant.container} cannot be capped: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
-        return Allocation(
-            mounts=tuple(Mount(each.container_path, str(each.host_path), each.read_only) for each in binds)
-        )
+        mounts = (Mount(each.container_path, str(each.host_path), each.read_only) for each in admission.binds)
+        limit = (memory_limits.device(len(grant.ids)),) if admission.driver else ()
+        return Allocation(mounts=tuple(mounts), cdi_devices=limit)
 
 
 def _vgpu_indices(agent: Agent) -> Mapping[str, int]:
@@ -139,7 +181,7 @@ def _vgpu_indices(agent: Agent) -> Mapping[str, int]:
 class GpuUnits:
     """Free units of memory, as resizing needs them (`agent.isolation.resize.Units`)."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: SharedPair) -> None:
         self._shares = shares
 
     async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
@@ -161,7 +203,7 @@ class GpuUnits:
         self._shares.restock()
 
 
-async def _follow_growth(agent: Agent, isolation: Isolation, shares: Shares) -> None:
+async def _follow_growth(agent: Agent, isolation: Isolation, shares: SharedPair) -> None:
     """Units come back when their container is gone, too; for ever."""
     async for _ in isolation.containers.values():
         shares.restock()
@@ -170,14 +212,22 @@ async def _follow_growth(agent: Agent, isolation: Isolation, shares: Shares) -> 
             agent.grown.publish(grown)
 
 
+def _container_ids(pods: "PodCache", about: About) -> list[str]:
+    """What the runtime calls a container, by its pod's status."""
+    pod = pods.pods().get(about.uid)
+    return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
+
+
 def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:
     found = {uid: pod.metadata.annotations.get(RESIZE) for uid, pod in pods.pods().items()}
     return {uid: text for uid, text in found.items() if text is not None}
 
 
-async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:
+async def _sweep(uses: Cell[Uses], watch: LimitWatch, compute: Compute | None) -> None:
     """Have each round of samples looked at, for ever."""
     async for now in uses.values():
+        if compute:
+            compute.measured(percents_of(now))
         await watch.look(round_of(now))
 
 

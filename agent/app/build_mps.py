@@ -20,10 +20,10 @@ from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, PodFacts
 from agent.mps.compute import NvmlComputeModes
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
@@ -31,9 +31,9 @@ from agent.plugins import mps
 from agent.plugins.inject import Injector
 from agent.plugins.shares_cdi import SpecificationKeeper
 from agent.settings import Settings
-from agent.telemetry import mps as mps_metrics
-from agent.telemetry import pairs
 from agent.telemetry.containers import above_limit
+from agent.telemetry.mps import mps_collector
+from agent.telemetry.pairs import pairs_collector
 
 log = structlog.get_logger()
 
@@ -43,23 +43,23 @@ USER_UNKNOWN = "its user is not known without the Kubernetes API"
 class MpsBackend:
     """Daemons as the mode switcher sees them."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, manager: DaemonManager) -> None:
+        self._manager = manager
 
     async def set_up(self, gpu: Gpu) -> None:
         """See agent.modes.ports.Backend."""
         try:
-            await self._fleet.set_up(gpu)
+            await self._manager.set_up(gpu)
         except MpsError as error:
             raise SetUpFailed(str(error)) from error
 
     async def tear_down(self, gpu: Gpu) -> None:
         """See agent.modes.ports.Backend."""
-        await self._fleet.tear_down(gpu)
+        await self._manager.tear_down(gpu)
 
     def depends_on(self) -> object:
         """See agent.modes.ports.Backend."""
-        return self._fleet.program
+        return self._manager.program
 
 
 async def build_mps(
@@ -74,10 +74,12 @@ async def build_mps(
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
     compute = NvmlComputeModes(nvml, agent.calls)
-    fleet = Fleet(Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings))
-    await fleet.look()
+    manager = DaemonManager(
+        Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings)
+    )
+    await manager.look()
     clients = ClientWatch(
-        fleet,
+        manager,
         agent.holdings.cell,
         _pod_facts(agent),
         proc=Path(settings.host.proc),
@@ -86,7 +88,7 @@ async def build_mps(
     )
     pairing, conditions, plugins = mps.build(
         settings,
-        fleet,
+        manager,
         snapshot,
         assignment,
         injector,
@@ -98,7 +100,7 @@ async def build_mps(
     )
 
     upkeep = Upkeep(
-        fleet,
+        manager,
         Path(settings.host.run),
         settings.mps.shared_memory_mebibytes << 20,
         _held(agent),
@@ -106,35 +108,35 @@ async def build_mps(
     )
 
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
-        return mps.mounts(fleet, uuid)
+        return mps.mounts(manager, uuid)
 
     def allowed() -> bool:
         return agent.desired is not None and Mode.MPS in agent.desired.catalog.modes
 
     keeper = SpecificationKeeper(
-        Path(settings.host.cdi), snapshot, fleet.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
+        Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
-    group.start_soon(spawn, "mps daemons", fleet.run, assignment)
+    group.start_soon(spawn, "mps daemons", manager.run, assignment)
     group.start_soon(spawn, "mps clients", clients.run)
     group.start_soon(spawn, "mps folders", upkeep.run)
     group.start_soon(spawn, "cdi specification", keeper.run)
-    agent.metric_parts.append(
-        pairs.part(
+    agent.collectors.append(
+        pairs_collector(
             "mps",
             pairing.stats,
             enforced=lambda: {"mps": injector.caps_problem is None},
             reserved=lambda: pairing.waiting,
         )
     )
-    agent.metric_parts.append(mps_metrics.part(fleet.statuses, clients.overviews, conditions.ceiling))
+    agent.collectors.append(mps_collector(manager.statuses, clients.overviews, conditions.ceiling))
     group.start_soon(spawn, "mps caps", tell_of_advisory_caps, agent, injector, assignment)
     return MpsParts(
-        fleet,
+        manager,
         clients,
         list(plugins),
         conditions.ceiling,
         caps_problem=lambda: injector.caps_problem,
-        remarks=remarks(agent, fleet, injector, assignment),
+        remarks=remarks(agent, manager, injector, assignment),
     )
 
 
@@ -148,17 +150,17 @@ def _finder(settings: Settings) -> Callable[[], Program]:
 
 
 def _options(settings: Settings) -> Options:
-    wish = settings.mps
+    configured = settings.mps
     return Options(
         cgroups=Path(settings.host.cgroups),
-        shared_memory=wish.shared_memory_mebibytes << 20,
-        exclusive=wish.exclusive_process,
-        prestart=wish.prestart_server,
-        probe_seconds=wish.probe_seconds,
+        shared_memory=configured.shared_memory_mebibytes << 20,
+        exclusive=configured.exclusive_process,
+        prestart=configured.prestart_server,
+        probe_seconds=configured.probe_seconds,
         # Below the time between two probes: a look that begins with the next probe is never made.
-        log_seconds=min(2.0, wish.probe_seconds / 2),
-        orphan_seconds=wish.orphan_seconds,
-        quit_seconds=wish.quit_seconds,
+        log_seconds=min(2.0, configured.probe_seconds / 2),
+        orphan_seconds=configured.orphan_seconds,
+        quit_seconds=configured.quit_seconds,
     )
 
 
@@ -168,16 +170,18 @@ class _Told:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
-    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def __call__(
+        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
+    ) -> None:
         state = self._agent.inventory.snapshot.value.by_uuid.get(uuid)
         gpu = f"GPU {state.gpu.index} ({uuid})" if state else f"GPU {uuid}"
         text = f"{gpu}: {message}"
         pods = sorted(self._pods(uuid))
-        if kind is Kind.FAULT and pods:
-            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be started anew"
-        if pids and kind is Kind.FAULT:
+        if kind is EventReason.FAULT and pods:
+            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be restarted"
+        if pids and kind is EventReason.FAULT:
             text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
-        warning = kind is not Kind.RECOVERED
+        warning = kind is not EventReason.RECOVERED
         (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
         if self._agent.cluster:
             self._agent.cluster.events.node(kind.value, text, warning=warning)

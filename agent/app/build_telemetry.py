@@ -1,6 +1,5 @@
 """Builds sampling, attribution and the metrics page, and starts their tasks."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +20,8 @@ SWITCH_SECONDS = 0.001
 
 
 def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
-    """Start sampler and attribution, serve /metrics. The guard must be there already."""
-    assert agent.guard is not None
+    """Start sampler and attribution, serve /metrics. The GPU monitor must be there already."""
+    assert agent.gpu_monitor is not None
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
     sys.setswitchinterval(SWITCH_SECONDS)
     settings, spawn = agent.settings, agent.supervisor.restarting
@@ -49,11 +48,11 @@ def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
     sources = Sources(
         agent.inventory,
         sampler,
-        [agent.calls, agent.guard.lane],
+        [agent.calls, agent.gpu_monitor.thread],
         agent.endpoints,
         agent.supervisor,
         agent.blockers,
-        agent.metric_parts,
+        agent.collectors,
         watch.uses,
     )
     compatible = node_name(agent) if settings.metrics.gpu_manager_names else None
@@ -63,7 +62,7 @@ def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
 
 def node_name(agent: Agent) -> str:
     """The node's name, as far as it is known without asking."""
-    return agent.settings.cluster.node_name or os.uname().nodename.strip().lower()
+    return agent.settings.cluster.own_node
 
 
 def _known_pods(agent: Agent) -> Callable[[], Mapping[str, KnownPod]]:

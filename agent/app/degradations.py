@@ -2,6 +2,7 @@
 
 from agent.app.agent import Agent
 from agent.modes.state import Phase
+from agent.node.driver_upgrade import Stage
 
 
 def remarks(agent: Agent) -> list[str]:
@@ -35,6 +36,11 @@ def remarks(agent: Agent) -> list[str]:
         found.append(f"vGPU containers start without the enforcement library: {agent.limits.problem}")
     if agent.cordons and agent.cordons.problem:
         found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
+    if agent.driver_upgrade and agent.driver_upgrade.stage is not Stage.NONE:
+        found.append(
+            f"the GPU operator exchanges the driver of this node (label {agent.driver_upgrade.label}): GPUs "
+            "leave their modes when their pods have ended, and nothing is offered until the label changes"
+        )
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):
         found.append(f"mode {state.desired} is not in force: {state.message}")
     return found

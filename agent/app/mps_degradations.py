@@ -7,8 +7,8 @@ import structlog
 from agent.app.agent import Agent
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
-from agent.mps.daemon_manager import Fleet
-from agent.mps.status import Kind
+from agent.mps.daemon_manager import DaemonManager
+from agent.mps.status import EventReason
 from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 def advisory_caps(agent: Agent, injector: Injector, assignment: Cell[Assignment]) -> str | None:
-    """What is to be told of caps that a pod can undo; None: they hold, or nothing is sold by them."""
+    """What is to be told of caps that a pod can undo; None: they hold, or nothing is offered by them."""
     problem = injector.caps_problem
     if problem is None or not any(each.mode is Mode.MPS for each in assignment.value.gpus.values()):
         return None
@@ -41,14 +41,14 @@ async def tell_of_advisory_caps(agent: Agent, injector: Injector, assignment: Ce
         if now and now != before:
             log.warning("mps_caps_advisory", problem=now)
             if agent.cluster:
-                agent.cluster.events.node(Kind.ADVISORY.value, now, warning=True)
+                agent.cluster.events.node(EventReason.ADVISORY.value, now, warning=True)
         before = now
 
     await follow(look, assignment, injector.looked)
 
 
 def remarks(
-    agent: Agent, fleet: Fleet, injector: Injector, assignment: Cell[Assignment]
+    agent: Agent, manager: DaemonManager, injector: Injector, assignment: Cell[Assignment]
 ) -> Callable[[], list[str]]:
     """What works less well than it should with MPS, each in a sentence."""
 
@@ -56,11 +56,11 @@ def remarks(
         gpus = agent.inventory.snapshot.value.by_uuid
         found = [
             f"GPU {gpus[uuid].gpu.index if uuid in gpus else uuid}: {problem}"
-            for uuid, problem in sorted(fleet.leftovers.items())
+            for uuid, problem in sorted(manager.leftovers.items())
         ]
         if advisory := advisory_caps(agent, injector, assignment):
             found.append(advisory)
-        single = any(each.multi_user is False for each in fleet.statuses.value.values())
+        single = any(each.multi_user is False for each in manager.statuses.value.values())
         if single and agent.settings.mps.root_pods == "refuse":
             found.append(
                 "MPS of this driver serves one user at a time on a GPU, and mps.rootPods lets none be root: "

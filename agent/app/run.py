@@ -22,7 +22,7 @@ from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
@@ -62,7 +62,7 @@ async def running(
         Inventory(rules_from(settings.health)),
         HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder),
         Supervisor(),
-        Lane("calls"),
+        WorkerThread("calls"),
         HttpServer(settings.http.address, settings.http.port),
     )
     gives_back = False
@@ -98,14 +98,14 @@ async def running(
     finally:
         if agent.cluster:
             await agent.cluster.api.close()
-        if agent.guard:
-            agent.guard.close()
+        if agent.gpu_monitor:
+            agent.gpu_monitor.close()
         agent.calls.close()
     log.info("agent_stopped")
 
 
 async def _forgotten(cluster: ClusterAccess) -> None:
-    """Take all that is ours off the Node object. A next agent on this node writes it anew."""
+    """Take all that is ours off the Node object. A next agent on this node writes it again."""
     from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client's room
     from agent.node.forget import forget  # noqa: PLC0415
 

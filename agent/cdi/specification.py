@@ -16,6 +16,7 @@ VENDOR, CLASS = "gpu-node-agent.io", "gpu"
 # Never nvidia.com/gpu: a device name that stands in two files of one folder is lost in both.
 KIND = f"{VENDOR}/{CLASS}"
 FILE = "gpu-node-agent-gpus.json"
+LIMITS_HOOK = "apply-cuda-memory-limits"  # of nvidia-cdi-hook, from 1.20.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Devices:
 
     names: frozenset[str] = frozenset()
     problem: str | None = None
+    # Those with NVIDIA's hook for the driver's memory limits (`agent.cdi.memory_limits`).
+    limiting: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ class Specification:
         """The devices' names: UUIDs."""
         return frozenset(device["name"] for device in self.content["devices"])
 
+    @property
+    def limiting(self) -> frozenset[str]:
+        """Names of the devices that carry NVIDIA's hook for the driver's memory limits."""
+        return frozenset(device["name"] for device in self.content["devices"] if _limits_memory(device))
+
     def encoded(self) -> bytes:
         """The file's content."""
         return json.dumps(self.content, separators=(",", ":")).encode()
@@ -44,7 +52,7 @@ class Specification:
     def keeping(self, before: "Specification | None", named: AbstractSet[str] | None) -> "Specification":
         """With the devices of `before` that this one lacks and containers still name; None: not known which.
 
-        The kubelet repeats the names of a container that it starts anew, and the runtime starts none with a
+        The kubelet repeats the names of a container that it restarts, and the runtime starts none with a
         name that it cannot resolve, be the GPU back by then or not.
         """
         if before is None:
@@ -56,6 +64,14 @@ class Specification:
             if device["name"] not in own and (named is None or device["name"] in named)
         ]
         return Specification({**self.content, "devices": [*self.content["devices"], *kept]}) if kept else self
+
+
+def _limits_memory(device: Mapping[str, Any]) -> bool:
+    hooks = device["containerEdits"].get("hooks")
+    return isinstance(hooks, list) and any(
+        isinstance(hook, dict) and isinstance(hook.get("args"), list) and LIMITS_HOOK in hook["args"]
+        for hook in hooks
+    )
 
 
 def parse(text: bytes) -> Specification:

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi import specification
+from agent.cdi import memory_limits, specification
 from agent.cdi.programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.kit import trees
@@ -28,10 +28,10 @@ from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.plugins import shares_cdi
 from agent.settings import Settings
 
@@ -108,14 +108,14 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     left = await anyio.to_thread.run_sync(_daemon_folders, Path(settings.host.run))
     if not left:
         return
-    lane = Lane("cleanup")
+    thread = WorkerThread("cleanup")
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
         compute: ComputeModes = NoComputeModes()
         # It may have been set before the configuration said otherwise.
         if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
-            await lane.run(nvml.open, deadline=30.0)
-            compute = NvmlComputeModes(nvml, lane)
+            await thread.run(nvml.open, deadline=30.0)
+            compute = NvmlComputeModes(nvml, thread)
         options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
         problems = {}
         for folders in left:
@@ -124,7 +124,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     except (MpsError, NvmlError) as error:
         raise CleanupFailed(f"MPS daemons cannot be stopped: {error}") from error
     finally:
-        lane.close()
+        thread.close()
     for folders, problem in problems.items():
         running = await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
         if problem or running or folders.existing():
@@ -149,13 +149,14 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay: the
     kubelet repeats CDI names when a container is started again. Answers whether everything was removed.
     """
-    gpus = Path(settings.host.cdi) / specification.FILE
+    folder = Path(settings.host.cdi)
+    gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
     state = Path(settings.host.state)
     kept = bool(users) and gpus.exists()
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
-        for file in (Path(settings.host.cdi) / shares_cdi.FILE, *(() if kept else (gpus,))):
+        for file in (folder / shares_cdi.FILE, *(() if kept else (gpus, memory))):
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()
@@ -193,5 +194,5 @@ def _daemon_folders(run: Path) -> list[Directories]:
     ]
 
 
-def _no_report(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+def _no_report(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
     """Events are for running agents."""

@@ -3,7 +3,9 @@
 import datetime as dt
 import hashlib
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Literal
 
 import structlog
@@ -16,6 +18,8 @@ log = structlog.get_logger()
 REPORTER = "gpu-node-agent"
 WAITING = 64  # events that wait for the API server; more are dropped, and the log still has them
 NODE_EVENTS_NAMESPACE = "default"  # where events of objects without a namespace live
+KEPT_SECONDS = 3600.0  # --event-ttl of the API server: after it an event is gone and may be written again
+WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server still knows the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,20 @@ class Event:
     reason: str  # CamelCase, one of docs/names.md
     message: str
     warning: bool = False
+    # With one: the object has at most one event of this reason and key while the API server keeps it, whoever
+    # writes it and how often. For what is found again with each attempt, in other figures.
+    key: str = ""
 
 
 class EventRecorder:
     """Sends events in the background. Whoever emits never waits."""
 
-    def __init__(self, api: KubeApi, node: str) -> None:
+    def __init__(self, api: KubeApi, node: str, reporter: str = REPORTER) -> None:
+        """`node`: the node or pod that reports, `reporter`: the component."""
         self._api = api
         self._node = node
+        self._reporter = reporter
+        self._once: OrderedDict[str, float] = OrderedDict()  # names of events, and when they were written
         self._mailbox: Mailbox[Event] = Mailbox(WAITING)
         self._counts: dict[Event, tuple[int, str]] = {}
 
@@ -73,6 +83,9 @@ class EventRecorder:
         namespace = event.regarding.namespace or NODE_EVENTS_NAMESPACE
         path = f"/api/v1/namespaces/{namespace}/events"
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if event.key:
+            await self._send_once(event, path, namespace, now)
+            return
         count, name = self._counts.get(event, (0, ""))
         if count:
             try:
@@ -89,6 +102,23 @@ class EventRecorder:
         if len(self._counts) >= WAITING:
             self._counts.clear()
         self._counts[event] = (1, name)
+
+    async def _send_once(self, event: Event, path: str, namespace: str, now: str) -> None:
+        about = event.regarding
+        identity = f"{about.kind}/{about.uid}/{event.reason}/{event.key}"
+        name = f"{about.name[:200]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        written = self._once.get(name)
+        if written is not None and time.monotonic() - written < KEPT_SECONDS:
+            return
+        try:
+            await self._api.post(path, self._body(event, name, namespace, now))
+        except ApiRefused as error:
+            if error.status != HTTPStatus.CONFLICT:  # this or another process wrote it before
+                raise
+        self._once[name] = time.monotonic()
+        self._once.move_to_end(name)
+        if len(self._once) > WRITTEN_ONCE:
+            self._once.popitem(last=False)
 
     def _body(self, event: Event, name: str, namespace: str, now: str) -> dict[str, object]:
         about = event.regarding
@@ -109,7 +139,7 @@ class EventRecorder:
             "count": 1,
             "firstTimestamp": now,
             "lastTimestamp": now,
-            "source": {"component": REPORTER, "host": self._node},
-            "reportingComponent": REPORTER,
+            "source": {"component": self._reporter, "host": self._node},
+            "reportingComponent": self._reporter,
             "reportingInstance": self._node,
         }

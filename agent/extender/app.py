@@ -12,6 +12,7 @@ from anyio.abc import TaskStatus
 
 from agent import __version__
 from agent.cluster.api import KubeApi, connect
+from agent.cluster.events import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
 from agent.extender.certificates import AllowedNames, Certificates
@@ -20,6 +21,7 @@ from agent.extender.handlers import Serving, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election
 from agent.extender.ledger_sync import Feed
 from agent.extender.metrics import LedgerFigures, Metrics
+from agent.extender.pending_pods import PendingPods
 from agent.extender.serving_label import ServingLabel
 from agent.extender.settings import Settings
 from agent.extender.verdicts import Verdicts
@@ -33,6 +35,7 @@ from agent.web.server import HttpServer, Reply, Request
 log = structlog.get_logger()
 
 MEBIBYTE = 1 << 20
+REPORTER = "gpu-node-agent-extender"  # of events
 NODES_AT_ONCE = 256  # looked at for one scrape without a break: about 5 ms
 # All calls may come from one address, the API server's or kube-scheduler's, with a connection for each
 # binding under way. A connection with TLS takes 0.3 MiB.
@@ -109,14 +112,22 @@ class Extender:
                 lambda: self.election.holds,
                 gang_seconds=settings.gang_seconds,
             )
-            self._serving = Serving(Verdicts(fleet), binder)
+            verdicts = Verdicts(fleet)
+            self._serving = Serving(verdicts, binder)
+            events = EventRecorder(self._api, self.election.identity, REPORTER)
+            pending = PendingPods(self._api, fleet, verdicts, events, self.supervisor)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._log_completeness, self.feed, fleet)
                 if self._label:
                     group.start_soon(self._label.keep, self.feed.complete)
+                group.start_soon(self._tell_owners, self.feed, pending)
                 await self.feed.run()
         finally:
             self.feed = self.fleet = self._serving = None
+
+    async def _tell_owners(self, feed: Feed, pending: PendingPods) -> None:
+        await feed.complete.wait_for(bool)  # a ledger that misses pods would call GPUs free that are not
+        await pending.run()
 
     async def _log_completeness(self, feed: Feed, fleet: Fleet) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Why a pending pod fits nowhere, node by node, and what would have to go. No extender need run."""
+"""Why a pod waits or died at admission, node by node, and what would have to go. No extender need run."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
 from agent.extender.objects import (
     NodeFacts,
+    WatchedPod,
     as_model,
     asks_for_share,
     decode_pod,
@@ -37,6 +38,23 @@ class _Page(msgspec.Struct):
     items: list[msgspec.Raw] = msgspec.field(default_factory=list)
 
 
+class _Ended(msgspec.Struct, rename="camel", frozen=True):
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    container_statuses: list[msgspec.Raw] = msgspec.field(default_factory=list)
+    init_container_statuses: list[msgspec.Raw] = msgspec.field(default_factory=list)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the kubelet refused the pod: it has failed, and no container of it was ever looked at."""
+        return self.phase == "Failed" and not (self.container_statuses or self.init_container_statuses)
+
+
+class _EndedPod(msgspec.Struct, frozen=True):
+    status: _Ended = _Ended()
+
+
 async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[str]:
     """Lines for people. Raises CannotExplain."""
     try:
@@ -54,7 +72,10 @@ async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[
 
 async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     """The same over a connection. Raises ApiError, msgspec.DecodeError."""
-    pod = decode_pod(await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}"))
+    raw = await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
+    pod, ended = decode_pod(raw), msgspec.json.decode(raw, type=_EndedPod).status
+    if ended.refused:
+        return await _explain_refusal(api, pod, ended)
     if pod.spec.node_name:
         lines = [f"pod {namespace}/{name} is bound to node {pod.spec.node_name}"]
         if MIRROR in pod.metadata.annotations and asks_for_share(as_model(pod)):
@@ -68,6 +89,30 @@ async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
         return [f"pod {namespace}/{name} asks for no GPU; see its events for what else it waits for"]
     nodes, fleet = await _fleet(api)
     return _lines(f"{namespace}/{name}", demand, nodes, fleet)
+
+
+async def _explain_refusal(api: KubeApi, pod: WatchedPod, ended: _Ended) -> list[str]:
+    """A pod that died at admission: what the kubelet said, and where its like would fit now."""
+    meta = pod.metadata
+    who, node = f"{meta.namespace}/{meta.name}", pod.spec.node_name or "its node"
+    lines = [f"pod {who} was refused at admission by {node} and never started", f"  {_said(ended)}"]
+    if meta.owner_references:
+        owner = meta.owner_references[0]
+        lines.append(f"it stays Failed; its {owner.kind} {owner.name} creates another one")
+    else:
+        lines.append("it stays Failed: delete it and create it again")
+    try:
+        demand = demand_for(as_model(pod))
+    except Impossible as error:
+        return [*lines, f"another one would fit on no node either, whatever ends: {error}"]
+    if demand.nothing:
+        return lines
+    nodes, fleet = await _fleet(api)
+    return [*lines, "for another one like it:", *_lines(who, demand, nodes, fleet)]
+
+
+def _said(ended: _Ended) -> str:
+    return f"{ended.reason or 'no reason'}: {' '.join(ended.message.split()) or 'no message'}"
 
 
 async def _fleet(api: KubeApi) -> tuple[Mapping[str, NodeFacts], Fleet]:

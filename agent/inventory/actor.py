@@ -4,7 +4,7 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from agent.inventory.health_counters import Tally
+from agent.inventory.health_counters import HealthCounters
 from agent.inventory.messages import Message
 from agent.inventory.reducer import reduce
 from agent.inventory.snapshot import Snapshot
@@ -24,21 +24,21 @@ class Inventory:
         self.rules = rules or Rules()
         self.snapshot: Cell[Snapshot] = Cell(Snapshot())
         self.mailbox: Mailbox[Message] = Mailbox(MAILBOX_SIZE)
-        self.tally = Tally()
+        self.counters = HealthCounters()
 
     async def run(self) -> None:
         """Serve the mailbox for ever. Fatal when it ends: without it the agent would serve stale truth."""
         async for message in self.mailbox:
             before = self.snapshot.value
             after = reduce(before, message, self.rules)
-            self.tally.count(message, after)
+            self.counters.count(message, after)
             if after is before:
                 continue
             self.snapshot.publish(after)
             # Who reads the snapshot goes first: a verdict must not wait for its own log line.
             await anyio.lowlevel.checkpoint()
             tell(before, after)
-            self.tally.tell(before, after)
+            self.counters.announce(before, after)
 
 
 def tell(before: Snapshot, after: Snapshot) -> None:

@@ -8,7 +8,7 @@ from anyio.abc import TaskGroup
 
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
-from agent.inventory.health_persistence import Keeper
+from agent.inventory.health_persistence import HealthPersistence
 from agent.inventory.messages import Accused
 from agent.inventory.scanner import Scanner
 from agent.inventory.verdicts import VerdictFile
@@ -16,27 +16,32 @@ from agent.kit.supervise import Supervisor
 from agent.model.health import Fault, FaultKind
 from agent.nvml.events import EventWatch
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
 
 log = structlog.get_logger()
 
 
-class Guard:
+class GpuMonitor:
     """Watches the GPUs: what the driver says of itself, what probes find, what earlier runs knew."""
 
     def __init__(
-        self, settings: Settings, nvml: NvmlPort, calls: Lane, inventory: Inventory, supervisor: Supervisor
+        self,
+        settings: Settings,
+        nvml: NvmlPort,
+        calls: WorkerThread,
+        inventory: Inventory,
+        supervisor: Supervisor,
     ) -> None:
         self._settings = settings
         self._nvml = nvml
         self._calls = calls
         self._inventory = inventory
         self._supervisor = supervisor
-        self.lane = Lane("events")
-        self.events = EventWatch(nvml, self.lane, self._targets, self._changed, self._deliver)
+        self.thread = WorkerThread("events")
+        self.events = EventWatch(nvml, self.thread, self._targets, self._changed, self._deliver)
         kernel_log = settings.health.kernel_log
-        self.keeper = Keeper(
+        self.persistence = HealthPersistence(
             inventory,
             VerdictFile(Path(settings.host.state)),
             Path(kernel_log) if kernel_log else None,
@@ -47,7 +52,7 @@ class Guard:
 
     async def start(self, group: TaskGroup) -> None:
         """Remember first, then look: no GPU is healthy only because nobody asked yet."""
-        until = await self.keeper.restore()
+        until = await self.persistence.restore()
         self._scanner = Scanner(
             self._nvml,
             self._calls,
@@ -57,12 +62,12 @@ class Guard:
             until if until is not None and until > boot_seconds() else None,
         )
         group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
-        group.start_soon(self._supervisor.restarting, "verdicts", self.keeper.run)
+        group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
 
-    def release(self, seconds: float) -> None:
-        """Close NVML for that long and have every ID Unhealthy meanwhile."""
+    def release(self, seconds: float, why: str = "") -> None:
+        """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
         if self._scanner is not None:
-            self._scanner.release(boot_seconds() + seconds)
+            self._scanner.release(boot_seconds() + seconds, why)
 
     def end_release(self) -> None:
         """Open NVML again."""
@@ -71,8 +76,8 @@ class Guard:
 
     def close(self) -> None:
         """Let go of the thread and of the kernel log."""
-        self.lane.close()
-        self.keeper.close()
+        self.thread.close()
+        self.persistence.close()
 
     def _targets(self) -> frozenset[str]:
         return frozenset(state.uuid for state in self._inventory.snapshot.value.gpus if not state.health.away)

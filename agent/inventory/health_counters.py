@@ -27,7 +27,7 @@ class Transition:
 
 
 @dataclass
-class Tally:
+class HealthCounters:
     """Counters by GPU. Listeners are called on the event loop and must not block."""
 
     transitions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (UUID, state entered)
@@ -58,7 +58,7 @@ class Tally:
         elif kind is FaultKind.ECC:
             self.ecc_events[uuid] += 1
 
-    def tell(self, before: Snapshot, after: Snapshot) -> None:
+    def announce(self, before: Snapshot, after: Snapshot) -> None:
         """Count, log and hand on every transition between two snapshots."""
         for change in transitions(before, after):
             if change.before is not None or change.after is not HealthState.HEALTHY:

@@ -23,7 +23,7 @@ SETTLE_SECONDS = 0.02
 Written = tuple[tuple[Record, ...], int | None, float | None]
 
 
-class Keeper:
+class HealthPersistence:
     """The task that remembers. `watched` answers the GPUs whose events NVML delivers itself."""
 
     def __init__(

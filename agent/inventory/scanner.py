@@ -10,12 +10,12 @@ from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
 from agent.inventory.links import LinkReading
 from agent.inventory.messages import Connected, Unavailable
-from agent.inventory.rounds import Rounds
+from agent.inventory.prober import Prober
 from agent.kit.supervise import FatalError
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.errors import NvmlDriverMismatch, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
 
@@ -32,14 +32,14 @@ class Scanner:
     def __init__(
         self,
         nvml: NvmlPort,
-        lane: Lane,
+        thread: WorkerThread,
         inventory: Inventory,
         beside: Callable[[], Awaitable[None]] | None = None,
         seconds: float = SCAN_SECONDS,
         released_until: float | None = None,
     ) -> None:
         self._nvml = nvml
-        self._lane = lane
+        self._thread = thread
         self._inventory = inventory
         self._beside = beside
         self._seconds = seconds
@@ -49,10 +49,10 @@ class Scanner:
         self._maintenance = _maintenance(released_until) if released_until is not None else ""
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
-    def release(self, until: float) -> None:
-        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot."""
+    def release(self, until: float, why: str = "") -> None:
+        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot; `why`: a sentence."""
         self._released_until = until
-        self._maintenance = _maintenance(until)
+        self._maintenance = why or _maintenance(until)
         self._asked.set()
 
     def end_release(self) -> None:
@@ -71,7 +71,7 @@ class Scanner:
                 if self._released_until is not None:
                     await self._stay_released()
                 try:
-                    driver = await self._lane.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
+                    driver = await self._thread.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
                     self._open = True
                     await self._session(driver)
                 except NvmlDriverMismatch as error:
@@ -91,7 +91,7 @@ class Scanner:
         async with anyio.create_task_group() as group:
             group.start_soon(self._run_beside)
             try:
-                await self._look_around(Rounds(self._nvml, self._lane, driver))
+                await self._look_around(Prober(self._nvml, self._thread, driver))
             except NvmlError as error:
                 failure = error
             if self._released_until is not None:
@@ -106,12 +106,12 @@ class Scanner:
         if self._beside is not None:
             await self._beside()
 
-    async def _look_around(self, rounds: Rounds) -> None:
+    async def _look_around(self, prober: Prober) -> None:
         connected: tuple[str, ...] | None = None
         while self._released_until is None:
             known = [state.uuid for state in self._inventory.snapshot.value.gpus]
             try:
-                scanned = await rounds.look(known)
+                scanned = await prober.look(known)
             except NvmlHung as error:
                 # Closing NVML under a call that hangs would hang as well: wait for it instead.
                 await self._unavailable(str(error))
@@ -129,7 +129,7 @@ class Scanner:
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
         reading = LinkReading(self._nvml, gpus)
         try:
-            topology = await self._lane.run(reading.run, progress=reading.got_on)
+            topology = await self._thread.run(reading.run, progress=reading.got_on)
         except NvmlHung as error:
             log.warning("links_unreadable", problem=str(error), consequence="GPUs are chosen by index")
             return
@@ -161,7 +161,7 @@ class Scanner:
         if not self._open:
             return
         try:
-            await self._lane.run(self._nvml.close)
+            await self._thread.run(self._nvml.close)
         except NvmlError as error:
             if self._unclosed != str(error):
                 log.warning("nvml_not_closed", problem=str(error))

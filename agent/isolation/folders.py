@@ -29,6 +29,7 @@ from agent.model.ids import SEPARATOR
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
+PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
@@ -45,6 +46,9 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
+    avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
+    driver: bool = False  # whether the driver itself is to hold the container to its cap
+    compute: bool = False  # whether it is held to a share of compute
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -80,13 +84,13 @@ class LimitFolders:
         """A file of a folder, by the path that it has here and on the host."""
         return self.root / key / name
 
-    def create(self, about: About) -> str:
+    def create(self, about: About, context_bytes: int = 0) -> str:
         """Make a container's folder whole, or not at all; the key. Raises FolderUnusable.
 
         One that another pod left behind gives way: whoever had it mounted keeps the old files.
         """
         key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
-        limits = _limits(about)
+        limits = _limits(about, context_bytes)
         with _problem_of(self.root / key), trees.opened(self.root) as root:
             os.mkdir(scratch, 0o700, dir_fd=root)
             try:
@@ -172,7 +176,7 @@ class LimitFolders:
                 os.close(descriptor)
 
     def mend(self, key: str, about: About) -> None:
-        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
         with self._folder(key) as folder:
             descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:
@@ -195,6 +199,24 @@ class LimitFolders:
             finally:
                 os.close(descriptor)
 
+    def open_usage(self, key: str) -> int:
+        """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            return _opened(folder, USAGE, os.O_RDONLY)
+
+    def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
+        """What the library says of the container's only process: bytes charged, and those for contexts.
+
+        None: it has several, or what is there says nothing. A hint. Raises FolderUnusable.
+        """
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, USAGE, os.O_RDONLY)
+            try:
+                slots = os.pread(descriptor, layout.READ_SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
+            finally:
+                os.close(descriptor)
+        return layout.sole_process(slots, total_bytes)
+
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
         with _problem_of(self.root / key), trees.opened(self.root) as root:
@@ -210,8 +232,17 @@ class LimitFolders:
                 os.close(folder)
 
 
-def _limits(about: About) -> bytes:
-    limits = Limits(about.gpu, about.memory_bytes, about.cores, strict=about.policy == "strict")
+def _limits(about: About, context_bytes: int = 0) -> bytes:
+    limits = Limits(
+        about.gpu,
+        about.memory_bytes,
+        about.cores,
+        context_bytes=context_bytes,
+        strict=about.policy == "strict",
+        driver=about.driver,
+        compute=about.compute,
+        share=about.cores * PERCENT if about.compute else 0,
+    )
     return layout.limit_file(key_of(about.ids), (limits,))
 
 

@@ -25,22 +25,30 @@ LIMITS_BYTES = 8192
 RECORDS_AT = 512
 RECORD_BYTES = 256
 COPY_BYTES = 112
-STRICT = 1
+STRICT, COMPUTE = 1, 2
+GATE_AT = 4608
+CORRECTION_ONE = 65536
 HEADER = struct.Struct("<QIIII64sQ412x")
 COPY = struct.Struct("<Q16sQQQQIIIIIII24x")
 CRC = struct.Struct("<I")
+GATE = struct.Struct("<II")
 
 USAGE_MAGIC = 0x4753550041474E47
 USAGE_BYTES = 1 << 20
 USAGE_HEADER_BYTES = 4096
 USAGE_DEVICE_BYTES = 4096
 SLOTS, SLOT_BYTES = 2048, 384
+SLOTS_AT = 69632
+SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes charged and those for contexts
+READ_SLOTS = 64
 # What pthread_mutex_init leaves in a robust, process-shared mutex of glibc; all else of it is zero.
 LOCK_KIND, LOCK_KIND_AT = 144, 16
 HEADER_LOCK_AT = 128
 USAGE_HEADER = struct.Struct("<QIIIIII")
 FIGURES = struct.Struct("<QQQQ")
 FIGURES_AT = 128
+SHARE = struct.Struct("<QQQ")
+SHARE_AT = 256
 NEWER_AT = 272
 
 
@@ -54,6 +62,10 @@ class Limits:
     unseen_bytes: int = 0  # of the memory, what no counted allocation explains
     strict: bool = False
     driver: bool = False  # whether the driver caps the memory, too
+    compute: bool = False  # whether the container is held to `share`
+    share: int = 0  # of compute, in 1/100 %; 0: nothing may be launched now
+    correction: float = 1.0  # learned device times are worth 1 / this much of the share
+    context_bytes: int = 0  # charged for each context
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,9 @@ class Usage:
     peak_bytes: int
     refused: int
     repaired: int
+    next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
+    waits: int = 0  # launches that waited for the share
+    waited_ns: int = 0
 
 
 def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
@@ -75,6 +90,7 @@ def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
     for number, device in enumerate(devices):
         at = RECORDS_AT + number * RECORD_BYTES
         content[at : at + COPY_BYTES] = _copy(1, device)
+    GATE.pack_into(content, GATE_AT, any(device.compute for device in devices), 0)
     return bytes(content)
 
 
@@ -86,9 +102,16 @@ def read_limits(content: bytes) -> list[Limits]:
 def write_limits(descriptor: int, number: int, limits: Limits) -> None:
     """Put limits in force in a file that containers may have mapped. Raises BadLayout, OSError."""
     content = os.pread(descriptor, LIMITS_BYTES, 0)
-    place, generation, _ = _newest(_records(content)[number])
+    found = [_newest(record) for record in _records(content)]
+    place, generation, before = found[number]
+    others = any(each.compute for n, (_, _, each) in enumerate(found) if n != number)
+    armed, changes = GATE.unpack_from(content, GATE_AT)
+    if limits.compute and not armed:
+        os.pwrite(descriptor, GATE.pack(1, changes), GATE_AT)
     at = RECORDS_AT + number * RECORD_BYTES + (1 - place) * COPY_BYTES
     os.pwrite(descriptor, _copy(generation + 1, limits), at)
+    if limits.compute or before.compute:
+        os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
 
 
 def usage_head(devices: int) -> bytes:
@@ -118,7 +141,31 @@ def read_usage(content: bytes) -> list[Usage]:
     if not 1 <= devices <= MOST_DEVICES or len(content) < usage_head_bytes(devices):
         raise BadLayout(f"a usage region of {devices} GPUs cannot be")
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
-    return [Usage(*FIGURES.unpack_from(content, start + FIGURES_AT)) for start in starts]
+    return [
+        Usage(
+            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+        )
+        for start in starts
+    ]
+
+
+def read_share(descriptor: int, number: int = 0) -> tuple[int, int, int]:
+    """`next_ns`, `waits` and `waited_ns` of an open usage region: hints, and zeros where it is too short.
+
+    Raises OSError.
+    """
+    at = USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES + SHARE_AT
+    content = os.pread(descriptor, SHARE.size, at)
+    return SHARE.unpack(content) if len(content) == SHARE.size else (0, 0, 0)
+
+
+def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
+    """Bytes charged to the only process in the first slots, and those for contexts; None: it is not alone."""
+    whole = len(content) // SLOT_BYTES * SLOT_BYTES
+    slots = [
+        (charged, contexts) for _, state, charged, contexts in SLOT.iter_unpack(content[:whole]) if state
+    ]
+    return slots[0] if len(slots) == 1 and slots[0][0] == total_bytes >= slots[0][1] else None
 
 
 def _copy(generation: int, limits: Limits) -> bytes:
@@ -127,15 +174,15 @@ def _copy(generation: int, limits: Limits) -> bytes:
         _uuid(limits.gpu),
         limits.memory_bytes,
         limits.memory_bytes,  # the request: soft caps are not in use
-        0,  # each context: seen by measuring
+        limits.context_bytes,
         limits.unseen_bytes,
-        limits.cores * 100,
-        0,
-        0,
+        limits.share if limits.compute else limits.cores * 100,
+        0,  # the burst: as the library has it
+        round(limits.correction * CORRECTION_ONE),
         int(limits.driver),
         0,
         0,
-        STRICT if limits.strict else 0,
+        STRICT * limits.strict | COMPUTE * limits.compute,
     )
     return body + CRC.pack(zlib.crc32(body))
 
@@ -159,15 +206,21 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, _, unseen, cores, _, _, driver, _, _, flags = COPY.unpack_from(body)
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags = (
+            COPY.unpack_from(body)
+        )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
             limits = Limits(
                 f"GPU-{uuid.UUID(bytes=gpu)}",
                 memory,
-                cores // 100,
+                share // 100,
                 unseen,
                 bool(flags & STRICT),
                 bool(driver),
+                bool(flags & COMPUTE),
+                share if flags & COMPUTE else 0,
+                (correction or CORRECTION_ONE) / CORRECTION_ONE,
+                context,
             )
             found.append((generation, place, limits))
     if not found:

@@ -7,9 +7,12 @@ from typing import Any, Protocol
 
 import structlog
 
-from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.compute import Share
+from agent.isolation.folders import About, key_of
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
+from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
 
 log = structlog.get_logger()
@@ -41,11 +44,16 @@ class Owners(Protocol):
 class Publisher:
     """Publishes to owners, and answers what holds for a container."""
 
-    def __init__(self, isolation: Isolation, owners: Owners) -> None:
+    def __init__(
+        self, isolation: Isolation, owners: Owners, shares: Cell[Mapping[str, Share]] | None = None
+    ) -> None:
+        """`shares`: how containers stand that are held to compute."""
         self._isolation = isolation
+        self._shares = shares
         self._owners = owners
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
+        self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -88,8 +96,9 @@ class Publisher:
         """Containers by the fences that hold for them."""
         measured = self._watch.seen.value.measured if self._watch else {}
         known = self._isolation.containers.value.values()
-        library = sum(Fence.LIBRARY in self._fences(place_of(each.about), each) for each in known)
-        return {Fence.DRIVER.value: 0, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
+        holding = [self._fences(place_of(each.about), each) for each in known]
+        driver, library = (sum(one in each for each in holding) for one in (Fence.DRIVER, Fence.LIBRARY))
+        return {Fence.DRIVER.value: driver, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
 
     def above_cap(self) -> int:
         """Containers that use more than they may."""
@@ -99,6 +108,10 @@ class Publisher:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits, by their specifications."""
+        return sum(bool(each.about.avoidable) for each in self._isolation.containers.value.values())
+
     def document(self, place: Place) -> dict[str, Any] | None:
         """The limits of a container for `status`; None: it has none, and nobody measures it."""
         limits = self._of(place)
@@ -106,13 +119,33 @@ class Publisher:
         if limits is None and not fences:
             return None
         seen = self._watch.seen.value if self._watch else None
-        return {
+        found = {
             "memoryBytes": limits.memory_bytes if limits else None,
             "admittedBytes": len(limits.about.ids) * VGPU.block_bytes if limits else None,
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
+            "avoidable": list(limits.about.avoidable) if limits else [],
             "aboveCap": bool(seen and place in seen.above),
         }
+        compute = self._compute(limits) if limits else None
+        return {**found, "compute": compute} if compute else found
+
+    def _compute(self, limits: ContainerLimits) -> dict[str, Any] | None:
+        share = self._shares.value.get(key_of(limits.about.ids)) if self._shares else None
+        if share is None:
+            return None
+        return {
+            "askedPercent": share.asked,
+            "allottedPercent": share.allotted,
+            "usedPercent": None if share.used is None else round(share.used, 1),
+            "throttledSeconds": round(share.throttled_seconds, 3),
+        }
+
+    def shares(self) -> Mapping[Place, Share]:
+        """How containers stand that are held to compute."""
+        known = self._isolation.containers.value
+        told = self._shares.value if self._shares else {}
+        return {place_of(known[key].about): share for key, share in told.items() if key in known}
 
     def measured(self, place: Place) -> int:
         """What a container uses of the GPU's memory by the driver's word, in bytes; 0: nobody knows."""
@@ -140,13 +173,26 @@ class Publisher:
         namespace, name, container, gpu = place
         text = (
             f"container {container} uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use "
-            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; start the pod anew with more "
+            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; restart the pod with more "
             "tencent.com/vcuda-memory, or without what allocates past the enforcement library"
         )
         log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)
         limits = self._of(place)
         pod = Pod(namespace, name, (), limits.about.uid if limits else "")
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
+
+    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
+        """An event and a line in the log, and a count."""
+        namespace, name, container, gpu = place
+        self.ends["failed" if problem else "ended"] += 1
+        used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
+        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
+        log.warning(
+            "container_above_cap_ended", pod=f"{namespace}/{name}", container=container, problem=problem
+        )
+        pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        reason = "ContainerNotEnded" if problem else "ContainerEnded"
+        self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
         """An event and a line in the log."""
@@ -157,6 +203,14 @@ class Publisher:
         log.warning("library_not_loaded", pod=f"{about.namespace}/{about.pod}", container=about.container)
         self._owners.event(_pod(about), "LimitsNotLoaded", text, warning=True)
 
+    # As agent.isolation.driver.Report
+
+    def not_limited(self, about: About, problem: str) -> None:
+        """An event and a line in the log."""
+        text = f"the driver does not hold container {about.container} to its memory: {problem}"
+        log.warning("driver_limit_missing", pod=f"{about.namespace}/{about.pod}", problem=problem)
+        self._owners.event(_pod(about), "DriverLimitMissing", text, warning=True)
+
     def _announce(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> None:
         about = limits.about
         names = ", ".join(each.value for each in fences)
@@ -165,6 +219,11 @@ class Publisher:
             f"enforced by: {names}"
         )
         self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
+        if about.avoidable:
+            pod, ways = f"{about.namespace}/{about.pod}", "; ".join(about.avoidable)
+            log.warning("limits_avoidable", pod=pod, container=about.container, ways=ways)
+            text = f"container {about.container} is not kept to its memory against its will: {ways}"
+            self._owners.event(_pod(about), "LimitsAvoidable", text, warning=True)
 
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()
@@ -172,6 +231,8 @@ class Publisher:
 
     def _fences(self, place: Place, limits: ContainerLimits | None) -> tuple[Fence, ...]:
         found = []
+        if limits and limits.about.driver and limits.limited is not False:
+            found.append(Fence.DRIVER)
         if limits and limits.about.build and limits.injected is not False:
             found.append(Fence.LIBRARY)
         if self._watch and place in self._watch.seen.value.measured:

@@ -4,8 +4,8 @@ The kubelet's record says which containers there are; this room keeps no list of
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,9 +14,11 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation import library as libraries
+from agent.isolation.contexts import Contexts
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
+from agent.isolation.limits import Admission, Bind, ContainerLimits, Policy, Request
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -27,47 +29,6 @@ LOOK_SECONDS = 5.0
 # The kubelet's record shows what was granted within some milliseconds, and is read soon after. Until then a
 # container must not lose its folder because the one before it, which had the same units, has gone.
 GRACE_SECONDS = 10.0
-
-
-class Policy(Enum):
-    """What is done to keep containers to their memory; each includes the ones before it."""
-
-    OFF = "off"
-    REPORT = "report"  # whoever uses more than its cap is reported
-    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
-    STRICT = "strict"  # no container starts without it, and what it does not know is refused
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A container that is being admitted, and what it may use of its GPU."""
-
-    uid: str  # of the pod
-    namespace: str
-    pod: str
-    container: str
-    gpu: str  # UUID
-    ids: tuple[str, ...]  # its units of memory
-    memory_bytes: int
-    cores: int  # percent; 0: no claim
-
-
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """A file of the host that a container gets."""
-
-    container_path: str
-    host_path: Path
-    read_only: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """Limits of a running container. `injected` None: no process of it was seen on the GPU yet."""
-
-    about: About
-    memory_bytes: int
-    injected: bool | None = None
 
 
 class Isolation:
@@ -82,9 +43,15 @@ class Isolation:
         record: Cell[PodList | None],
         namespaces: Callable[[str], Policy | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        compute: bool = False,
     ) -> None:
-        """`source`: the image's library. `namespaces` answers what a namespace has of its own."""
+        """`source`: the image's library. `namespaces` answers what a namespace has of its own.
+
+        `compute`: containers that start are held to a share of compute.
+        """
         self.folders = folders
+        self.contexts = Contexts()
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
         # Why containers get no library; None: they do.
         self.problem: str | None = "the enforcement library has not been put on the host yet"
@@ -94,6 +61,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
+        self._compute = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -132,16 +100,18 @@ class Isolation:
             containers=len(found),
         )
 
-    async def admit(self, request: Request) -> tuple[Bind, ...]:
-        """The files that a container gets: all of them, or none.
+    async def admit(self, request: Request) -> Admission:
+        """The files that a container gets, all of them or none, and whether the driver limits it.
 
-        Raises IsolationError where the policy lets no container start without.
+        Raises IsolationError where the policy lets no container start without the files.
         """
         policy = self.policy(request.namespace)
         if policy in (Policy.OFF, Policy.REPORT):
-            return ()
+            return Admission()
         try:
-            return await self._admitted(request, policy)
+            if self._library is None:
+                raise LibraryUnusable(self.problem or "")
+            return await self._admitted(request, policy, self._library)
         except IsolationError as error:
             if policy is Policy.STRICT:
                 raise
@@ -151,7 +121,10 @@ class Isolation:
                 container=request.container,
                 problem=str(error),
             )
-            return ()
+        # The driver needs no library, but a folder that says what the container may have.
+        with suppress(FolderUnusable):
+            return await self._admitted(request, policy, None) if request.driver else Admission()
+        return Admission()
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:
@@ -227,10 +200,13 @@ class Isolation:
         if limits and limits.injected is not injected:
             self._become({**self.containers.value, key: replace(limits, injected=injected)})
 
-    async def _admitted(self, request: Request, policy: Policy) -> tuple[Bind, ...]:
-        library = self._library
-        if library is None:
-            raise LibraryUnusable(self.problem or "")
+    def asked(self, key: str, limited: bool) -> None:
+        """The driver was asked whether it holds a container to its cap."""
+        limits = self.containers.value.get(key)
+        if limits and limits.limited is not limited:
+            self._become({**self.containers.value, key: replace(limits, limited=limited)})
+
+    async def _admitted(self, request: Request, policy: Policy, library: Library | None) -> Admission:
         about = About(
             request.uid,
             request.namespace,
@@ -241,20 +217,27 @@ class Isolation:
             request.memory_bytes,
             request.cores,
             policy.value,
-            library.build,
+            library.build if library else "",
+            avoidable=request.avoidable,
+            driver=request.driver,
+            compute=self._compute and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
-            await anyio.to_thread.run_sync(self.folders.create, about)
+            context = self.contexts.of(about.gpu, about.memory_bytes)
+            await anyio.to_thread.run_sync(self.folders.create, about, context)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
-        return (
+        if library is None:
+            return Admission(driver=request.driver)
+        binds = (
             Bind(library.in_container, library.file),
             Bind(libraries.PRELOAD_IN_CONTAINER, library.preload),
             Bind(f"{libraries.IN_CONTAINER}/{LIMITS}", self.folders.path(key, LIMITS)),
             Bind(f"{libraries.IN_CONTAINER}/{USAGE}", self.folders.path(key, USAGE), read_only=False),
         )
+        return Admission(binds, request.driver)
 
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))
@@ -284,8 +267,10 @@ class Isolation:
         """Have the limits be those that the folder stands for, whatever happened to the agent before."""
         try:
             try:
-                if self.folders.limits(key).memory_bytes != about.memory_bytes:
+                now = self.folders.limits(key)
+                if now.memory_bytes != about.memory_bytes:
                     self.folders.change(key, memory_bytes=about.memory_bytes)
+                self.contexts.remembered(key, about.gpu, now.context_bytes, about.memory_bytes)
             except FolderUnusable as error:
                 log.warning("limits_written_anew", problem=str(error))
                 self.folders.mend(key, about)

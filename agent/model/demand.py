@@ -19,6 +19,7 @@ VGPU, MPS = PAIRS[Mode.VGPU], PAIRS[Mode.MPS]
 STATIC_PODS = (
     "a static pod cannot have a share, since its spec is not to be seen before it runs; use a DaemonSet"
 )
+WAITING_FOR_GPU = "WaitingForGPU"  # reason of the event on a pod that says what it waits for
 
 
 class Impossible(Exception):

@@ -193,10 +193,14 @@ def usual_mix() -> Mix:
 def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]) -> str:
     candidates = [room for room in rooms.values() if not tied or room.gpu in tied]
     if len(tied) > 1:
-        return f"the container has units of {len(tied)} GPUs, and {demand.told()} must lie on one"
+        return (
+            f"the container has units of {len(tied)} GPUs, and {demand.told()} must lie on one; "
+            "let its init containers ask for one GPU at most"
+        )
     if not candidates:
-        where = f"GPU {next(iter(tied))}, where the pod has units already, is not sold now" if tied else ""
-        return f"no room for {demand.told()}: {where or 'no GPU of this node is sold in this mode now'}"
+        where = f"GPU {next(iter(tied))}, where the pod has units already, is not offered now" if tied else ""
+        why = where or "no GPU of this node is offered in this mode now"
+        return f"no room for {demand.told()}: {why}; create the pod again"
 
     def share(room: FreeGpu) -> tuple[float, int, int]:
         parts = [
@@ -209,7 +213,7 @@ def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]
     return (
         f"{demand.told()} do not fit on {scope}: the largest free share is {best.cores} cores and "
         f"{best.blocks} memory blocks, on GPU {best.gpu} (index {best.index}); "
-        "ask for less, or wait until pods end"
+        "ask for less, or create the pod again when others have ended"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from agent.kit.cell import Cell
 from agent.modes.state import Phase, SwitchState
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
 
 
 class Patching(Protocol):
@@ -16,7 +16,9 @@ class Patching(Protocol):
     failures: int
 
 
-def part(state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]) -> Part:
+def modes_collector(
+    state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]
+) -> Collector:
     """What the switcher shows: the mode of each GPU, the node's phase, how often GPUs flipped.
 
     `writers`: who patches which part of the Node object; may grow.
@@ -30,7 +32,7 @@ def part(state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping
             for gpu in now.gpus:
                 active, wanted = gpu.active, gpu.wanted
                 to(d.GPU_MODE, 1, (gpu.uuid, str(gpu.index), active.mode.value, wanted.mode.value))
-                to(d.GPU_SELLING, active.selling and active.mode is wanted.mode, (gpu.uuid, str(gpu.index)))
+                to(d.GPU_SELLING, active.offered and active.mode is wanted.mode, (gpu.uuid, str(gpu.index)))
             for phase in Phase:
                 to(d.MODE_STATE, now.phase is phase, (phase.value,))
             to(d.MODE_SWITCHES, flips)

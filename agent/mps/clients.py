@@ -24,10 +24,10 @@ from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.errors import MpsError
 from agent.mps.processes import effective_user
-from agent.mps.status import DaemonStatus, Kind, Reporter
+from agent.mps.status import DaemonStatus, EventReason, Reporter
 from agent.mps.users import kept_apart, users_of
 
 log = structlog.get_logger()
@@ -97,7 +97,7 @@ def _not_measured() -> Mapping[str, AbstractSet[str]]:
     return {}
 
 
-def _nobody(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+def _nobody(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
     """The report of a watch that tells nobody."""
 
 
@@ -105,7 +105,7 @@ def _nobody(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozense
 class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
 
-    fleet: Fleet
+    manager: DaemonManager
     holdings: Cell[PodList | None]
     pods: Pods
     overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
@@ -136,7 +136,7 @@ class ClientWatch:
         found: dict[str, Overview] = {}
         exceeding, holders = self.exceeding(), self._holders()
         await self._look_at_users()
-        for uuid, status in self.fleet.statuses.value.items():
+        for uuid, status in self.manager.statuses.value.items():
             if not status.serving:
                 continue
             clients = await self._clients(uuid)
@@ -150,11 +150,11 @@ class ClientWatch:
             for uuid, overview in found.items():
                 _tell(uuid, before.get(uuid, Overview()), overview)
                 if overview.apart - before.get(uuid, Overview()).apart:
-                    self.report(Kind.USERS, uuid, _waiting(overview.apart))
+                    self.report(EventReason.USERS, uuid, _waiting(overview.apart))
 
     async def _look_at_users(self) -> None:
         """See as whom containers with shares run, where that matters, and not at every look."""
-        single = [uuid for uuid, each in self.fleet.statuses.value.items() if each.multi_user is False]
+        single = [uuid for uuid, each in self.manager.statuses.value.items() if each.multi_user is False]
         now = anyio.current_time()
         if not single or now - self._users_looked < USERS_SECONDS:
             return
@@ -193,14 +193,14 @@ class ClientWatch:
             for uuid, holders in held.items()
         }
 
-    async def _clients(self, uuid: str, anew: bool = False) -> tuple[MpsClient, ...]:
-        """Clients of a GPU as of its daemon's last probe, or asked `anew`."""
-        daemon = self.fleet.daemon(uuid)
-        server = self.fleet.status(uuid).server
+    async def _clients(self, uuid: str, fresh: bool = False) -> tuple[MpsClient, ...]:
+        """Clients of a GPU as of its daemon's last probe, or asked now where `fresh`."""
+        daemon = self.manager.daemon(uuid)
+        server = self.manager.status(uuid).server
         if daemon is None or server is None:
             return ()
         pids = daemon.clients
-        if anew:
+        if fresh:
             try:
                 pids = await daemon.control.client_pids(server)
             except MpsError as error:
@@ -253,7 +253,7 @@ class ClientWatch:
             holders = self._holders() if due else {}
             if not due:
                 self._ended.clear()
-            for uuid in self.fleet.statuses.value if due else ():
+            for uuid in self.manager.statuses.value if due else ():
                 # GPUs do not wait for each other: ending a client waits for its kernels.
                 if uuid not in self._ending and self._concerns(uuid, due, holders.get(uuid, frozenset())):
                     self._ending.add(uuid)
@@ -293,10 +293,10 @@ class ClientWatch:
     async def _end(self, uuid: str, due: frozenset[str]) -> None:
         """Terminate what clients of these pods there are now, once each."""
         try:
-            daemon = self.fleet.daemon(uuid)
-            if daemon is None or not self.fleet.status(uuid).serving:
+            daemon = self.manager.daemon(uuid)
+            if daemon is None or not self.manager.status(uuid).serving:
                 return
-            for client in await self._clients(uuid, anew=True):
+            for client in await self._clients(uuid, fresh=True):
                 key = (uuid, client.pid)
                 if client.container is None or client.container.pod_uid not in due or key in self._ended:
                     continue

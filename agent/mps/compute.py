@@ -14,7 +14,7 @@ import structlog
 from agent.mps.errors import MpsError
 from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
 
@@ -33,16 +33,16 @@ class ComputeModes(Protocol):
 
 
 class NvmlComputeModes:
-    """Compute modes through NVML, in the worker lane."""
+    """Compute modes through NVML, in the worker thread."""
 
-    def __init__(self, nvml: NvmlPort, lane: Lane) -> None:
+    def __init__(self, nvml: NvmlPort, thread: WorkerThread) -> None:
         self._nvml = nvml
-        self._lane = lane
+        self._thread = thread
 
     async def get(self, uuid: str) -> ComputeMode | None:
         """See ComputeModes."""
         try:
-            return await self._lane.run(self._nvml.compute_mode, uuid)
+            return await self._thread.run(self._nvml.compute_mode, uuid)
         except (NvmlNotSupported, NvmlGpuLost):
             return None
         except NvmlError as error:
@@ -51,7 +51,7 @@ class NvmlComputeModes:
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """See ComputeModes."""
         try:
-            await self._lane.run(self._nvml.set_compute_mode, uuid, mode)
+            await self._thread.run(self._nvml.set_compute_mode, uuid, mode)
         except NvmlError as error:
             raise MpsError(
                 f"compute mode {mode.name} cannot be set ({error}); the agent must run as root, privileged"

@@ -22,7 +22,7 @@ from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed
 from agent.mps.lock import Locked
 from agent.mps.options import Options
-from agent.mps.status import RESTARTED, DaemonStatus, Kind, Reporter, shared_memory_source
+from agent.mps.status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ class _Kept:
     over: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Fleet:
+class DaemonManager:
     """Sets GPUs up for MPS and takes them back. `statuses` is the newest truth about all daemons, by UUID."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Fleet:
             self._problem = str(error)
 
     def refusal(self, gpu: Gpu, driver: Driver | None) -> str | None:
-        """Why a GPU cannot be sold as MPS shares; None: it can."""
+        """Why a GPU cannot be offered as MPS shares; None: it can."""
         return refusal(gpu, driver, self._problem)
 
     def status(self, uuid: str) -> DaemonStatus:
@@ -161,9 +161,11 @@ class Fleet:
         """Whether a GPU is being set up with no pods on it."""
         return uuid in self._begun and self._assignment.value.of(uuid).mode is not Mode.MPS
 
-    def _reported(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def _reported(
+        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
+    ) -> None:
         """To people; a set-up that fails is told by whoever asked for it."""
-        if kind is not Kind.FAILED or not self._is_new(uuid):
+        if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
 
     async def tear_down(self, gpu: Gpu) -> None:
@@ -186,7 +188,7 @@ class Fleet:
                 daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
             problem = await daemon.stop()
             self._publish()
-            self._tell(uuid, Kind.LEFT, problem)
+            self._tell(uuid, EventReason.LEFT, problem)
         finally:
             self._stopping.discard(uuid)
 
@@ -224,7 +226,7 @@ class Fleet:
             self.statuses.publish(MappingProxyType(now))
 
     async def _sweep(self, assignment: Cell[Assignment]) -> None:
-        """Stop daemons that an earlier agent left on GPUs which are no longer sold as MPS shares."""
+        """Stop daemons that an earlier agent left on GPUs which are no longer offered as MPS shares."""
         seen_off: set[str] = set()
         while True:
             off = set()
@@ -269,7 +271,7 @@ class Fleet:
                     async with Locked(folders):  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:
-                self._tell(uuid, Kind.LEFT, str(error))
+                self._tell(uuid, EventReason.LEFT, str(error))
                 continue
             try:
                 others = await exclusive.others()
@@ -281,9 +283,9 @@ class Fleet:
                     f"it is in compute mode {others.name}, which the agent did not set: processes of several "
                     "pods cannot use it at once; nvidia-smi -c DEFAULT ends that"
                 )
-            self._tell(uuid, Kind.OTHERS_MODE, text)
+            self._tell(uuid, EventReason.OTHERS_MODE, text)
 
-    def _tell(self, uuid: str, kind: Kind, problem: str | None) -> None:
+    def _tell(self, uuid: str, kind: EventReason, problem: str | None) -> None:
         """Report what stands in the way on a GPU, once."""
         before = self.leftovers.get(uuid)
         if problem is None:

@@ -23,7 +23,7 @@ from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
 from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.mps.terminate import end
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # in which a server that takes its own fault in may still call itself ACTIVE
 URGENT_SECONDS = 0.05  # before a probe that the logs call for; doubled while they call for nothing
 LEAST_FAULT_SECONDS = 0.5  # of a fault by the logs alone; doubled each time ...
-LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and anew where none was told of for so long
+LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and again where none was told of for so long
 FULL_PERCENTAGE = 100.0
 TOLD_SECONDS = 600.0  # a setting that somebody changes again and again is told of once in so long
 
@@ -217,7 +217,7 @@ class Prober:
         if anyio.current_time() - self._told_of_setting >= TOLD_SECONDS:
             self._told_of_setting = anyio.current_time()
             self._publisher.report(
-                Kind.SETTING,
+                EventReason.SETTING,
                 f"somebody set the default active thread percentage to {found:g}, it was set back to "
                 f"{FULL_PERCENTAGE:g}: MPS of driver 535 lets every user change it who reaches the control "
                 "socket, that of 550 only root",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import structlog
 
 from agent.kit.cell import Cell
-from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, Kind, Reporter
+from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, EventReason, Reporter
 
 log = structlog.get_logger()
 
@@ -39,9 +39,9 @@ class Publisher:
         if after.serving:
             self._failure = None
         if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
-            self.report(Kind.FAULT, after.reason, culprits)
+            self.report(EventReason.FAULT, after.reason, culprits)
         elif mended:
-            self.report(Kind.RECOVERED, "the MPS control daemon serves again")
+            self.report(EventReason.RECOVERED, "the MPS control daemon serves again")
 
     def failed(self, problem: str) -> None:
         """The daemon ended, or did not start: it will be started again. The same failure is reported once."""
@@ -60,8 +60,8 @@ class Publisher:
         )
         if problem != self._failure:
             self._failure = problem
-            self.report(Kind.FAILED, problem)
+            self.report(EventReason.FAILED, problem)
 
-    def report(self, kind: Kind, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def report(self, kind: EventReason, message: str, pids: frozenset[int] = frozenset()) -> None:
         """Tell people something about this GPU's daemon."""
         self._report(kind, self.uuid, message, pids)

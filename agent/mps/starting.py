@@ -16,7 +16,7 @@ from agent.mps.following import Logs
 from agent.mps.options import Options
 from agent.mps.processes import Process
 from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, Kind
+from agent.mps.status import DaemonState, EventReason
 from agent.mps.terminate import end
 
 log = structlog.get_logger()
@@ -125,7 +125,7 @@ class Starter:
                 f"process {', '.join(map(str, named))}{more}: looks like its MPS control daemon and runs in "
                 "a pod, or not as root; it is not adopted"
             )
-            self._publisher.report(Kind.IMPOSTOR, message, frozenset(named))
+            self._publisher.report(EventReason.IMPOSTOR, message, frozenset(named))
         self._impostors = found
 
     async def _no_orphans(self) -> None:

@@ -42,7 +42,7 @@ class DaemonStatus:
         return self.state is DaemonState.SERVING
 
 
-class Kind(Enum):
+class EventReason(Enum):
     """What a supervisor reports; the values are reasons of Kubernetes events."""
 
     FAILED = "MPSDaemonFailed"
@@ -59,7 +59,9 @@ class Kind(Enum):
 class Reporter(Protocol):
     """Tells people."""
 
-    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def __call__(
+        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
+    ) -> None:
         """`pids` are processes that the message is about."""
 
 

@@ -9,7 +9,7 @@ import anyio.to_thread
 import structlog
 
 from agent.mps import launch, processes, shared_memory
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.status import DaemonStatus
@@ -27,14 +27,14 @@ class Upkeep:
 
     def __init__(
         self,
-        fleet: Fleet,
+        manager: DaemonManager,
         run: Path,
         size: int,
         held: Callable[[str], bool | None],
         proc: Path = Path("/proc"),
     ) -> None:
         """`size` of a GPU's shared memory in bytes."""
-        self._fleet = fleet
+        self._manager = manager
         self._run = run
         self._size = size
         self._held = held
@@ -45,7 +45,7 @@ class Upkeep:
         """Look again and again until cancelled."""
         look = 0
         while True:
-            for uuid, status in self._fleet.statuses.value.items():
+            for uuid, status in self._manager.statuses.value.items():
                 if status.pid is not None:
                     await self.look(uuid, status, sweeping=look % SWEEP_LOOKS == 0)
             look += 1
@@ -70,7 +70,7 @@ class Upkeep:
 
     async def _replaced(self, uuid: str, status: DaemonStatus, folders: Directories) -> bool:
         """End a daemon that works where pods can write, unless it has clients; another is started."""
-        daemon = self._fleet.daemon(uuid)
+        daemon = self._manager.daemon(uuid)
         if daemon is None or os.geteuid() != 0:  # without privileges there is no other form
             return False
         survey = await daemon.control.survey(status.server, clients=True)

@@ -30,7 +30,7 @@ from agent.nvml.port import (
     PcieLevel,
     Probe,
     Sample,
-    SampleWish,
+    SampleRequest,
 )
 from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
 
@@ -47,6 +47,7 @@ _PEERS = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: LinkPeer.SWITCH,
 }
 _MOST_SHUTDOWNS = 16
+_NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 
 class Binding:
@@ -178,11 +179,11 @@ class Binding:
             action=None if action is None else RecoveryAction.of(action),
         )
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """See the port."""
         handle = self._handle(uuid)
         used, total = self._memory(handle)
-        return read_sample(handle, used, total, wish or SampleWish(time.time_ns() // 1000 - 1_000_000))
+        return read_sample(handle, used, total, request or SampleRequest(time.time_ns() // 1000 - 1_000_000))
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""
@@ -253,6 +254,26 @@ class Binding:
     def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
         """See the port."""
         _call("nvmlDeviceSetComputeMode", self._handle(uuid), int(mode))
+
+    def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
+        """See the port."""
+        limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))
+        handle = self._handle(uuid)
+        try:
+            _call("nvmlDeviceGetMemoryLimits_v1", handle, limits)
+        except NvmlError as error:
+            if error.code == NvmlCode.NOT_FOUND:
+                return None
+            raise
+        return None if limits.hardLimit == _NO_LIMIT else int(limits.hardLimit)
+
+    def set_memory_limit(self, uuid: str, cgroup: Path, limit_bytes: int) -> None:
+        """See the port."""
+        # The soft limit reserves memory, and leaks into the cgroups above when this one goes.
+        limits = pynvml.c_nvmlSetMemoryLimits_v1_t(
+            nameSpace=bytes(cgroup), softLimit=0, hardLimit=limit_bytes
+        )
+        _call("nvmlDeviceSetMemoryLimits_v1", self._handle(uuid), limits)
 
     def _handle(self, uuid: str) -> Opaque:
         """A fresh handle: a kept one goes on answering for a GPU that was reset under it."""

@@ -14,7 +14,9 @@ def call(name: str, *args: Opaque) -> Opaque:
     try:
         return getattr(pynvml, name)(*args)
     except pynvml.NVMLError as error:
-        raise error_for(error.value, name.removesuffix("_v2").removesuffix("_v3")) from error
+        raise error_for(
+            error.value, name.removesuffix("_v1").removesuffix("_v2").removesuffix("_v3")
+        ) from error
 
 
 def offered(name: str, *args: Opaque) -> Opaque:

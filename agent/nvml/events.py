@@ -1,7 +1,7 @@
-"""Waits for NVML's events in a lane of its own and hands them on at once.
+"""Waits for NVML's events in a thread of its own and hands them on at once.
 
 One event set holds all GPUs, each registered once. A wait that fails is tried again after growing
-pauses with a set made anew, so that neither a sick driver nor a lost GPU in the set can make the loop
+pauses with a set made again, so that neither a sick driver nor a lost GPU in the set can make the loop
 spin; until then, and for GPUs without events, probing alone watches. Transitions are logged, tries are not.
 """
 
@@ -14,7 +14,7 @@ import structlog
 from agent.kit.backoff import Backoff
 from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlHung, NvmlNotSupported
 from agent.nvml.port import NvmlEvent, NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
 
@@ -31,13 +31,13 @@ class EventWatch:
     def __init__(
         self,
         nvml: NvmlPort,
-        lane: Lane,
+        thread: WorkerThread,
         targets: Callable[[], frozenset[str]],
         changed: Callable[[], Awaitable[object]],
         deliver: Callable[[NvmlEvent], Awaitable[None]],
     ) -> None:
         self._nvml = nvml
-        self._lane = lane
+        self._thread = thread
         self._targets = targets
         self._changed = changed
         self._deliver = deliver
@@ -73,7 +73,7 @@ class EventWatch:
                 except NvmlHung as error:
                     self._mute = True
                     self._failed(error)
-                    # The lane refuses to wait again until the call that hangs came back.
+                    # The worker refuses to wait again until the call that hangs came back.
                     await anyio.sleep(self._backoff.next())
                     continue
                 except NvmlError as error:
@@ -89,7 +89,7 @@ class EventWatch:
                 await self._drop_set()
 
     async def _wait(self) -> NvmlEvent | None:
-        return await self._lane.run(
+        return await self._thread.run(
             self._nvml.wait, round(SLICE_SECONDS * 1000), deadline=SLICE_SECONDS + GRACE_SECONDS
         )
 
@@ -106,7 +106,7 @@ class EventWatch:
 
     async def _register(self, uuid: str, now: float) -> None:
         try:
-            kinds = await self._lane.run(self._nvml.watch, uuid)
+            kinds = await self._thread.run(self._nvml.watch, uuid)
         except NvmlNotSupported as error:
             self._unsupported.add(uuid)
             log.info("gpu_events_unsupported", gpu=uuid, problem=str(error), instead="probing alone")
@@ -122,7 +122,7 @@ class EventWatch:
 
     async def _drain(self) -> None:
         """Hand on what already waits in the set that is about to go."""
-        while event := await self._lane.run(self._nvml.wait, 0):
+        while event := await self._thread.run(self._nvml.wait, 0):
             await self._deliver(event)
 
     async def _drop_set(self) -> None:
@@ -130,7 +130,7 @@ class EventWatch:
             return  # freeing a set in which a thread waits is undefined
         self._forget()
         try:
-            await self._lane.run(self._nvml.unwatch_all)
+            await self._thread.run(self._nvml.unwatch_all)
         except NvmlError as error:
             log.debug("event_set_not_freed", problem=str(error))
 

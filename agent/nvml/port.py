@@ -10,10 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Protocol
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.recovery_action import RecoveryAction
+
+# Drivers from which a cgroup's memory on a GPU can be limited (nvmlDeviceSetMemoryLimits_v1, CUDA 13.4).
+FIRST_WITH_MEMORY_LIMITS = 615
 
 
 class EventKind(Enum):
@@ -89,7 +93,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleWish:
+class SampleRequest:
     """What a reading shall hold. Processes' work counts after `since_us` and up to `until_us`, since 1970."""
 
     since_us: int
@@ -154,10 +158,10 @@ class NvmlPort(Protocol):
     def probe(self, uuid: str) -> Probe:
         """Read the health counters of a GPU through a fresh handle."""
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """Read the moving figures; parts that the GPU does not offer come as None.
 
-        Without `wish` the work of processes is that of the last second.
+        Without `request` the work of processes is that of the last second.
         """
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
@@ -173,7 +177,7 @@ class NvmlPort(Protocol):
         """
 
     def unwatch_all(self) -> None:
-        """Drop the event set, so that GPUs can be registered anew. Never while `wait` is under way."""
+        """Drop the event set, so that GPUs can be registered again. Never while `wait` is under way."""
 
     def wait(self, timeout_ms: int) -> NvmlEvent | None:
         """Block until an event comes or the time is over (None)."""
@@ -185,4 +189,17 @@ class NvmlPort(Protocol):
         """Say who may open a GPU from now on; needs root, and is lost at a reboot.
 
         Raises NvmlNotSupported, NvmlError with NO_PERMISSION.
+        """
+
+    def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
+        """What the driver lets a cgroup's processes have of a GPU, in bytes; None: it has no limit there.
+
+        `cgroup` is the folder of a cgroup v2. Raises NvmlNotSupported: drivers before
+        FIRST_WITH_MEMORY_LIMITS, GPUs in MIG mode.
+        """
+
+    def set_memory_limit(self, uuid: str, cgroup: Path, limit_bytes: int) -> None:
+        """Limit what a cgroup's processes may have of a GPU; nothing is reserved for them. Needs root.
+
+        Raises NvmlNotSupported as `memory_limit` does, NvmlError with NO_PERMISSION.
         """

@@ -7,7 +7,7 @@ import pynvml
 
 from agent.nvml.calls import Opaque, call, offered
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlNotSupported
-from agent.nvml.port import GpuProcess, Sample, SampleWish, Traffic
+from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
 
 ALL_LINKS = 0xFFFFFFFF
 KIB = 1024
@@ -36,7 +36,7 @@ _MEMBER = {
 }
 
 
-def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Sample:
+def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -> Sample:
     """Everything that moves, for a GPU whose memory was read already. Raises NvmlError."""
     rates = offered("nvmlDeviceGetUtilizationRates", handle)
     power = offered("nvmlDeviceGetPowerUsage", handle)
@@ -45,7 +45,7 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
     throttle = _throttle(handle)
     limit = corrected = uncorrected = None
     fields: Mapping[int, int] = {}
-    if wish.counters:
+    if request.counters:
         limit = offered("nvmlDeviceGetEnforcedPowerLimit", handle)
         corrected, uncorrected = (
             offered("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC)
@@ -54,7 +54,7 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
         fields = read_fields(handle, _FIELDS)
     energy = fields.get(_ENERGY)
     processes = _processes(handle)
-    busy, newest = _busy(handle, wish)
+    busy, newest = _busy(handle, request)
     return Sample(
         gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
         memory_utilization_ratio=None if rates is None else rates.memory / 100,
@@ -69,7 +69,7 @@ def read_sample(handle: Opaque, used: int, total: int, wish: SampleWish) -> Samp
         ecc_corrected=corrected,
         ecc_uncorrected=uncorrected,
         nvlink=_traffic(fields),
-        pcie_bytes_per_second=_pcie(handle) if wish.pcie else None,
+        pcie_bytes_per_second=_pcie(handle) if request.pcie else None,
         processes=processes,
         busy=busy,
         newest_us=newest,
@@ -133,9 +133,9 @@ def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
     return tuple(found.values())
 
 
-def _busy(handle: Opaque, wish: SampleWish) -> tuple[tuple[tuple[int, float], ...] | None, int]:
+def _busy(handle: Opaque, request: SampleRequest) -> tuple[tuple[tuple[int, float], ...] | None, int]:
     try:
-        samples = call("nvmlDeviceGetProcessUtilization", handle, wish.since_us)
+        samples = call("nvmlDeviceGetProcessUtilization", handle, request.since_us)
     except NvmlNotSupported:
         return None, 0
     except NvmlError as error:
@@ -143,7 +143,9 @@ def _busy(handle: Opaque, wish: SampleWish) -> tuple[tuple[tuple[int, float], ..
         if error.code in (NvmlCode.NOT_FOUND, pynvml.NVML_SUCCESS):
             return (), 0
         raise
-    return mean_use([(one.pid, one.timeStamp, one.smUtil) for one in samples], wish.since_us, wish.until_us)
+    return mean_use(
+        [(one.pid, one.timeStamp, one.smUtil) for one in samples], request.since_us, request.until_us
+    )
 
 
 def mean_use(

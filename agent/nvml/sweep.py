@@ -1,4 +1,4 @@
-"""One blocking question put to many GPUs: on one trip to a lane's thread, not on one for each.
+"""One blocking question put to many GPUs: on one trip to a worker thread, not on one for each.
 
 A trip costs several turns of the event loop; a node asks its GPUs every second. Should a call hang, what
 was answered so far counts, the GPUs behind it are asked on the next trip, and the culprit is left out
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from agent.nvml.errors import NvmlError, NvmlHung
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 S = TypeVar("S")
 R = TypeVar("R")
 
-# A trip that took longer ends before its next step, so that others get their turn in the lane.
+# A trip that took longer ends before its next step, so that other calls get their turn.
 TRIP_SECONDS = 0.05
 
 # What is said of a step that `Sweep.over` answers as hanging.
@@ -25,8 +25,8 @@ HANGS = "NVML calls about this GPU do not return"
 class Sweep(Generic[S, R]):
     """Puts `call` to one step after the other, a step being whatever names a GPU."""
 
-    def __init__(self, lane: Lane, call: Callable[[S], R]) -> None:
-        self._lane = lane
+    def __init__(self, thread: WorkerThread, call: Callable[[S], R]) -> None:
+        self._thread = thread
         self._call = call
         self._hung: dict[S, _Trip[S, R]] = {}
 
@@ -34,7 +34,7 @@ class Sweep(Generic[S, R]):
         """Ask all; answers the steps whose call hangs, now or since an earlier sweep.
 
         `note` is told each answer or error, in the thread; when it returns False the sweep ends. Raises
-        NvmlHung when the lane itself refuses, because too many calls hang in it.
+        NvmlHung when the worker itself refuses, because too many calls hang in it.
         """
         self._hung = {step: trip for step, trip in self._hung.items() if trip.current == step}
         hung = {step for step in steps if step in self._hung}
@@ -42,7 +42,7 @@ class Sweep(Generic[S, R]):
         while left:
             trip = _Trip(self._call, left, note)
             try:
-                await self._lane.run(trip.run, progress=trip.got_on)
+                await self._thread.run(trip.run, progress=trip.got_on)
             except NvmlHung:
                 trip.abandoned = True
                 if not trip.begun:

@@ -1,8 +1,8 @@
-"""NVML off the event loop: a lane is one worker thread, one call at a time, each with a deadline.
+"""NVML off the event loop: worker threads that make one call at a time, each with a deadline.
 
-The agent has two: one waits for events, one does everything else, so that neither can hold up the
-other. A call that never returns keeps its thread for good: the lane gives that thread up and goes on
-with a fresh one. Python cannot end such a thread; they are daemon threads, so they do not keep the
+The agent has two workers: one waits for events, one does everything else, so that neither can hold up the
+other. A call that never returns keeps its operating-system thread for good; the worker abandons it and
+goes on with a fresh one. Python cannot end such a thread; they are daemon threads, so they do not keep the
 process from ending either.
 """
 
@@ -27,8 +27,8 @@ Ts = TypeVarTuple("Ts")
 MOST_STUCK = 8
 
 
-class Lane:
-    """Runs blocking calls one after the other in a thread of its own."""
+class WorkerThread:
+    """Runs blocking calls one after the other off the event loop."""
 
     def __init__(self, name: str, deadline: float = 2.0) -> None:
         self.name = name
@@ -55,9 +55,8 @@ class Lane:
         `deadline` is in seconds and counts from when the call begins, or, for one that makes many calls
         into NVML, from when it last got on: `progress` answers that on `time.monotonic()`'s clock.
         Past it NvmlHung is raised, and raised again at once for the same call with the same arguments
-        until it comes back: whoever asks a sick GPU at every tick must not use up a thread each time.
-        Cancellation is held back until the call is over, so that whoever closes NVML next finds no
-        call under way.
+        until it comes back: a sick GPU that is asked at every tick must not use up a thread each time.
+        Cancellation is held back until the call is over, so that NVML is never closed under a call.
         """
         seconds = self._deadline if deadline is None else deadline
         what = getattr(call, "__name__", str(call))
@@ -70,7 +69,7 @@ class Lane:
                 raise NvmlHung(
                     NvmlCode.TIMEOUT,
                     self.name,
-                    f"{stuck} NVML calls hang in lane {self.name}; the driver needs attention "
+                    f"{stuck} NVML calls hang in thread {self.name}; the driver needs attention "
                     "(see the kernel log), then restart the agent",
                 )
             worker = self._worker = self._worker or _Worker(self.name)
@@ -80,7 +79,7 @@ class Lane:
             await _finish(job, seconds, progress)
             if not job.done.is_set():
                 self._give_up(_GivenUp(worker, call, args))
-                log.error("nvml_call_hangs", call=what, lane=self.name, deadline_seconds=seconds)
+                log.error("nvml_call_hangs", call=what, thread=self.name, deadline_seconds=seconds)
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
         # A cancellation that was held back is delivered here, after the call.
         await anyio.lowlevel.checkpoint_if_cancelled()

@@ -141,6 +141,11 @@ class Pairing:
         self._become(replace(left, refused=left.refused | {pod.uid}))
         self._recorder.refused(pod, message)
 
+    def report_waiting(self, pod: PodKey, message: str, key: str) -> None:
+        """Tell a pod's owner why a container of it cannot start yet; nothing where the pod is not known."""
+        if found := self._resolver.known(pod):
+            self._recorder.waiting(found, message, key)
+
     async def _found(self, call: Call) -> Reservation:
         """A promise for whoever asks: the open one of that container, or a new one."""
         refused = self._state.refused

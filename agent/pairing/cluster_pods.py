@@ -81,10 +81,10 @@ class ClusterRecorder(Recorder):
         self._waiting[pod.uid] = (pod, {**newer, **annotations})
         self._news.set()
 
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
         """An event of the pod."""
         regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
-        self._events.emit(Event(regarding, reason, message, warning=warning))
+        self._events.emit(Event(regarding, reason, message, warning=warning, key=key))
 
     async def run(self) -> None:
         """Write choices to pods for ever; without the right to do so it says it once and leaves it."""

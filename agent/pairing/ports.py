@@ -5,7 +5,7 @@ from enum import Enum
 
 import structlog
 
-from agent.model.demand import Pod
+from agent.model.demand import WAITING_FOR_GPU, Pod
 from agent.model.placement import ASSIGNED, HINT, places
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class PodSource:
         return ()
 
     async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod, read anew, within a second; None: there is none. Raises PodsUnavailable."""
+        """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 
 
@@ -50,7 +50,12 @@ class Recorder:
 
     def refused(self, pod: Pod, message: str) -> None:
         """A request of the pod was refused; the socket's service logs it."""
-        self.event(pod, "AllocationRefused", message)
+        # The kubelet may ask for both members before it gives the pod up: one event says it.
+        self.event(pod, "AllocationRefused", message, key="refused")
+
+    def waiting(self, pod: Pod, message: str, key: str) -> None:
+        """A container of the pod cannot start yet; the kubelet tries again. `key`: what it waits for."""
+        self.event(pod, WAITING_FOR_GPU, message, key=key)
 
     def hint_ignored(self, pod: Pod, message: str) -> None:
         """The scheduler's choice was not followed."""
@@ -68,5 +73,5 @@ class Recorder:
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         """The pod is to have these annotations."""
 
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True) -> None:
-        """Something happened to the pod; the caller logs it."""
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
+        """Something happened to the pod; the caller logs it. `key`: said once, see agent.cluster.events."""

@@ -19,7 +19,7 @@ MISS_SECONDS = 1.0
 # A pod that was just rejected lingers in the records for a moment, and so may look like one that asks.
 TRIES = 4
 PAUSE_SECONDS = 0.02
-RETRY = "create the pod anew"
+RETRY = "create the pod again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class RequesterResolver:
         self._pair = pair
         self._record = record
         self._source = source
+
+    def known(self, key: PodKey) -> Pod | None:
+        """A pod of this node as last seen; None: not known now."""
+        return next((pod for pod in self._source.pods_on_node() if pod.key == key), None)
 
     async def records(self, deadline: float = PATIENCE_SECONDS) -> Records | None:
         """The records now; None if they cannot be read."""

@@ -157,6 +157,11 @@ class Injector:
         auto = self._settings.injection.strategy == "auto"
         return self.choice.cdi or (auto and cdi_problem(self.software) is None)
 
+    def limits_memory(self, uuid: str) -> bool:
+        """Whether containers get a GPU by a device of ours whose start has the driver limit their memory."""
+        own = self._own.value
+        return self.choice.cdi and uuid in own.names & own.limiting
+
     @property
     def caps_problem(self) -> str | None:
         """Why caps reach containers as variables, which a pod's own win over; None: as CDI edits."""
@@ -175,14 +180,14 @@ class Injector:
                 # The specification sets the variable to void, and wins: it is for runtimes that ignore CDI.
                 return Allocation(environment=variable, cdi_devices=tuple(f"{KIND}={uuid}" for uuid in uuids))
             return Allocation(cdi_devices=tuple(f"{TOOLKIT_KIND}={uuid}" for uuid in uuids))
-        wish = self._settings.injection
-        mounts = [Mount(f"{DEVICE_MOUNTS}/{uuid}", os.devnull) for uuid in uuids if wish.volume_mounts]
-        if wish.driver_mount:
-            mounts.append(Mount(DRIVER_MOUNT, wish.driver_mount))
+        configured = self._settings.injection
+        mounts = [Mount(f"{DEVICE_MOUNTS}/{uuid}", os.devnull) for uuid in uuids if configured.volume_mounts]
+        if configured.driver_mount:
+            mounts.append(Mount(DRIVER_MOUNT, configured.driver_mount))
         return Allocation(
             environment=variable,
             mounts=tuple(mounts),
-            device_nodes=self._nodes(gpus) if wish.device_nodes else (),
+            device_nodes=self._nodes(gpus) if configured.device_nodes else (),
         )
 
     def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:

@@ -27,8 +27,8 @@ from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
 from agent.plugins.follow import follow
-from agent.plugins.fractions import SharePlugin, Shares, Sharing
 from agent.plugins.inject import Injector
+from agent.plugins.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.settings import Settings
 
 # Where a container finds what its daemon has elsewhere on the host.
@@ -67,7 +67,7 @@ class RootCheck(Protocol):
 
 
 class Conditions:
-    """What MPS adds to the pair of resources: when it is sold, and what a container gets."""
+    """What MPS adds to the pair of resources: when it is offered, and what a container gets."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Conditions:
         most_clients: int | None = None,
         caps_must_hold: bool = False,
     ) -> None:
-        """`caps_must_hold`: sell nothing where a pod could undo its caps."""
+        """`caps_must_hold`: offer nothing where a pod could undo its caps."""
         self._daemons = daemons
         self._inventory = inventory
         self._pairing = pairing
@@ -109,7 +109,7 @@ class Conditions:
         return most if self._most_clients is None else min(most, self._most_clients)
 
     def full(self, uuid: str) -> str:
-        """Why no more shares of a GPU are sold now, in words; empty: they are."""
+        """Why no more shares of a GPU are offered now, in words; empty: they are."""
         ledger = self._pairing.ledger
         pool = ledger.pools.get(uuid)
         if pool is None:
@@ -151,12 +151,12 @@ def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
     )
 
 
-class MpsPlugin(SharePlugin):
+class MpsPlugin(SharedPairPlugin):
     """One member of the pair; containers start once their daemon serves. That of the cores keeps both."""
 
     def __init__(
         self,
-        shares: Shares,
+        shares: SharedPair,
         member: PairMember,
         injector: Injector,
         daemons: Daemons,
@@ -179,6 +179,14 @@ class MpsPlugin(SharePlugin):
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Wait until the daemon serves: a container without it would fail, or run without limits."""
         holders = await self._holders(frozenset(ids))
+        try:
+            await self._wait_startable(holders, ids)
+        except Refused as refusal:
+            for pod in {holder.pod_key for holder in holders}:
+                self._shares.pairing.report_waiting(pod, str(refusal), refusal.reason.value)
+            raise
+
+    async def _wait_startable(self, holders: Sequence[Holder], ids: Sequence[str]) -> None:
         for holder in holders:
             self._refuse_half(holder)
         self._refuse_root(holders, len(ids))
@@ -188,7 +196,8 @@ class MpsPlugin(SharePlugin):
                 continue
             raise Refused(
                 f"the MPS control daemon of GPU {uuid} did not serve within {WAIT_SECONDS:g} s: "
-                f"{self._daemons.unready(uuid)}; the container is tried again",
+                f"{self._daemons.unready(uuid)}; the container is tried again; where this lasts, see the "
+                "event MPSDaemonFailed of the node",
                 Reason.UNAVAILABLE,
             )
 
@@ -267,7 +276,9 @@ def build(
         settings.mps.most_clients,
         caps_must_hold=settings.mps.advisory_caps == "refuse",
     )
-    shares = Shares(conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell)
+    shares = SharedPair(
+        conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell
+    )
     return (
         pairing,
         conditions,

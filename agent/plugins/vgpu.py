@@ -19,19 +19,19 @@ from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import Fence, SharePlugin, Shares, Sharing, no_fence, none_grown
 from agent.plugins.inject import Injector
+from agent.plugins.shared_pair import Fence, SharedPair, SharedPairPlugin, Sharing, no_fence, none_grown
 from agent.settings import Settings
 
 log = structlog.get_logger()
 
 
-class VgpuPlugin(SharePlugin):
+class VgpuPlugin(SharedPairPlugin):
     """One member; that of the cores looks after what both share."""
 
     def __init__(
         self,
-        shares: Shares,
+        shares: SharedPair,
         member: PairMember,
         injector: Injector,
         inventory: Cell[Snapshot],
@@ -73,17 +73,17 @@ def build(
     node: str = "",
     fence: Fence = no_fence,
     grown: Callable[[str], frozenset[str]] = none_grown,
-) -> tuple[Shares, list[VgpuPlugin]]:
+) -> tuple[SharedPair, list[VgpuPlugin]]:
     """The two resources and what they share."""
 
     def whole(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         return choose(inventory.value.topology, free, must_include, size)
 
-    wish = settings.vgpu
-    rules = Rules(VGPU, Policy(wish.placement), wish.reservation_seconds, whole, node)
+    configured = settings.vgpu
+    rules = Rules(VGPU, Policy(configured.placement), configured.reservation_seconds, whole, node)
     pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
-    shares = Shares(sharing, inventory, modes, pairing, record.cell)
+    shares = SharedPair(sharing, inventory, modes, pairing, record.cell)
     return shares, [
-        VgpuPlugin(shares, member, injector, inventory, wish.enforcement) for member in PairMember
+        VgpuPlugin(shares, member, injector, inventory, configured.enforcement) for member in PairMember
     ]

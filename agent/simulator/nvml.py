@@ -5,11 +5,13 @@ injected fault strikes both faces alike.
 """
 
 import time
+from pathlib import Path
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
+    FIRST_WITH_MEMORY_LIMITS,
     ComputeMode,
     EventKind,
     LinkPeer,
@@ -18,7 +20,7 @@ from agent.nvml.port import (
     PcieLevel,
     Probe,
     Sample,
-    SampleWish,
+    SampleRequest,
 )
 from agent.simulator import events, sampling
 from agent.simulator.calls import ANY, number_of
@@ -45,6 +47,7 @@ class SimulatedNvml:
         self._events: EventReader | None = None
         self._at_open: tuple[int, ...] = ()
         self._described: set[int] = set()
+        self._limits: dict[tuple[str, Path], int] = {}
 
     def open(self) -> Driver:
         """See the port."""
@@ -141,12 +144,12 @@ class SimulatedNvml:
             action=RecoveryAction.of(gpu.recovery_action) if tells else None,
         )
 
-    def sample(self, uuid: str, wish: SampleWish | None = None) -> Sample:
+    def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         """See the port."""
         slot = self._handle(uuid)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
-        wished = wish or SampleWish(time.time_ns() // 1000 - 1_000_000)
-        return sampling.read_sample(self._mapping, slot, sized, wished, self._offered)
+        request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
+        return sampling.read_sample(self._mapping, slot, sized, request, self._offered)
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""
@@ -236,6 +239,23 @@ class SimulatedNvml:
     def _strike(self, call: str, slot: int = ANY) -> None:
         if code := self._machine.faults.strike(number_of(call), slot):
             raise error_for(code, call)
+
+    def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
+        """See the port."""
+        self._limited("nvmlDeviceGetMemoryLimits", uuid)
+        return self._limits.get((uuid, cgroup))
+
+    def set_memory_limit(self, uuid: str, cgroup: Path, limit_bytes: int) -> None:
+        """See the port. Nothing is kept to it."""
+        self._limited("nvmlDeviceSetMemoryLimits", uuid)
+        self._limits[uuid, cgroup] = limit_bytes
+
+    def _limited(self, call: str, uuid: str) -> None:
+        slot = self._handle(uuid)
+        self._device(call, slot)
+        driver = int(self._mapping.state.driver_version.split(b".")[0])
+        if driver < FIRST_WITH_MEMORY_LIMITS or self._mapping.gpu(slot).mig_mode:
+            raise error_for(NvmlCode.NOT_SUPPORTED, call)
 
     def _call(self, call: str) -> None:
         if not self._open:

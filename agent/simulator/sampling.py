@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from agent.nvml.errors import NvmlCode, NvmlError
-from agent.nvml.port import GpuProcess, Sample, SampleWish, Traffic
+from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
 from agent.simulator.mapping import Mapping
 from agent.simulator.state import GpuState, ProcessKind, ProcessState
 
@@ -19,7 +19,7 @@ class Offered(Protocol):
     def __call__(self, call: str, slot: int, *, has: bool = True) -> bool: ...
 
 
-def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offered: Offered) -> Sample:
+def read_sample(mapping: Mapping, slot: int, sized: bool, request: SampleRequest, offered: Offered) -> Sample:
     """Everything that moves, after the memory was asked for with the answer `sized`."""
     gpu = mapping.gpu(slot)
     rates = offered("nvmlDeviceGetUtilizationRates", slot, has=not gpu.mig_mode)
@@ -33,14 +33,14 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offe
     reasons = "nvmlDeviceGetCurrentClocksEventReasons"
     throttle = offered(reasons, slot) or offered(reasons, slot)
     limit = corrected = uncorrected = fields = False
-    if wish.counters:
+    if request.counters:
         limit = offered("nvmlDeviceGetEnforcedPowerLimit", slot)
         corrected, uncorrected = (
             offered("nvmlDeviceGetTotalEccErrors", slot, has=bool(gpu.ecc_supported)) for _ in range(2)
         )
         fields = offered("nvmlDeviceGetFieldValues", slot)
     processes = _processes(mapping, slot, offered)
-    busy, newest = _busy(mapping, slot, wish, offered)
+    busy, newest = _busy(mapping, slot, request, offered)
     return Sample(
         gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
         memory_utilization_ratio=gpu.memory_utilization / 100 if rates else None,
@@ -55,7 +55,7 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, wish: SampleWish, offe
         ecc_corrected=gpu.ecc_volatile_corrected if corrected else None,
         ecc_uncorrected=gpu.ecc_volatile_uncorrected if uncorrected else None,
         nvlink=_traffic(gpu) if fields and gpu.link_count else None,
-        pcie_bytes_per_second=_pcie(gpu, slot, offered) if wish.pcie else None,
+        pcie_bytes_per_second=_pcie(gpu, slot, offered) if request.pcie else None,
         processes=processes,
         busy=busy,
         newest_us=newest,
@@ -98,7 +98,7 @@ def _processes(mapping: Mapping, slot: int, offered: Offered) -> tuple[GpuProces
 
 
 def _busy(
-    mapping: Mapping, slot: int, wish: SampleWish, offered: Offered
+    mapping: Mapping, slot: int, request: SampleRequest, offered: Offered
 ) -> tuple[tuple[tuple[int, float], ...] | None, int]:
     try:
         if not offered("nvmlDeviceGetProcessUtilization", slot, has=not mapping.gpu(slot).mig_mode):
@@ -110,7 +110,7 @@ def _busy(
     worked = [
         each
         for each in _on(mapping, slot)
-        if wish.since_us < each.sampled_us <= wish.until_us and _used_anything(each)
+        if request.since_us < each.sampled_us <= request.until_us and _used_anything(each)
     ]
     newest = max((each.sampled_us for each in worked), default=0)
     return tuple((each.pid, min(each.sm_utilization, 100) / 100) for each in worked), newest

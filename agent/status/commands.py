@@ -74,7 +74,7 @@ class Commands:
 
     async def _release(self, request: Mapping[str, object]) -> Document:
         if request.get("end"):
-            self._sources.guard.end_release()
+            self._sources.gpu_monitor.end_release()
             await self._wait(lambda now: now.released_until is None)
             return {"releasedForSeconds": None}
         seconds = request.get("seconds")
@@ -83,7 +83,7 @@ class Commands:
         if not 1 <= seconds <= LONGEST_RELEASE_SECONDS:
             raise CommandRefused("NVML can be released for 1 s to 24 h")
         log.warning("release_asked_for", seconds=seconds)
-        self._sources.guard.release(float(seconds))
+        self._sources.gpu_monitor.release(float(seconds))
         await self._wait(lambda now: now.released_until is not None and now.let_go is not None, CLOSE_SECONDS)
         if problem := self._sources.inventory.snapshot.value.let_go:
             raise CommandRefused(

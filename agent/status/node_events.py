@@ -9,7 +9,7 @@ Emit = Callable[[str, str, bool], None]  # reason, message, whether it is a warn
 
 
 def node_events(emit: Emit) -> Callable[[Transition], None]:
-    """A listener for `Tally.listeners`. Reasons are listed in docs/names.md."""
+    """A listener for `HealthCounters.listeners`. Reasons are listed in docs/names.md."""
 
     def listen(change: Transition) -> None:
         if change.before is None and change.after is HealthState.HEALTHY:

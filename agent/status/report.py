@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from agent import __version__
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
-from agent.inventory.gpu_monitor import Guard
+from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
 from agent.model.demand import VGPU
@@ -39,7 +39,7 @@ class StatusSources:
     """Where the report comes from. `injection` answers the way in use and why."""
 
     inventory: Inventory
-    guard: Guard
+    gpu_monitor: GpuMonitor
     holdings: HoldingsWatch
     switch: Callable[[], SwitchState]
     injection: Callable[[], tuple[str, str]]
@@ -87,12 +87,12 @@ def _released_for(snapshot: Snapshot) -> float | None:
 def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
     """What works less well than it should, though the node serves."""
     found = []
-    if sources.guard.events.problem:
+    if sources.gpu_monitor.events.problem:
         found.append(
-            f"NVML's events cannot be waited for, probing alone watches: {sources.guard.events.problem}"
+            f"NVML's events cannot be waited for, probing alone watches: {sources.gpu_monitor.events.problem}"
         )
-    if sources.guard.keeper.problem:
-        found.append(f"verdicts would not survive a restart: {sources.guard.keeper.problem}")
+    if sources.gpu_monitor.persistence.problem:
+        found.append(f"verdicts would not survive a restart: {sources.gpu_monitor.persistence.problem}")
     if sources.holdings.problem and sources.holdings.problem not in blockers:
         found.append(f"it is not known which pods hold units: {sources.holdings.problem}")
     return [*found, *sources.remarks()]
@@ -117,14 +117,14 @@ def _gpu(
         "mode": {
             "active": active.mode.value if active else "off",
             "wanted": switch.wanted.mode.value if switch else "off",
-            "selling": bool(active and active.selling),
+            "selling": bool(active and active.offered),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
             "enforced": _enforced(active, mps, sources.limits),
         },
-        "health": _health(state, sources.inventory.rules, state.uuid in sources.guard.events.watched),
+        "health": _health(state, sources.inventory.rules, state.uuid in sources.gpu_monitor.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
-        "lastXid": sources.inventory.tally.last_xid.get(state.uuid),
+        "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
         "mps": mps,
         "holders": [_holder(holder, state.uuid, sources.limits) for holder in holders],
     }

@@ -20,14 +20,17 @@ class Watch(Protocol):
         """GPUs whose events arrive."""
 
 
-def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
+def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
     """What health adds to a scrape."""
 
     def read() -> Callable[[Add], None]:
-        states = inventory.snapshot.value.gpus
-        tally = inventory.tally
-        transitions, xids, ecc = dict(tally.transitions), dict(tally.xids), dict(tally.ecc_events)
-        times = dict(tally.xid_times)
+        snapshot = inventory.snapshot.value
+        states = snapshot.gpus
+        # As long as it cannot be closed, it is not.
+        released = snapshot.released_until is not None and snapshot.let_go == ""
+        counters = inventory.counters
+        transitions, xids, ecc = dict(counters.transitions), dict(counters.xids), dict(counters.ecc_events)
+        times = dict(counters.xid_times)
         watched, failures, now = events.watched, events.failures, boot_seconds()
 
         def add(series: Add) -> None:
@@ -48,6 +51,7 @@ def part(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], No
                         if (uuid, xid) in times:
                             series(d.GPU_LAST_XID_TIME, times[uuid, xid], (*labels, str(xid)))
             series(d.EVENT_WAIT_FAILURES, failures, ())
+            series(d.NVML_RELEASED, released, ())
 
         return add
 

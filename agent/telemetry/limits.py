@@ -5,7 +5,19 @@ from typing import Protocol
 
 from agent.kit.cell import Cell
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
+
+
+class ComputeShare(Protocol):
+    """How a container stands."""
+
+    @property
+    def allotted(self) -> float:
+        """Percent of the GPU."""
+
+    @property
+    def throttled_seconds(self) -> float:
+        """How long launches waited."""
 
 
 class Limits(Protocol):
@@ -20,13 +32,27 @@ class Limits(Protocol):
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
 
+    def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
+        """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
 
-def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]) -> Part:
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits."""
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """Containers above their caps that were to be ended since the agent began, by result."""
+
+
+def limits_collector(
+    limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
+) -> Collector:
     """What limits add to a scrape. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
+        shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        avoidable, ends = limits.avoidable(), dict(limits.ends)
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -35,6 +61,12 @@ def part(limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], M
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+            for place, share in shares.items():
+                series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
+                series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
+            series(d.CONTAINERS_AVOIDING, avoidable, ())
+            for result, count in ends.items():
+                series(d.CONTAINERS_ENDED, count, (result,))
 
         return add
 

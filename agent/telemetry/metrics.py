@@ -25,7 +25,7 @@ Labels = tuple[str, ...]
 
 
 class AgentCollector(Collector):
-    """Renders one reading; made anew for each scrape, so that scrapes at a time share nothing."""
+    """Renders one reading; made again for each scrape, so that scrapes at a time share nothing."""
 
     def __init__(self, reading: Reading, process: ProcessUse) -> None:
         self._reading = reading
@@ -43,8 +43,8 @@ class AgentCollector(Collector):
         self._driver()
         self._kubelet()
         self._agent()
-        for part in self._reading.parts:
-            part(self._add)
+        for add_to in self._reading.collected:
+            add_to(self._add)
         yield from self._families.values()
 
     def _add(self, definition: d.Definition, value: float, labels: Labels = ()) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from agent.kit.cell import Cell
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Part
+from agent.telemetry.reading import Add, Collector
 
 STATES = ("stopped", "starting", "serving", "fault", "stopping")
 
@@ -39,9 +39,9 @@ class Overview(Protocol):
         """Pods with shares and without a client."""
 
 
-def part(
+def mps_collector(
     statuses: Cell[Mapping[str, Any]], overviews: Cell[Mapping[str, Any]], ceiling: Callable[[str], int]
-) -> Part:
+) -> Collector:
     """What MPS adds to a scrape."""
 
     def read() -> Callable[[Add], None]:

@@ -15,7 +15,7 @@ class PairStats(Protocol):
     expired: int
 
 
-def part(
+def pairs_collector(
     mode: str,
     stats: PairStats,
     enforced: Callable[[], Mapping[str, bool]],

@@ -16,7 +16,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor, TaskState
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.containers import Uses
 from agent.telemetry.definitions import Definition
 from agent.telemetry.sampler import Sampler, TakenSample
@@ -30,7 +30,7 @@ class Add(Protocol):
 
 # What another room shows. Called on the event loop, it reads its room and answers a function that adds the
 # series later, in the rendering thread, from what was read. Its metrics stand in `definitions` as well.
-Part = Callable[[], Callable[[Add], None]]
+Collector = Callable[[], Callable[[Add], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Reading:
     mailbox_depth: int
     mailbox_dropped: int
     ready: bool
-    parts: tuple[Callable[[Add], None], ...] = ()
+    collected: tuple[Callable[[Add], None], ...] = ()
     uses: Uses = field(default_factory=Uses)
 
 
@@ -65,11 +65,11 @@ class Sources:
 
     inventory: Inventory
     sampler: Sampler
-    lanes: Sequence[Lane]
+    threads: Sequence[WorkerThread]
     endpoints: Sequence[Endpoint]
     supervisor: Supervisor
     blockers: Callable[[], Sequence[str]]
-    parts: list[Part] = field(default_factory=list)
+    collectors: list[Collector] = field(default_factory=list)
     uses: Cell[Uses] | None = None
 
     def read(self) -> Reading:
@@ -80,7 +80,7 @@ class Sources:
             snapshot=self.inventory.snapshot.value,
             samples={uuid: taken for uuid, taken in newest.taken.items() if taken.at >= oldest},
             sample_failures=newest.failures,
-            stuck_calls=sum(lane.stuck for lane in self.lanes),
+            stuck_calls=sum(thread.stuck for thread in self.threads),
             resources=tuple(
                 ResourceReading(endpoint.plugin.resource, endpoint.registered, frozen(endpoint.service.stats))
                 for endpoint in self.endpoints
@@ -89,7 +89,7 @@ class Sources:
             mailbox_depth=self.inventory.mailbox.depth,
             mailbox_dropped=self.inventory.mailbox.dropped,
             ready=not self.blockers(),
-            parts=tuple(part() for part in self.parts),
+            collected=tuple(collect() for collect in self.collectors),
             uses=self.uses.value if self.uses else Uses(),
         )
 

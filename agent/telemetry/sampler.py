@@ -11,9 +11,9 @@ import structlog
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
-from agent.nvml.port import NvmlPort, Sample, SampleWish
+from agent.nvml.port import NvmlPort, Sample, SampleRequest
 from agent.nvml.sweep import HANGS, Sweep
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
@@ -54,14 +54,14 @@ class Sampler:
     def __init__(
         self,
         nvml: NvmlPort,
-        lane: Lane,
+        thread: WorkerThread,
         snapshot: Cell[Snapshot],
         interval_seconds: float,
         window_seconds: float = 60.0,
         pcie: bool = False,
     ) -> None:
         self._nvml = nvml
-        self._sweep = Sweep[str, Sample](lane, self.sample)
+        self._sweep = Sweep[str, Sample](thread, self.sample)
         self._snapshot = snapshot
         self._interval = interval_seconds
         self._window = window_seconds
@@ -98,7 +98,7 @@ class Sampler:
 
         try:
             hung = await self._sweep.over(asked, note)
-        except NvmlHung as error:  # the lane itself refuses
+        except NvmlHung as error:  # the thread itself refuses
             found = dict.fromkeys(asked, error)
         else:
             found |= {uuid: NvmlHung(NvmlCode.TIMEOUT, "sample", HANGS) for uuid in hung}
@@ -106,7 +106,7 @@ class Sampler:
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
     def sample(self, uuid: str) -> Sample:
-        """One reading; blocks, for the lane."""
+        """One reading; blocks, for the thread."""
         present = time.time_ns() // 1000
         since = self._since.get(uuid) or present - int(self._interval * 1_000_000)
         if since > present + CLOCK_SLACK_US:  # the clock was set back: nothing is newer for as long
@@ -115,11 +115,11 @@ class Sampler:
         now = time.monotonic()
         due, last = self._counted.get(uuid, (now, None))
         if last is None or now >= due:
-            sample = self._nvml.sample(uuid, SampleWish(since, self._pcie, until_us=until))
+            sample = self._nvml.sample(uuid, SampleRequest(since, self._pcie, until_us=until))
             self._counted[uuid] = (now + COUNTERS_SECONDS, sample)
             return sample
         return replace(
-            self._nvml.sample(uuid, SampleWish(since, self._pcie, counters=False, until_us=until)),
+            self._nvml.sample(uuid, SampleRequest(since, self._pcie, counters=False, until_us=until)),
             power_limit_watts=last.power_limit_watts,
             energy_joules=last.energy_joules,
             ecc_corrected=last.ecc_corrected,

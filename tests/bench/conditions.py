@@ -48,6 +48,7 @@ class Conditions:
         return {
             STATE_VARIABLE: str(machine),
             "MALLOC_ARENA_MAX": "2",
+            "PYTHONNODEBUGRANGES": "1",
             # Byte code of the first start is kept apart from the tree and used by all later ones.
             "PYTHONPYCACHEPREFIX": str(BUILD / "pyc"),
             "PYTHONDONTWRITEBYTECODE": "",

@@ -116,6 +116,7 @@ def test_it_may_do_what_it_does_and_no_more() -> None:
         *(("nodes", verb) for verb in ("list", "watch")),
         *(("pods", verb) for verb in ("get", "list", "watch")),
         ("pods/binding", "create"),
+        ("events", "create"),  # about pods, in its own name, by an admission policy
         *(("leases", verb) for verb in ("create", "get", "patch")),
         ("pods", "patch"),  # one label of its own replicas, by an admission policy
     }

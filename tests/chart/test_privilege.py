@@ -160,6 +160,31 @@ def test_pods_are_written_only_where_choices_are() -> None:
     assert verbs(role)["pods"] == {"get", "list", "watch"}
 
 
+def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
+    ends = ('config.vgpu.enforcement="library"', "attribution.enabled=true", 'config.vgpu.aboveCap="end"')
+    for settings, added in ((ends, ["KILL"]), (ends[:2], None), (ends[1:], None)):
+        (container,) = agent(*settings)["containers"]
+        assert container["securityContext"]["capabilities"].get("add") == added
+        made = helm.template(settings=(*settings, "openshift.enabled=true"))
+        (granted,) = [each for each in made if each["kind"] == "SecurityContextConstraints"]
+        assert granted["allowedCapabilities"] == (added or [])
+
+
+def test_the_host_s_cgroups_are_mounted_where_limits_are_enforced() -> None:
+    for settings, mounted in (
+        ((), False),
+        (('config.vgpu.enforcement="off"',), False),
+        (('config.vgpu.enforcement="library"',), True),
+        (('config.vgpu.enforcement="library"', "vgpu.enabled=false"), False),
+    ):
+        made = helm.template(settings=settings)
+        pod = helm.one(made, "DaemonSet")["spec"]["template"]["spec"]
+        assert any(each["name"] == "cgroups" for each in pod["volumes"]) is mounted
+        assert any(each["name"] == "cgroups" for each in pod["containers"][0]["volumeMounts"]) is mounted
+        config = yaml.safe_load(helm.one(made, "ConfigMap", "gpu-node-agent")["data"]["config.yaml"])
+        assert (config.get("host", {}).get("cgroups") == "/host-cgroups") is mounted
+
+
 def test_namespaces_are_read_only_where_limits_are_enforced() -> None:
     for words, reads in (("library", True), ("strict", True), ("off", False)):
         made = helm.template(settings=[f'config.vgpu.enforcement="{words}"'])

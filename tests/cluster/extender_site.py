@@ -1,5 +1,6 @@
 """Three nodes of a cluster whose scheduler asks the extender, each with an agent of its own."""
 
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
@@ -78,6 +79,26 @@ class Site:
 
     def _hints_ignored(self) -> Sequence[Mapping[str, Any]]:
         return [each for each in self.cluster.find_all("Event") if each["reason"] == "PlacementHintIgnored"]
+
+    async def events(self, one: PodSpec, reason: str) -> dict[str, Any]:
+        """The only event of a reason on a pod, once it is there."""
+
+        def found() -> list[dict[str, Any]]:
+            uid = self.cluster.get("Pod", one.name)["metadata"]["uid"]
+            about = [each for each in self.cluster.find_all("Event") if each["reason"] == reason]
+            return [each for each in about if each["involvedObject"].get("uid") == uid]
+
+        with anyio.fail_after(20):
+            while not (events := await anyio.to_thread.run_sync(found)):
+                await anyio.sleep(0.2)
+        (event,) = events
+        return event
+
+    async def explained(self, one: PodSpec) -> Sequence[str]:
+        """What `gpu-node-agent explain` says of a pod."""
+        program = [sys.executable, "-m", "agent", "explain"]
+        command = [*program, one.name, "--kubeconfig", str(self.cluster.kubeconfig)]
+        return (await anyio.run_process(command)).stdout.decode().splitlines()
 
     async def cordon(self, *, closed: bool) -> None:
         """Keep new pods off the nodes, or let them come."""

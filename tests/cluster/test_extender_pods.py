@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import ASSIGNED, HINT
 from agent.simulator.kubelet.pods import Phase, PodSpec
 from tests.cluster import extender_process
@@ -23,7 +24,7 @@ from tests.cluster.rig import Cluster
 from tests.cluster.rig_node import RigNode
 from tests.scenarios.holders import freed_gpu_goes_to_the_waiting_pod
 from tests.scenarios.load import full_load_with_departures
-from tests.scenarios.vgpu import CORE, CORES, share
+from tests.scenarios.vgpu import CORE, CORES, MEMORY, share
 
 LIMIT = 300
 """Seconds for the body of one test (see conftest.py)."""
@@ -147,14 +148,14 @@ class Load:
     """What became of pods: by name those that died, with why; cores on each GPU; sizes that still wait."""
 
     died: Mapping[str, str]
-    sold: Mapping[Place, int]
+    offered: Mapping[Place, int]
     waiting: Sequence[int]
     unsettled: Sequence[str]  # bound and not running yet, or running where the agent has not written yet
 
     @property
     def full(self) -> bool:
         """Whether nothing more will happen: no pod that waits fits on any GPU."""
-        used = sorted(self.sold.values()) if len(self.sold) == ALL else [0]
+        used = sorted(self.offered.values()) if len(self.offered) == ALL else [0]
         most = CORES - used[0]
         return not self.unsettled and all(size > most for size in self.waiting)
 
@@ -162,7 +163,7 @@ class Load:
 async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
     """The pods as the API server tells them now."""
     died: dict[str, str] = {}
-    sold: Counter[Place] = Counter()
+    offered: Counter[Place] = Counter()
     waiting: list[int] = []
     unsettled: list[str] = []
     for found in await anyio.to_thread.run_sync(partial(cluster.find_all, "Pod")):
@@ -175,10 +176,10 @@ async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
         elif not found["spec"].get("nodeName"):
             waiting.append(sizes[name])
         elif phase is Phase.RUNNING and annotations.get(ASSIGNED) == "true":
-            sold[found["spec"]["nodeName"], int(annotations[f"{HINT}0"])] += sizes[name]
+            offered[found["spec"]["nodeName"], int(annotations[f"{HINT}0"])] += sizes[name]
         else:
             unsettled.append(f"{name} {phase.value} {annotations}")
-    return Load(died, sold, waiting, unsettled)
+    return Load(died, offered, waiting, unsettled)
 
 
 async def come(site: Site, sizes: Mapping[str, int]) -> None:
@@ -209,11 +210,11 @@ async def test_no_admission_failure_at_full_load(site: Site, replica: Replica) -
     await site.serving()
     sizes = mixed(LARGE, 2 * ALL + 2)
     await come(site, sizes)
-    # How much is sold in the end depends on the order in which kube-scheduler takes the pods.
+    # How much is offered in the end depends on the order in which kube-scheduler takes the pods.
     load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
     assert load.waiting
-    assert max(load.sold.values()) <= CORES
+    assert max(load.offered.values()) <= CORES
     assert await site.ignored() == []
 
 
@@ -236,7 +237,7 @@ async def test_leader_dies_in_mid_burst(site: Site, replicas: Pair) -> None:
     assert half.waiting, "all were bound before the leader died"
     load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
-    assert max(load.sold.values()) <= CORES
+    assert max(load.offered.values()) <= CORES
     assert len(load.waiting) < len(half.waiting), "the new leader bound nothing"
     assert await site.ignored() == []
 
@@ -262,6 +263,40 @@ async def test_waiting_pod_gets_the_freed_gpu(site: Site, replica: Replica) -> N
     await site.offered(site.one)
     await freed_gpu_goes_to_the_waiting_pod(site.one, GPUS, BLOCKS)
     assert await site.ignored() == []
+
+
+async def test_pod_event_says_why(site: Site, replica: Replica) -> None:
+    await site.serving()
+    full = [pod(f"full-{number}", 60) for number in range(ALL)]
+    await site.create(*full)
+    await site.running(*full)
+    # In total there is room for each of these, on a single GPU for none.
+    waits = pod("waits", 60)
+    refused, lone = pod("refused", 60, node_name="node2"), pod("lone", 20, node_name="node2")
+    await site.create(waits, refused)
+    await site.one.wait_phase(refused, Phase.FAILED)
+    waiting = await site.events(waits, WAITING_FOR_GPU)
+    assert waiting["message"] == (
+        f"no node has room now for 60 {CORE} and 36 {MEMORY} of one GPU: largest free share 40 of 60 cores "
+        f"({NODES} nodes); ask for less, or wait: the pod starts when enough is free"
+    )
+    assert waiting["source"]["component"] == "gpu-node-agent-extender"
+    why = await site.events(refused, "AllocationRefused")
+    assert why["source"] == {"component": "gpu-node-agent", "host": "node2"}
+    for words in (
+        "60 cores and 36 memory blocks do not fit on any single GPU: the largest free share is 40 cores",
+        "ask for less, or create the pod again when others have ended",
+    ):
+        assert words in why["message"]
+    # Tried again and again, told once; and explained from the command line, the dead one too.
+    await site.create(lone)
+    await site.running(lone)
+    assert (await site.events(waits, WAITING_FOR_GPU))["count"] == 1
+    explained = await site.explained(refused)
+    assert explained[0] == "pod default/refused was refused at admission by node2 and never started"
+    assert why["message"][:60] in explained[1]
+    assert any("largest free share 40 of 60 cores" in line for line in explained)
+    assert "it fits on none of" in (await site.explained(waits))[1]
 
 
 async def test_full_load_with_departures(site: Site, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""From nothing to a node that sells in three modes, through an update, and back to nothing."""
+"""From nothing to a node that offers in three modes, through an update, and back to nothing."""
 
 import json
 import signal
@@ -16,6 +16,7 @@ from tests.cluster.audit import AuditLog
 from tests.cluster.install_fixtures import audit, delete_pods, installation, open_cluster
 from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.interrupting import hook_process, second_node, wait_cleaned
+from tests.cluster.moving import MIGRATION, follow, held, hold, plugin_pods, with_nvidia_plugin
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import REPORT as WRITE
 from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
@@ -49,13 +50,13 @@ def allocatable(cluster: Cluster) -> dict[str, int]:
 
 
 def wait_sold(cluster: Cluster, *resources: str) -> dict[str, int]:
-    def sold() -> dict[str, int]:
+    def offered() -> dict[str, int]:
         found = allocatable(cluster)
         if not all(found.get(resource) for resource in resources):
             raise NotYet(json.dumps(found))
         return found
 
-    return eventually(sold, timeout=40, what=f"allocatable {', '.join(resources)}", interval=0.2)
+    return eventually(offered, timeout=40, what=f"allocatable {', '.join(resources)}", interval=0.2)
 
 
 def start_pods(cluster: Cluster, *names: str) -> None:
@@ -84,7 +85,7 @@ def command(installation: Installation, *words: str) -> str:
 
 
 def containers(cluster: Cluster) -> dict[str, Any]:
-    """What changes when a container is started anew."""
+    """What changes when a container is restarted."""
     found = {}
     for pod in cluster.find_all("Pod"):
         (status,) = pod["status"]["containerStatuses"]
@@ -103,11 +104,11 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     assert installation.pods("agent") == []  # no node is a GPU node yet
     installation.label("mixed")
     first = installation.ready_agent()
-    sold = wait_sold(cluster, *(resource for limits in SHARES.values() for resource in limits))
-    assert sold["nvidia.com/gpu"] == 2
-    assert sold["tencent.com/vcuda-core"] == 200
+    offered = wait_sold(cluster, *(resource for limits in SHARES.values() for resource in limits))
+    assert offered["nvidia.com/gpu"] == 2
+    assert offered["tencent.com/vcuda-core"] == 200
     looked = command(installation, "check", "node")
-    assert "this node can sell its GPUs" in looked
+    assert "this node can offer its GPUs" in looked
     assert cluster.parts.kubernetes_version in looked
 
     start_pods(cluster, *SHARES)
@@ -313,3 +314,28 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     log.wait(("pods", "get"))
 
     assert log.used() == granted
+
+
+def test_move_from_nvidia_plugin_and_back(installation: Installation) -> None:
+    """The documented commands in order; pods with whole GPUs run through, and no GPU has two holders."""
+    cluster = installation.cluster
+    with with_nvidia_plugin(installation):
+        hold(cluster, "before", 2)
+        installation.install("--set-string=nodeSelector.gpu-agent=moved")
+        follow(installation, MIGRATION, "NVIDIA's device plugin")
+        assert installation.pods("agent") == []
+
+        follow(installation, MIGRATION, "From NVIDIA's plugin, one node")
+        assert plugin_pods(cluster) == 0
+        hold(cluster, "here", 3)
+        assert "default/before" in command(installation, "status")
+        running, taken = containers(cluster), held(cluster)
+
+        follow(installation, MIGRATION, "Back to NVIDIA's plugin, one node")
+        assert plugin_pods(cluster) == 1
+        assert installation.pods("agent") == []
+        hold(cluster, "after", 3)
+        assert {**containers(cluster), **running} == containers(cluster)
+        assert {**held(cluster), **taken} == held(cluster)
+        assert len(frozenset().union(*held(cluster).values())) == len(installation.node.machine.uuids)
+        delete_pods(cluster)

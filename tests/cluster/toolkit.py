@@ -35,14 +35,18 @@ def make_device_nodes(dev_root: Path, minors: Mapping[str, int]) -> None:
         os.mknod(folder / name, mode=stat.S_IFCHR | 0o666, device=os.makedev(MAJOR, minor))
 
 
-def make_driver_root(root: Path, version: str, nvml: Path) -> None:
+def make_driver_root(root: Path, version: str, nvml: Path, cuda: Path | None = None) -> None:
     """Put the libraries of a driver below `root`, as Debian has them; device nodes are made apart.
 
-    `nvml` is the simulated libnvidia-ml.so.1. NVIDIA's generator finds the rest by the driver's version.
+    `nvml` is the simulated libnvidia-ml.so.1, `cuda` the CUDA double; None: a stand-in that does nothing.
+    NVIDIA's generator finds the rest by the driver's version.
     """
     folder = root / LIBRARIES
     folder.mkdir(parents=True)
-    stub(folder, f"libcuda.so.{version}", "libcuda.so.1")
+    if cuda is None:
+        stub(folder, f"libcuda.so.{version}", "libcuda.so.1")
+    else:
+        shutil.copyfile(cuda, folder / f"libcuda.so.{version}")
     shutil.copyfile(nvml, folder / f"libnvidia-ml.so.{version}")
     for name in ("libcuda.so", "libnvidia-ml.so"):
         (folder / f"{name}.1").symlink_to(f"{name}.{version}")

@@ -1,4 +1,5 @@
-/* Modules, libraries, functions and launches. The name of a function says how long it runs: "name_250us". */
+/* Modules, libraries, functions and launches. The name of a function says how long it runs: "name_250us"; one that ends
+ * in "_grid" runs as many nanoseconds as its grid is wide. */
 #include "double.h"
 
 #include <stdio.h>
@@ -73,6 +74,7 @@ static CUresult get_function(void **made, const void *owner, enum object_kind ki
         struct function *function = calloc(1, sizeof(*function));
         function->owner = code;
         function->duration_ns = duration_of(name);
+        function->runs_grid = strlen(name) > 5 && strcmp(name + strlen(name) - 5, "_grid") == 0;
         snprintf(function->name, sizeof(function->name), "%s", name);
         object_add(&function->base, FUNCTION, (uint64_t)(uintptr_t)function);
         *made = function;
@@ -159,18 +161,19 @@ CUresult model_cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel) {
 }
 #endif
 
-static CUresult launch(CUfunction handle, CUstream hStream) {
+static CUresult launch(CUfunction handle, unsigned int width, CUstream hStream) {
     struct stream *stream;
     struct function *function = function_find(handle);
     TRY(stream_of(hStream, &stream));
     if (function == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    uint64_t duration = function->runs_grid ? width : function->duration_ns;
     if (stream->capture != NULL) {
-        return graph_capture_work(stream, function->duration_ns);
+        return graph_capture_work(stream, duration);
     }
     TRY(bring_in(function));
-    stream_work(stream, function->duration_ns);
+    stream_work(stream, duration);
     return CUDA_SUCCESS;
 }
 
@@ -180,13 +183,13 @@ CUresult model_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int 
     (void)sharedMemBytes;
     NEED(gridDimX > 0 && gridDimY > 0 && gridDimZ > 0 && blockDimX > 0 && blockDimY > 0 && blockDimZ > 0);
     NEED(kernelParams == NULL || extra == NULL);
-    return launch(f, hStream);
+    return launch(f, gridDimX, hStream);
 }
 
 #ifdef HAVE_cuLaunchKernelEx
 CUresult model_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra) {
     NEED(config != NULL && (kernelParams == NULL || extra == NULL));
-    return launch(f, config->hStream);
+    return launch(f, config->gridDimX, config->hStream);
 }
 #endif
 
@@ -198,15 +201,15 @@ CUresult model_cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, un
 }
 
 CUresult model_cuLaunch(CUfunction f) {
-    return launch(f, NULL);
+    return launch(f, 1, NULL);
 }
 
 CUresult model_cuLaunchGrid(CUfunction f, int grid_width, int grid_height) {
     NEED(grid_width > 0 && grid_height > 0);
-    return launch(f, NULL);
+    return launch(f, (unsigned int)grid_width, NULL);
 }
 
 CUresult model_cuLaunchGridAsync(CUfunction f, int grid_width, int grid_height, CUstream hStream) {
     NEED(grid_width > 0 && grid_height > 0);
-    return launch(f, hStream);
+    return launch(f, (unsigned int)grid_width, hStream);
 }

@@ -43,6 +43,12 @@ struct sim_cuda_machine *state_map(void);
 CUresult state_register(void);      /* takes the slot of this process */
 int state_forked(void);             /* a child of a process that had called cuInit */
 struct sim_cuda_slot *state_slot(void);
+uint32_t state_slot_number(void);
+int state_slot_lives(uint32_t number); /* or is this process's own */
+/* A task is a thread in virtual time; its process holds a lock on it as on its slot. */
+int state_task_take(uint32_t number);
+int state_task_lives(uint32_t number);
+void state_task_done(uint32_t number);
 void state_lock(void);
 void state_unlock(void);
 /* Free the memory of dead processes; the lock is held. */
@@ -137,20 +143,25 @@ struct stream {
     struct object base;
     uint64_t busy_until; /* CLOCK_MONOTONIC, ns */
     struct graph *capture;
+    uint32_t capture_strict;
     uint64_t backing; /* bytes of graph memory that graphs on this stream share */
     unsigned int flags;
     int priority;
+    uint32_t lane; /* of the GPUs' time, plus one; 0: nothing ran in it yet */
 };
 uint64_t now_ns(void);
 void stream_defaults_each(uint32_t device, void (*visit)(struct object *, void *)); /* data: the device */
 CUresult stream_of(CUstream handle, struct stream **stream);
 /* Work of a length on a stream. */
 void stream_work(struct stream *stream, uint64_t nanoseconds);
+/* Calls that a capture of the process forbids to threads which have not been exempted from it: the captures break. */
+CUresult capture_forbids(void);
 
 /* --- graph.c ----------------------------------------------------------------------------------------- */
 struct function {
     struct object base;
     uint64_t duration_ns;
+    int runs_grid;
     struct object *owner;
     char name[128];
 };

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from agent.isolation.clib.headers import EntryPoint
-from tests.cuda_double import layout
+from tests.cuda_double import layout, layout_time
 from tests.nvml_double.header import structure_text
 
 _MODEL: Final = re.compile(r"^CUresult model_(cu\w+)\(", re.MULTILINE)
@@ -51,6 +51,10 @@ def layout_header() -> str:
     ]
     sizes = ("DEVICES", "SLOTS", "SHARED", "HOLDERS", "LIMITS", "FAULTS", "RECORDS", "ARGUMENTS")
     lines += [f"#define SIM_CUDA_{name} {getattr(layout, name)}u" for name in sizes]
+    times = ("LANES", "ITEMS", "STAMPS", "TENANTS", "TASKS", "SLICE_NS", "WINDOW_NS")
+    lines += [f"#define SIM_CUDA_{name} {getattr(layout_time, name)}u" for name in times]
+    lines += [f"#define SIM_CUDA_CLOCK_{mode.name} {mode.value}u" for mode in layout_time.ClockMode]
+    lines += [f"#define SIM_CUDA_TASK_{state.name} {state.value}u" for state in layout_time.TaskState]
     lines += [f"#define SIM_CUDA_MEMORY_{kind.name} {kind.value}u" for kind in layout.MemoryKind]
     lines += [f"#define SIM_CUDA_FAULT_{action.name} {action.value}u" for action in layout.FaultAction]
     lines += [f"#define SIM_CUDA_WATCH_{bit.name} {bit.value}u" for bit in layout.Watch]

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static struct node *append(struct graph *graph, enum node_type type) {
+struct node *graph_append(struct graph *graph, enum node_type type) {
     struct node *node = calloc(1, sizeof(*node));
     struct node **last = &graph->first;
     node->type = type;
@@ -19,7 +19,7 @@ static struct node *append(struct graph *graph, enum node_type type) {
     return node;
 }
 
-static struct graph *make(uint32_t device) {
+struct graph *graph_make(uint32_t device) {
     struct graph *graph = calloc(1, sizeof(*graph));
     graph->base.device = device;
     object_add(&graph->base, GRAPH, (uint64_t)(uintptr_t)graph);
@@ -35,7 +35,7 @@ CUresult model_cuGraphCreate(CUgraph *phGraph, unsigned int flags) {
     NEED(phGraph != NULL && flags == 0);
     TRY(current(&context));
     objects_lock();
-    *phGraph = (CUgraph)make(context->base.device);
+    *phGraph = (CUgraph)graph_make(context->base.device);
     objects_unlock();
     return CUDA_SUCCESS;
 }
@@ -43,9 +43,9 @@ CUresult model_cuGraphCreate(CUgraph *phGraph, unsigned int flags) {
 CUresult model_cuGraphClone(CUgraph *phGraphClone, CUgraph originalGraph) {
     NEED(phGraphClone != NULL);
     objects_lock();
-    struct graph *graph = graph_of(originalGraph), *clone = graph == NULL ? NULL : make(graph->base.device);
+    struct graph *graph = graph_of(originalGraph), *clone = graph == NULL ? NULL : graph_make(graph->base.device);
     for (const struct node *node = graph == NULL ? NULL : graph->first; node != NULL; node = node->next) {
-        struct node *copy = append(clone, node->type);
+        struct node *copy = graph_append(clone, node->type);
         copy->bytes = node->bytes;
         copy->address = node->address;
         copy->duration_ns = node->duration_ns;
@@ -78,7 +78,7 @@ static CUresult add(CUgraphNode *handle, CUgraph hGraph, enum node_type type, co
     objects_lock();
     struct graph *graph = graph_of(hGraph);
     if (graph != NULL) {
-        struct node *node = append(graph, type);
+        struct node *node = graph_append(graph, type);
         node->bytes = content->bytes;
         node->address = content->address;
         node->duration_ns = content->duration_ns;
@@ -203,114 +203,3 @@ CUresult model_cuGraphAddNode_v3(CUgraphNode *phGraphNode, CUgraph hGraph, const
     return add_any(phGraphNode, hGraph, nodeParams);
 }
 #endif
-
-/* --- capture ----------------------------------------------------------------------------------------- */
-
-static CUresult begin_capture(CUstream hStream) {
-    struct stream *stream;
-    TRY(stream_of(hStream, &stream));
-    if (stream->capture != NULL || hStream == NULL || hStream == CU_STREAM_LEGACY) {
-        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    }
-    objects_lock();
-    stream->capture = make(stream->base.device);
-    objects_unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult model_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode) {
-    NEED(mode <= CU_STREAM_CAPTURE_MODE_RELAXED);
-    return begin_capture(hStream);
-}
-
-CUresult model_cuStreamBeginCapture(CUstream hStream) {
-    return begin_capture(hStream);
-}
-
-CUresult model_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph) {
-    struct stream *stream;
-    NEED(phGraph != NULL);
-    TRY(stream_of(hStream, &stream));
-    if (stream->capture == NULL) {
-        return CUDA_ERROR_ILLEGAL_STATE;
-    }
-    *phGraph = (CUgraph)stream->capture;
-    stream->capture = NULL;
-    return CUDA_SUCCESS;
-}
-
-CUresult model_cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus) {
-    struct stream *stream;
-    NEED(captureStatus != NULL);
-    TRY(stream_of(hStream, &stream));
-    *captureStatus = stream->capture != NULL ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
-}
-
-CUresult model_cuStreamGetCaptureInfo(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out) {
-    struct stream *stream;
-    TRY(model_cuStreamIsCapturing(hStream, captureStatus_out));
-    TRY(stream_of(hStream, &stream));
-    if (id_out != NULL) {
-        *id_out = (uint64_t)(uintptr_t)stream->capture;
-    }
-    return CUDA_SUCCESS;
-}
-
-CUresult model_cuStreamGetCaptureInfo_v2(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out,
-                                         CUgraph *graph_out, const CUgraphNode **dependencies_out,
-                                         size_t *numDependencies_out) {
-    struct stream *stream;
-    TRY(model_cuStreamGetCaptureInfo(hStream, captureStatus_out, id_out));
-    TRY(stream_of(hStream, &stream));
-    if (graph_out != NULL) {
-        *graph_out = (CUgraph)stream->capture;
-    }
-    if (dependencies_out != NULL) {
-        *dependencies_out = NULL;
-    }
-    if (numDependencies_out != NULL) {
-        *numDependencies_out = 0;
-    }
-    return CUDA_SUCCESS;
-}
-
-#ifdef HAVE_cuStreamGetCaptureInfo_v3
-CUresult model_cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out,
-                                         CUgraph *graph_out, const CUgraphNode **dependencies_out,
-                                         const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out) {
-    if (edgeData_out != NULL) {
-        *edgeData_out = NULL;
-    }
-    return model_cuStreamGetCaptureInfo_v2(hStream, captureStatus_out, id_out, graph_out, dependencies_out,
-                                           numDependencies_out);
-}
-#endif
-
-CUresult graph_capture_alloc(struct stream *stream, uint32_t device, uint64_t bytes, CUdeviceptr *address) {
-    objects_lock();
-    struct node *node = append(stream->capture, NODE_ALLOC);
-    node->base.device = device;
-    node->bytes = bytes;
-    *address = node->address = address_take(bytes, GRANULE);
-    objects_unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult graph_capture_free(struct stream *stream, CUdeviceptr address) {
-    objects_lock();
-    append(stream->capture, NODE_FREE)->address = address;
-    objects_unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult graph_capture_work(struct stream *stream, uint64_t nanoseconds) {
-    objects_lock();
-    append(stream->capture, NODE_WORK)->duration_ns = nanoseconds;
-    objects_unlock();
-    return CUDA_SUCCESS;
-}
-
-CUresult graph_capture_child(struct stream *stream, struct exec *exec) {
-    return graph_capture_work(stream, exec->duration_ns);
-}

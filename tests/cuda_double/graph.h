@@ -35,6 +35,11 @@ struct exec {
     int frees_at_launch, destroyed;
 };
 
+/* --- graph.c: the object lock is held */
+struct graph *graph_make(uint32_t device);
+struct node *graph_append(struct graph *graph, enum node_type type);
+
+/* --- capture.c */
 CUresult graph_capture_child(struct stream *stream, struct exec *exec);
 
 #endif

@@ -96,6 +96,37 @@ CUresult model_cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hG
 }
 #endif
 
+/* As in a service that decodes for another number of requests: the same nodes, other lengths. */
+static CUresult update(CUgraphExec hExec, CUgraph hGraph) {
+    objects_lock();
+    struct exec *exec = (struct exec *)object_find_handle(hExec, EXEC);
+    struct graph *graph = (struct graph *)object_find_handle(hGraph, GRAPH);
+    CUresult result = exec == NULL || graph == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS) {
+        struct reading reading = {0};
+        read_nodes(&reading, graph);
+        exec->duration_ns = reading.duration_ns;
+        free(reading.live);
+        free(reading.frees);
+    }
+    objects_unlock();
+    return result;
+}
+
+CUresult model_cuGraphExecUpdate(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphNode *hErrorNode_out,
+                                 CUgraphExecUpdateResult *updateResult_out) {
+    (void)hErrorNode_out;
+    NEED(updateResult_out != NULL);
+    return update(hGraphExec, hGraph);
+}
+
+#ifdef HAVE_cuGraphExecUpdate_v2
+CUresult model_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo) {
+    NEED(resultInfo != NULL);
+    return update(hGraphExec, hGraph);
+}
+#endif
+
 static CUresult grow(uint32_t device, uint64_t bytes) {
     uint64_t reused = bytes < pool[device].idle ? bytes : pool[device].idle;
     CUresult result = charge(device, SIM_CUDA_MEMORY_GRAPH, bytes - reused);
@@ -169,6 +200,8 @@ CUresult model_cuGraphLaunch(CUgraphExec hGraph, CUstream hStream) {
     TRY(stream_of(hStream, &stream));
     objects_lock();
     struct exec *exec = (struct exec *)object_find_handle(hGraph, EXEC);
+    uint64_t duration = 0;
+    int works = 0;
     CUresult result = exec == NULL || exec->destroyed ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS && stream->capture == NULL) {
         if (exec->live > 0 && exec->frees_at_launch) {
@@ -183,10 +216,14 @@ CUresult model_cuGraphLaunch(CUgraphExec hGraph, CUstream hStream) {
                     memory_free(memory);
                 }
             }
-            stream_work(stream, exec->duration_ns);
+            works = 1;
+            duration = exec->duration_ns;
         }
     }
     objects_unlock();
+    if (works) {
+        stream_work(stream, duration); /* waits where the stream is full */
+    }
     return result == CUDA_SUCCESS && stream->capture != NULL ? graph_capture_child(stream, exec) : result;
 }
 

@@ -16,6 +16,9 @@ from ctypes import Array, Structure, c_char, c_int32, c_uint32, c_uint64
 from enum import IntEnum
 from typing import ClassVar, Final
 
+from tests.cuda_double import layout_time
+from tests.cuda_double.layout_time import CudaClockState
+
 STATE_VARIABLE: Final = "GNA_SIM_CUDA_STATE"
 # Without the variable: a file of this name beside the library, since tenants can empty their environment.
 STATE_BESIDE_LIBRARY: Final = "cuda-state"
@@ -218,6 +221,7 @@ class CudaMachineState(Structure):
     calls: Array[c_uint64]
     shared: Array[CudaSharedState]
     slots: Array[CudaSlotState]
+    clock: CudaClockState
     _fields_: ClassVar = [
         ("magic", c_uint64),
         ("version", c_uint32),
@@ -236,10 +240,12 @@ class CudaMachineState(Structure):
         ("calls", c_uint64 * CALLS),
         ("shared", CudaSharedState * SHARED),
         ("slots", CudaSlotState * SLOTS),
+        ("clock", CudaClockState),
     ]
 
 
 STRUCTURES: Final = (
+    *layout_time.STRUCTURES,
     CudaDeviceState,
     CudaUseState,
     CudaSlotState,

@@ -4,6 +4,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Final, Self
 from agent.isolation.clib.headers import entry_points
 from tests.cuda_double import layout
 from tests.cuda_double.layout import CudaMachineState, FaultAction, MemoryKind, Watch
+from tests.cuda_double.layout_time import ClockMode
 
 MIB: Final = 1 << 20
 OUT_OF_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -59,8 +61,21 @@ class CudaMachine:
         self.state = CudaMachineState.from_buffer(self._mapping)
 
     @classmethod
-    def create(cls, path: Path, gpus: Sequence[CudaGpu] = (CudaGpu(),), release: str = "13") -> Self:
-        """A new file, for the driver of a release; the GPUs in CUDA's order. Any user may write to it."""
+    def create(
+        cls,
+        path: Path,
+        gpus: Sequence[CudaGpu] = (CudaGpu(),),
+        release: str = "13",
+        *,
+        clock: ClockMode = ClockMode.OFF,
+        tasks: int = 0,
+        speed: float = 1,
+    ) -> Self:
+        """A new file, for the driver of a release; the GPUs in CUDA's order. Any user may write to it.
+
+        `clock` says how the GPUs' time passes; the virtual one begins once so many `tasks` take part,
+        and that on the wall has a `speed`.
+        """
         state = CudaMachineState(magic=layout.MAGIC, version=layout.VERSION, size=layout.SIZE)
         state.symbols = 0
         state.device_count = len(gpus)
@@ -72,6 +87,8 @@ class CudaMachine:
             device.module_bytes, device.pool_chunk = gpu.module_bytes, gpu.pool_chunk
             device.cc_major, device.cc_minor = gpu.compute_capability
             device.processors = gpu.processors
+        state.clock.mode, state.clock.expected = clock, tasks
+        state.clock.permille, state.clock.origin_ns = round(speed * 1000), time.monotonic_ns()
         with path.open("wb") as file:
             file.write(bytes(state))
         path.chmod(0o666)
@@ -108,6 +125,24 @@ class CudaMachine:
     def peak(self, gpu: int = 0) -> int:
         """The most bytes that living processes had at once."""
         return int(self.state.devices[gpu].peak)
+
+    def busy_ns(self, pid: int, gpu: int = 0) -> int:
+        """For how long a process, of which the double knows this pid, has had the GPU."""
+        clock = self.state.clock
+        return sum(
+            tenant.busy_ns
+            for tenant in clock.tenants[: clock.tenant_high]
+            if tenant.state and tenant.device == gpu and self.state.slots[tenant.slot].pid == pid
+        )
+
+    def utilization(self, gpu: int = 0) -> dict[int, int]:
+        """Of the last period, in whole percent by pid, as NVML says it."""
+        clock = self.state.clock
+        return {
+            self.state.slots[tenant.slot].pid: tenant.percent
+            for tenant in clock.tenants[: clock.tenant_high]
+            if tenant.state == 1 and tenant.device == gpu
+        }
 
     def calls(self, symbol: str) -> int:
         """How often an entry point was called, by all processes together."""

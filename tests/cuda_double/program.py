@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
@@ -61,15 +61,29 @@ class Program:
 @contextmanager
 def program(library: Path, environment: Mapping[str, str]) -> Iterator[Program]:
     """A program with `library` loaded. It is ended and waited for, whatever the test does."""
+    with commanded([sys.executable, "-I", "-S", str(_CLIENT), str(library)], environment) as started:
+        yield started
+
+
+@contextmanager
+def commanded(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None, leave_seconds: float = 0
+) -> Iterator[Program]:
+    """A command that passes a program's input and output on, ended like a program of this machine.
+
+    With `leave_seconds` the program is first given so long to end because nobody commands it any more.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_CLIENT), str(library)],
-        env=dict(environment),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
         try:
             yield Program(process)
         finally:
-            process.kill()
+            try:
+                if leave_seconds:
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    process.wait(leave_seconds)
+            finally:
+                process.kill()

@@ -43,6 +43,7 @@ static void make_mutex(struct sim_cuda_machine *machine) {
         pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
         pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
         pthread_mutex_init((pthread_mutex_t *)machine->lock, &attributes);
+        pthread_mutex_init((pthread_mutex_t *)machine->clock.lock, &attributes);
         pthread_mutexattr_destroy(&attributes);
         machine->symbols = symbols_checksum;
         __atomic_store_n(&machine->ready, 1, __ATOMIC_RELEASE);
@@ -107,7 +108,34 @@ struct sim_cuda_slot *state_slot(void) {
     return &mapped->slots[slot];
 }
 
-/* The sums are made anew from the slots, since the dead owner may have written only one of the two. */
+uint32_t state_slot_number(void) {
+    return slot;
+}
+
+int state_slot_lives(uint32_t number) {
+    return (registered && number == slot) || cuda_slot_holder(mapped, file, number) != 0;
+}
+
+/* Behind the slots and the turn to make the locks. */
+static uint64_t task_byte(uint32_t number) {
+    return SIM_CUDA_SLOTS + 1 + number;
+}
+
+int state_task_take(uint32_t number) {
+    return lock_byte(task_byte(number), 0) == 0;
+}
+
+int state_task_lives(uint32_t number) {
+    struct flock range = cuda_slot_lock(task_byte(number), F_WRLCK);
+    return fcntl(file, F_GETLK, &range) != 0 || range.l_type != F_UNLCK;
+}
+
+void state_task_done(uint32_t number) {
+    struct flock range = cuda_slot_lock(task_byte(number), F_UNLCK);
+    fcntl(file, F_SETLK, &range);
+}
+
+/* The sums are made again from the slots, since the dead owner may have written only one of the two. */
 static void repair(void) {
     for (uint32_t device = 0; device < mapped->device_count; device++) {
         uint64_t sum = 0;

@@ -1,5 +1,6 @@
 /* Streams and events: work has a device time, and waiting lasts until it is over. */
 #include "double.h"
+#include "gpu_time.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -8,6 +9,7 @@ struct event {
     struct object base;
     uint64_t at;
     int recorded;
+    uint32_t stamp; /* of the GPUs' time, where the machine has one */
 };
 
 /* The two default streams of each GPU: the legacy one and that of a thread. */
@@ -42,6 +44,11 @@ CUresult stream_of(CUstream handle, struct stream **stream) {
 
 void stream_work(struct stream *stream, uint64_t nanoseconds) {
     struct sim_cuda_use *use = &state_slot()->uses[stream->base.device];
+    if (time_on()) {
+        __atomic_fetch_add(&use->launches, 1, __ATOMIC_RELAXED);
+        time_push(stream, nanoseconds, 0, 0);
+        return;
+    }
     uint64_t now = now_ns();
     uint64_t ends = __atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED), begins;
     do {
@@ -79,6 +86,7 @@ CUresult model_cuStreamDestroy_v2(CUstream hStream) {
     struct stream *stream = (struct stream *)object_find_handle(hStream, STREAM);
     if (stream != NULL) {
         graph_stream_gone(stream);
+        time_stream_gone(stream);
         object_remove(&stream->base);
         free(stream);
     }
@@ -103,7 +111,11 @@ CUresult model_cuStreamSynchronize(CUstream hStream) {
     if (stream->capture != NULL) {
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     }
-    sleep_until(__atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED));
+    if (time_on()) {
+        time_wait_stream(stream);
+    } else {
+        sleep_until(__atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED));
+    }
     waited(stream->base.device);
     return CUDA_SUCCESS;
 }
@@ -111,6 +123,9 @@ CUresult model_cuStreamSynchronize(CUstream hStream) {
 CUresult model_cuStreamQuery(CUstream hStream) {
     struct stream *stream;
     TRY(stream_of(hStream, &stream));
+    if (time_on()) {
+        return time_idle(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    }
     return now_ns() < __atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
 
@@ -130,6 +145,11 @@ static void later(struct object *object, void *data) {
 CUresult model_cuCtxSynchronize(void) {
     struct context *context;
     TRY(current(&context));
+    if (time_on()) {
+        time_wait_device(context->base.device);
+        waited(context->base.device);
+        return CUDA_SUCCESS;
+    }
     struct latest latest = {.device = context->base.device};
     objects_lock();
     objects_each(STREAM, later, &latest);
@@ -212,6 +232,9 @@ CUresult model_cuEventDestroy_v2(CUevent hEvent) {
     objects_lock();
     struct event *event = (struct event *)object_find_handle(hEvent, EVENT);
     if (event != NULL) {
+        if (event->stamp != 0) {
+            time_stamp_free(event->stamp);
+        }
         object_remove(&event->base);
         free(event);
     }
@@ -230,10 +253,22 @@ CUresult model_cuEventRecord(CUevent hEvent, CUstream hStream) {
     if (event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    event->recorded = 1;
+    if (stream->capture != NULL) {
+        return graph_capture_work(stream, 0);
+    }
+    if (time_on()) {
+        event->stamp = time_stamp(event->stamp);
+        time_push(stream, 0, event->stamp, 0);
+        return event->stamp == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    }
     uint64_t now = now_ns(), ends = __atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED);
     event->at = ends > now ? ends : now;
-    event->recorded = 1;
     return CUDA_SUCCESS;
+}
+
+static int is_pending(const struct event *event) {
+    return event->stamp != 0 ? time_stamped(event->stamp) == 0 : now_ns() < event->at;
 }
 
 CUresult model_cuEventQuery(CUevent hEvent) {
@@ -241,7 +276,8 @@ CUresult model_cuEventQuery(CUevent hEvent) {
     if (event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    return now_ns() < event->at ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    TRY(capture_forbids());
+    return is_pending(event) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
 
 CUresult model_cuEventSynchronize(CUevent hEvent) {
@@ -249,7 +285,12 @@ CUresult model_cuEventSynchronize(CUevent hEvent) {
     if (event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    sleep_until(event->at);
+    TRY(capture_forbids());
+    if (event->stamp != 0) {
+        time_wait_stamp(event->stamp);
+    } else {
+        sleep_until(event->at);
+    }
     waited(event->base.device);
     return CUDA_SUCCESS;
 }
@@ -260,10 +301,13 @@ CUresult model_cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent 
     if (start == NULL || end == NULL || !start->recorded || !end->recorded) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    if (now_ns() < end->at) {
+    TRY(capture_forbids());
+    if (is_pending(start) || is_pending(end)) {
         return CUDA_ERROR_NOT_READY;
     }
-    *pMilliseconds = (float)((double)((int64_t)end->at - (int64_t)start->at) / 1e6);
+    uint64_t began = start->stamp != 0 ? time_stamped(start->stamp) : start->at;
+    uint64_t ended = end->stamp != 0 ? time_stamped(end->stamp) : end->at;
+    *pMilliseconds = (float)((double)((int64_t)ended - (int64_t)began) / 1e6);
     return CUDA_SUCCESS;
 }
 

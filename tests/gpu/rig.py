@@ -28,7 +28,7 @@ from agent.mps.compute import NoComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from agent.mps.status import DaemonState, Kind, shared_memory_source
+from agent.mps.status import DaemonState, EventReason, shared_memory_source
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +47,11 @@ NO_MPS = "/nonexistent"  # a pipe folder without a daemon: the process runs with
 class Told:
     """What the supervisor reported."""
 
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[EventReason] = field(default_factory=list)
 
-    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def __call__(
+        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
+    ) -> None:
         print(f"{kind.value}: {message} {sorted(pids)}", file=sys.stderr)
         self.kinds.append(kind)
 

@@ -8,7 +8,7 @@ import pytest
 
 from agent.model.mps import limits
 from agent.mps.parse import ServerState
-from agent.mps.status import DaemonState, Kind
+from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.gpu.cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY
 from tests.gpu.programs import binding
@@ -113,9 +113,9 @@ async def test_fault_of_one_client_is_seen_and_recovered_from(rig: Rig) -> None:
             began = anyio.current_time()
             await reached(daemon, DaemonState.FAULT)
             print(f"FAULT seen {anyio.current_time() - began:.3f} s after the clients knew; {logs(daemon)}")
-            assert rig.told.kinds == [Kind.FAULT]
+            assert rig.told.kinds == [EventReason.FAULT]
         await reached(daemon, DaemonState.SERVING)
-        assert rig.told.kinds == [Kind.FAULT, Kind.RECOVERED]
+        assert rig.told.kinds == [EventReason.FAULT, EventReason.RECOVERED]
         assert daemon.status.value.faults == 1
         print(f"server {server} before, {daemon.status.value.server} after")
         async with rig.client("look") as client:

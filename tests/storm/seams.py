@@ -81,7 +81,7 @@ HANG_LOOK_SECONDS = 3600.0
 
 
 class _InlineWorker:
-    """A lane's thread without a thread."""
+    """A thread's thread without a thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from agent.isolation.clib import headers, toolchain
-from agent.isolation.clib.rules import SOURCES, Rule, rules
+from agent.isolation.clib.rules import SOURCES, Rule, note_of, rules
 from agent.isolation.clib.wheels import BuildError, cache_root
 
 NAME: Final = "libgna-limits.so"
+CLOCK: Final = SOURCES / "clock.c"
 HEADERS: Final = "13"
 """The newest headers, whose symbols include those of the older ones."""
 EXPORTED: Final = "{ global: cu*; nvml*; dlsym; dlvsym; local: *; };\n"
@@ -36,32 +37,32 @@ _FLAGS: Final = (
 )
 
 
-def build(folder: Path, architecture: str = "", sanitizer: str = "") -> Path:
+def build(folder: Path, architecture: str = "", sanitizer: str = "", clock: Path = CLOCK) -> Path:
     """The library's path in `folder`, which is made. Raises BuildError.
 
     `architecture` is the machine's own by default; `sanitizer` is one that can trap, such as
-    `undefined`, for tests.
+    `undefined`, and `clock` the time of something else than the machine, for tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     library = folder / NAME
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        draft = _compile(Path(name), architecture or platform.machine(), sanitizer)
+        draft = _compile(Path(name), architecture or platform.machine(), sanitizer, clock)
         draft.chmod(0o555)
         draft.replace(library)  # whole or not at all
     return library
 
 
-def cached(architecture: str = "", sanitizer: str = "") -> Path:
+def cached(architecture: str = "", sanitizer: str = "", clock: Path = CLOCK) -> Path:
     """The library, built unless one of the same sources is in the user's cache. Raises BuildError."""
     digest = hashlib.sha256(f"{_FLAGS} {EXPORTED} {architecture or platform.machine()} {sanitizer}".encode())
-    for path in sorted([*SOURCES.glob("*.[ch]"), *SOURCES.glob("*.py"), SOURCES / "wheels.lock"]):
+    for path in sorted([*SOURCES.glob("*.[ch]"), *SOURCES.glob("*.py"), SOURCES / "wheels.lock", clock]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     folder = cache_root() / f"library-{digest.hexdigest()[:16]}"
-    return folder / NAME if (folder / NAME).exists() else build(folder, architecture, sanitizer)
+    return folder / NAME if (folder / NAME).exists() else build(folder, architecture, sanitizer, clock)
 
 
-def _compile(scratch: Path, architecture: str, sanitizer: str) -> Path:
+def _compile(scratch: Path, architecture: str, sanitizer: str, clock: Path) -> Path:
     include = headers.include(HEADERS)
     made = rules(headers.entry_points(HEADERS))
     made.sort(key=lambda rule: (rule.entry.base, rule.entry.stream, rule.entry.version, rule.entry.symbol))
@@ -69,7 +70,7 @@ def _compile(scratch: Path, architecture: str, sanitizer: str) -> Path:
     (scratch / "table.inc").write_text(_table(made))
     (scratch / "forward.c").write_text(_forward(made))
     (scratch / "exports").write_text(EXPORTED)
-    sources = [*sorted(SOURCES.glob("*.c")), scratch / "forward.c"]
+    sources = [*sorted({*SOURCES.glob("*.c")} - {CLOCK}), clock, scratch / "forward.c"]
     # Traps, since the programs that load the library have no run time of a sanitizer.
     extra = [f"-fsanitize={sanitizer}", "-fsanitize-trap=all"] if sanitizer else []
     arguments = [
@@ -131,10 +132,13 @@ def _forward(made: Sequence[Rule]) -> str:
             names = [
                 parameter.replace("*", " ").split()[-1].partition("[")[0] for parameter in entry.parameters
             ]
+            call = f"REAL({entry.symbol})({', '.join(names)})"
+            note = note_of(entry.base)
             lines += [
                 f"/* {rule.reason} */",
                 f"HOOK({entry.symbol})({', '.join(entry.parameters) or 'void'}) {{",
-                f"    return REAL({entry.symbol})({', '.join(names)});",
+                *((f"    CUresult result = {call};", f"    {note}") if note else ()),
+                f"    return {'result' if note else call};",
                 "}",
             ]
     return "\n".join([*lines, ""])

@@ -73,8 +73,14 @@ extern struct gna_usage *gna_usage;
 bool gna_files_open(void);   /* both files are sound; otherwise it said why, once */
 bool gna_usage_sound(void);  /* still: a tenant may have truncated it */
 bool gna_usage_back(size_t offset, size_t bytes); /* have pages behind a part of the region */
+/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes; whether that went. */
+bool gna_living_hold(unsigned slot);
+bool gna_living_held(unsigned slot); /* by anybody; yes in doubt */
 unsigned gna_records(void);
 bool gna_limit_of(unsigned record, struct gna_limit *limit);
+/* Changes when limits do: the sum of both copies' generations. */
+uint64_t gna_limit_generation(unsigned record);
+const struct gna_limits_gate *gna_limits_gate(void); /* NULL before the files are open */
 int gna_record_of_uuid(const void *uuid);
 void gna_complain(const char *what, const char *cause, const char *remedy);
 
@@ -122,6 +128,46 @@ bool gna_is_ours(const void *handle, size_t bytes);
 
 /* --- contexts.c ------------------------------------------------------------------------------------------- */
 void gna_context_gone(CUcontext context); /* and with it what was allocated in it */
+
+/* --- clock.c: the one place where a share's time comes from ------------------------------------------------- */
+uint64_t gna_clock_ns(void);
+/* Until the instant, or until the word is not `seen` and its futex is woken; may end early. */
+void gna_clock_wait(const uint32_t *word, uint32_t seen, uint64_t until);
+
+/* --- prices.c: what a function or graph costs, learned from events ------------------------------------------- */
+struct gna_price;
+/* A launch that is measured, between gna_measure_begin and gna_measure_end; NULL: it is not. */
+struct gna_sample;
+struct gna_price *gna_price_of(const void *key);
+uint64_t gna_price_ns(struct gna_price *price);
+struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record);
+void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched);
+void gna_measure_read(void); /* what is finished, without waiting */
+void gna_price_changed(const void *key); /* the graph is another one now, or gone */
+void gna_prices_context_gone(CUcontext context);
+void gna_prices_forget(void);
+
+/* --- shares.c ----------------------------------------------------------------------------------------------- */
+extern const uint32_t *gna_gate; /* 0: launches pass */
+struct gna_turn {
+    struct gna_sample *sample;
+    CUstream stream;
+    uint64_t charged_ns; /* of the share's time */
+    int record;          /* -1: nothing was charged */
+};
+void gna_share_wait(struct gna_turn *turn, const void *key, CUstream stream);
+void gna_share_done(struct gna_turn *turn, CUresult result);
+/* A launch turned out to have taken more device time than it paid for, or less. */
+void gna_share_settle(int record, int64_t device_ns);
+void gna_shares_forget(void);
+/* Captures of this process that are going on: one began, or ended, if that is what the driver answered. */
+extern _Atomic int gna_captures;
+void gna_capture_begun(CUresult result);
+void gna_capture_ended(CUresult result);
+
+static inline bool gna_gate_open(void) {
+    return __builtin_expect(__atomic_load_n(__atomic_load_n(&gna_gate, __ATOMIC_RELAXED), __ATOMIC_RELAXED) == 0, 1);
+}
 
 /* --- launch.c --------------------------------------------------------------------------------------------- */
 void gna_count_launch(void);

@@ -148,7 +148,7 @@ static void settle_exec(CUgraphExec exec, CUstream stream, bool backed) {
 
 typedef CUresult run_t(CUgraphExec exec, CUstream stream);
 
-static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream) {
+static CUresult back_and_run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream) {
     if (__builtin_expect(atomic_load_explicit(&graphs_with_memory, memory_order_relaxed) == 0, 1)) {
         return call(exec, given);
     }
@@ -163,11 +163,22 @@ static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stre
     return result;
 }
 
-#define RUN(symbol, stream, counted)                                         \
-    if (counted) {                                                           \
-        gna_count_launch();                                                  \
-    }                                                                        \
-    return run((run_t *)gna_real(GNA_ID_##symbol), hGraph, hStream, stream)
+static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream, bool launches) {
+    struct gna_turn turn;
+    if (!launches) {
+        return back_and_run(call, exec, given, stream);
+    }
+    gna_count_launch();
+    if (gna_gate_open()) {
+        return back_and_run(call, exec, given, stream);
+    }
+    gna_share_wait(&turn, exec, stream);
+    CUresult result = back_and_run(call, exec, given, stream);
+    gna_share_done(&turn, result);
+    return result;
+}
+
+#define RUN(symbol, stream, launches) return run((run_t *)gna_real(GNA_ID_##symbol), hGraph, hStream, stream, launches)
 
 HOOK(cuGraphLaunch)(CUgraphExec hGraph, CUstream hStream) {
     RUN(cuGraphLaunch, hStream, true);
@@ -216,7 +227,7 @@ static CUresult with_params(CUresult (*call)(CUgraphExec *, CUgraph, CUDA_GRAPH_
     params->flags |= CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
     if (result == CUDA_SUCCESS) {
         CUstream stream = params->hUploadStream == NULL ? otherwise : params->hUploadStream;
-        result = run(upload, *exec, params->hUploadStream, stream);
+        result = run(upload, *exec, params->hUploadStream, stream, false);
         if (result != CUDA_SUCCESS) {
             forget(GNA_EXEC, *exec);
             REAL(cuGraphExecDestroy)(*exec);
@@ -236,16 +247,19 @@ HOOK(cuGraphInstantiateWithParams_ptsz)(CUgraphExec *phGraphExec, CUgraph hGraph
 
 HOOK(cuGraphExecUpdate)(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphNode *hErrorNode_out, CUgraphExecUpdateResult *updateResult_out) {
     CUresult result = REAL(cuGraphExecUpdate)(hGraphExec, hGraph, hErrorNode_out, updateResult_out);
+    gna_price_changed(hGraphExec);
     return instantiated(result, &hGraphExec, hGraph);
 }
 
 HOOK(cuGraphExecUpdate_v2)(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo) {
     CUresult result = REAL(cuGraphExecUpdate_v2)(hGraphExec, hGraph, resultInfo);
+    gna_price_changed(hGraphExec);
     return instantiated(result, &hGraphExec, hGraph);
 }
 
 HOOK(cuGraphExecDestroy)(CUgraphExec hGraphExec) {
     forget(GNA_EXEC, hGraphExec);
+    gna_price_changed(hGraphExec);
     CUresult result = REAL(cuGraphExecDestroy)(hGraphExec);
     gna_enter(&gna_pools_lock);
     for (int record = 0; record < (int)gna_records() && atomic_load(&graphs_with_memory) > 0; record++) {

@@ -22,58 +22,69 @@ void gna_count_launch(void) {
     count();
 }
 
-/* A jump: the arguments stay where they are. */
-#define LAUNCH(symbol, ...)                                             \
+/* Where no share is to be kept, a jump: the arguments stay where they are. */
+#define LAUNCH(symbol, key, stream, ...)                                \
     count();                                                            \
+    if (!gna_gate_open()) {                                             \
+        struct gna_turn turn;                                           \
+        gna_share_wait(&turn, key, stream);                             \
+        CUresult result = REAL(symbol)(__VA_ARGS__);                    \
+        gna_share_done(&turn, result);                                  \
+        return result;                                                  \
+    }                                                                   \
     __attribute__((musttail)) return REAL(symbol)(__VA_ARGS__)
+/* For the default stream of the caller's thread. */
+#define OWN(stream) ((stream) == NULL ? CU_STREAM_PER_THREAD : (stream))
 
 HOOK(cuLaunch)(CUfunction f) {
-    LAUNCH(cuLaunch, f);
+    LAUNCH(cuLaunch, f, NULL, f);
 }
 
 HOOK(cuLaunchGrid)(CUfunction f, int grid_width, int grid_height) {
-    LAUNCH(cuLaunchGrid, f, grid_width, grid_height);
+    LAUNCH(cuLaunchGrid, f, NULL, f, grid_width, grid_height);
 }
 
 HOOK(cuLaunchGridAsync)(CUfunction f, int grid_width, int grid_height, CUstream hStream) {
-    LAUNCH(cuLaunchGridAsync, f, grid_width, grid_height, hStream);
+    LAUNCH(cuLaunchGridAsync, f, hStream, f, grid_width, grid_height, hStream);
 }
 
 HOOK(cuLaunchKernel)(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX,
                      unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams,
                      void **extra) {
-    LAUNCH(cuLaunchKernel, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
+    LAUNCH(cuLaunchKernel, f, hStream, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
 }
 
 HOOK(cuLaunchKernel_ptsz)(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX,
                           unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream,
                           void **kernelParams, void **extra) {
-    LAUNCH(cuLaunchKernel_ptsz, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams,
+    LAUNCH(cuLaunchKernel_ptsz, f, OWN(hStream), f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams,
            extra);
 }
 
 HOOK(cuLaunchKernelEx)(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra) {
-    LAUNCH(cuLaunchKernelEx, config, f, kernelParams, extra);
+    LAUNCH(cuLaunchKernelEx, f, config == NULL ? NULL : config->hStream, config, f, kernelParams, extra);
 }
 
 HOOK(cuLaunchKernelEx_ptsz)(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra) {
-    LAUNCH(cuLaunchKernelEx_ptsz, config, f, kernelParams, extra);
+    LAUNCH(cuLaunchKernelEx_ptsz, f, config == NULL ? CU_STREAM_PER_THREAD : OWN(config->hStream), config, f, kernelParams, extra);
 }
 
 HOOK(cuLaunchCooperativeKernel)(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX,
                                 unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream,
                                 void **kernelParams) {
-    LAUNCH(cuLaunchCooperativeKernel, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream,
+    LAUNCH(cuLaunchCooperativeKernel, f, hStream, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream,
            kernelParams);
 }
 
 HOOK(cuLaunchCooperativeKernel_ptsz)(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
                                      unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes,
                                      CUstream hStream, void **kernelParams) {
-    LAUNCH(cuLaunchCooperativeKernel_ptsz, f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream,
+    LAUNCH(cuLaunchCooperativeKernel_ptsz, f, OWN(hStream), f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream,
            kernelParams);
 }
 
 HOOK(cuLaunchCooperativeKernelMultiDevice)(CUDA_LAUNCH_PARAMS *launchParamsList, unsigned int numDevices, unsigned int flags) {
-    LAUNCH(cuLaunchCooperativeKernelMultiDevice, launchParamsList, numDevices, flags);
+    bool is_any = launchParamsList != NULL && numDevices > 0;
+    LAUNCH(cuLaunchCooperativeKernelMultiDevice, is_any ? launchParamsList->function : NULL, is_any ? launchParamsList->hStream : NULL,
+           launchParamsList, numDevices, flags);
 }

@@ -28,7 +28,8 @@
  *
  *      0  header, 512 bytes, written once when the file is made
  *    512  16 records of 256 bytes, one per GPU that the container holds, in the first `device_count` of them
- *   4608  reserved, zero
+ *   4608  8 bytes, see struct gna_limits_gate
+ *   4616  reserved, zero
  *
  * A record has two copies of what may change. To change it, the writer writes the copy with the LOWER generation in
  * full, by one write of 112 bytes in place (never a rename: the mount pins the inode), with a generation above the
@@ -55,6 +56,9 @@ struct gna_limits_header {
 
 #define GNA_FLAG_STRICT 1u /* an entry point that is newer than the library is refused, not passed through */
 
+#define GNA_FLAG_COMPUTE 2u /* the container is held to core_share; 0 of it: nothing may be launched now */
+#define GNA_BURST_US 100000u
+
 struct gna_limit {
     uint64_t generation;     /*   0  1 or more, higher is newer */
     uint8_t uuid[16];        /*   8  of the GPU or MIG instance, as cuDeviceGetUuid_v2 gives it */
@@ -62,12 +66,12 @@ struct gna_limit {
     uint64_t request_bytes;  /*  32  reserved for soft caps: the writer repeats the cap */
     uint64_t context_bytes;  /*  40  charged for each context; 0 for nothing */
     uint64_t unseen_bytes;   /*  48  what the agent measured on this GPU beyond the region's total; it counts as used */
-    uint32_t core_share;     /*  56  compute in 1/100 %: 10000 is the whole GPU; not enforced by this version */
-    uint32_t burst_us;       /*  60  reserved for compute shares */
-    uint32_t correction;     /*  64  reserved for compute shares: factor in 1/65536 */
+    uint32_t core_share;     /*  56  compute in 1/100 %: 10000 is the whole GPU; held to with GNA_FLAG_COMPUTE */
+    uint32_t burst_us;       /*  60  device time that may be used at once after idling; 0: GNA_BURST_US */
+    uint32_t correction;     /*  64  in 1/65536: learned times are worth 1 / this much of the share; 0: 1 */
     uint32_t driver_armed;   /*  68  1: the driver enforces the memory cap as well */
-    uint32_t priority;       /*  72  reserved for compute shares */
-    uint32_t sampling;       /*  76  reserved for compute shares */
+    uint32_t priority;       /*  72  reserved */
+    uint32_t sampling;       /*  76  reserved */
     uint32_t flags;          /*  80  GNA_FLAG_* */
     uint8_t reserved[24];    /*  84 */
     uint32_t crc;            /* 108  CRC-32 (that of zlib) of bytes 0 to 107 */
@@ -76,6 +80,14 @@ struct gna_limit {
 struct gna_limit_record {
     struct gna_limit copy[2]; /* 0 and 112 */
     uint8_t reserved[32];     /* 224 */
+};
+
+/* What a launch looks at: it stands outside of the copies, so that it costs one load. Written by itself, before a copy
+ * that lays a share on and after one that takes the last off. */
+#define GNA_LIMITS_GATE 4608u
+struct gna_limits_gate {
+    uint32_t compute; /* 4608  0: no GPU of the container has GNA_FLAG_COMPUTE */
+    uint32_t changes; /* 4612  another number, and a futex woken, after each change: waiting launches look again */
 };
 
 /* ---------------------------------------------------------------------------------------------------------------
@@ -102,6 +114,8 @@ struct gna_limit_record {
 #define GNA_SHARED_SLOT 2047u
 #define GNA_MEMBERS 8192u
 #define GNA_EXPORTS 4096u
+/* Beyond the region's end: one byte for each slot, for read locks of open file descriptions (fcntl, F_OFD_SETLK). */
+#define GNA_LIVING (INT64_C(1) << 40)
 /* What pthread_mutex_init leaves in a robust, process-shared mutex of glibc at offset 16, all else being zero. */
 #define GNA_LOCK_KIND 144u
 #define GNA_LOCK_KIND_OFFSET 16u
@@ -137,8 +151,10 @@ struct gna_usage_device {
     uint64_t refused;        /* 144  allocations refused */
     uint64_t repaired;       /* 152  times that a lock's holder had died and the total was added up again */
     uint8_t reserved_a[96];  /* 160 */
-    uint64_t next_ns;        /* 256  reserved for compute shares, on a line of its own */
-    uint8_t reserved_b[3832];
+    uint64_t next_ns;        /* 256  CLOCK_MONOTONIC: when the share has caught up with all that was launched */
+    uint64_t waits;          /* 264  launches that had to wait for it */
+    uint64_t waited_ns;      /* 272  for how long, by threads */
+    uint8_t reserved_b[3816];
 };
 
 enum { GNA_SLOT_FREE = 0, GNA_SLOT_PROCESS = 1, GNA_SLOT_SHARED = 2 };
@@ -155,7 +171,8 @@ struct gna_usage_slot {
     uint64_t namespace;      /* 16  inode of the PID namespace: another one's pids mean nothing here */
     uint64_t image;          /* 24  drawn by the kernel at each exec: a process that called exec lost its memory */
     uint64_t launches;       /* 32  kernels and graphs launched */
-    uint8_t reserved[88];    /* 40 */
+    uint32_t held;           /* 40  1: its processes hold a lock on the region at GNA_LIVING + number while they live */
+    uint8_t reserved[84];    /* 44 */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 
@@ -194,6 +211,7 @@ GNA_AT(struct gna_usage_header, used_slots, 280);
 GNA_SIZE(struct gna_usage_device, GNA_DEVICE_BYTES);
 GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);
+GNA_AT(struct gna_usage_device, waited_ns, 272);
 GNA_SIZE(struct gna_usage_slot, 384);
 GNA_AT(struct gna_usage_slot, device, 128);
 GNA_AT(struct gna_usage, device, GNA_USAGE_DEVICES);

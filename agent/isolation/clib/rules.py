@@ -78,13 +78,20 @@ FORWARDED: Final = {
 }
 """Beginning of a name -> why its hook passes calls on and charges nothing. The longest beginning counts."""
 
+NOTED: Final = {
+    r"GraphExec\w*Set\w+|GraphNodeSetEnabled": "gna_price_changed(hGraphExec);",
+    r"StreamBegin\w*Capture\w*": "gna_capture_begun(result);",
+    r"StreamEnd\w*Capture\w*": "gna_capture_ended(result);",
+}
+"""Names whose forwarding hook tells the keeper of shares of the call, in C, once it was answered."""
+
 PASSED: Final = {
     "a.map": "address space and rights: the memory is charged by cuMemCreate",
     "a.managed-move": "moves managed memory, which is charged in full when it is made",
     "a.host": "memory of the host; of the GPU it takes page tables only, 0.2 % of it",
     "a.code": "sets up code whose module is charged when it is loaded; more is measured by the agent",
     "a.context": "small objects of a context whose creation is charged",
-    "b.copy": "no memory; compute shares are not enforced yet",
+    "b.copy": "no memory; copy engines are no part of a share, and the observer sees what else copies take",
     "b.sync": "no memory and no work",
     "c.report": "tells of memory that the caller has, not of the size of the GPU",
     "c.device": "tells of a device, its streams and events",
@@ -112,6 +119,12 @@ def class_of(base: str) -> str:
         if pattern.fullmatch(base.removeprefix("cu")):
             return name
     raise BuildError(f"no rule claims {base}: give it a class in rules.py")
+
+
+def note_of(base: str) -> str:
+    """What a forwarding hook does beside it, in C; empty for nothing."""
+    short = base.removeprefix("cu")
+    return next((note for names, note in NOTED.items() if re.fullmatch(names, short)), "")
 
 
 def own_hooks() -> frozenset[str]:

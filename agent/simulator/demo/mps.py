@@ -91,7 +91,7 @@ class _Act:
             raise NotAsTold("the agent has no MPS")
         async with anyio.create_task_group() as group:
             for state in self._agent.inventory.snapshot.value.gpus:
-                group.start_soon(mps.fleet.tear_down, state.gpu)
+                group.start_soon(mps.manager.tear_down, state.gpu)
         modes = {int(stage.machine.gpu(uuid).compute_mode) for uuid in stage.machine.uuids}
         stage.check(modes == {ComputeMode.DEFAULT}, f"the compute modes are {modes} afterwards")
 
@@ -103,7 +103,7 @@ class _Act:
         )
 
     def _pid(self, uuid: str) -> int | None:
-        return self._agent.mps.fleet.status(uuid).pid if self._agent.mps else None
+        return self._agent.mps.manager.status(uuid).pid if self._agent.mps else None
 
     def _gpu(self, pod: PodSpec) -> str:
         nodes = self._stage.nodes_of(pod, "main")

@@ -52,6 +52,10 @@ system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
 {{ include "gna.fullname" . }}-cleanup
 {{- end -}}
 
+{{- define "gna.preflightName" -}}
+{{ include "gna.fullname" . }}-preflight
+{{- end -}}
+
 {{- /* Of the agents' pods. */ -}}
 {{- define "gna.agentSelector" -}}
 app.kubernetes.io/name={{ include "gna.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=agent
@@ -89,6 +93,15 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- define "gna.enforces" -}}
 {{- $enforcement := dig "vgpu" "enforcement" "off" .Values.config -}}
 {{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
+{{- end -}}
+
+{{- /* MPS daemons get a cgroup of their own, and the driver limits those of vGPU containers. */ -}}
+{{- define "gna.cgroups" -}}
+{{- if or .Values.mps.enabled (include "gna.enforces" .) }}true{{ end -}}
+{{- end -}}
+
+{{- define "gna.ends" -}}
+{{- if and (include "gna.enforces" .) (eq (dig "vgpu" "aboveCap" "report" .Values.config) "end") }}true{{ end -}}
 {{- end -}}
 
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}
@@ -132,7 +145,7 @@ injection:
   driverRoot: /driver-root
   {{- end }}
   hostDriverRoot: {{ include "gna.hostRoot" . | quote }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 host:
   cgroups: /host-cgroups
 {{- end }}

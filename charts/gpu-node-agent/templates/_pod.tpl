@@ -42,6 +42,10 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
+  {{- if include "gna.ends" . }}
+  # To end containers above their cap, whoever their processes belong to.
+  add: [KILL]
+  {{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end }}
@@ -117,7 +121,7 @@ seccompProfile:
   {{- end }}
   readOnly: true
 {{- end }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 - name: cgroups
   mountPath: /host-cgroups
 {{- end }}
@@ -157,7 +161,7 @@ seccompProfile:
 - name: driver-files
   hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
 {{- end }}
-{{- if .Values.mps.enabled }}
+{{- if include "gna.cgroups" . }}
 - name: cgroups
   hostPath: {path: /sys/fs/cgroup, type: Directory}
 {{- end }}

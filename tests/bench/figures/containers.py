@@ -136,7 +136,7 @@ async def scrape_loop_block(_: Conditions) -> Mapping[str, Taken]:
         gaps = [await _longest_gap(sources) for _ in range(WARM_UP + SCRAPES)][WARM_UP:]
     finally:
         sys.setswitchinterval(before)
-        parts.lane.close()
+        parts.thread.close()
     return {"scrape_loop_block_ms": Taken(percentile(gaps, 0.5), len(gaps))}
 
 

@@ -17,10 +17,10 @@ from agent.model.modes import Assignment
 from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute import NoComputeModes
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.bench.conditions import Conditions, Node, short_folder
@@ -42,7 +42,7 @@ LAYOUT = [
 VGPU_PODS, MPS_PODS, WHOLE_PODS = 45, 45, 10
 
 
-def _silent(kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+def _silent(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
     """Nobody is told."""
 
 
@@ -60,14 +60,14 @@ async def daemon_start(_: Conditions) -> Mapping[str, Taken]:
     adoptions: list[float] = []
     for _number in range(STARTS):
         for taken in (starts, adoptions):
-            fleet = Fleet(run, lambda: program, NoComputeModes(), _silent, options)
+            manager = DaemonManager(run, lambda: program, NoComputeModes(), _silent, options)
             async with anyio.create_task_group() as group:
-                group.start_soon(fleet.run, Cell(Assignment()))
+                group.start_soon(manager.run, Cell(Assignment()))
                 began = time.perf_counter()
-                await fleet.set_up(gpu)
+                await manager.set_up(gpu)
                 taken.append(1000 * (time.perf_counter() - began))
                 if taken is adoptions:
-                    await fleet.tear_down(gpu)
+                    await manager.tear_down(gpu)
                 group.cancel_scope.cancel()
     await anyio.to_thread.run_sync(shutil.rmtree, run)
     return {

@@ -8,8 +8,9 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation.folders import LimitFolders, key_of
+from agent.isolation.limits import Bind, Policy, Request
 from agent.isolation.resize import replace_about
-from agent.isolation.room import Bind, Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
@@ -52,8 +53,8 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     agent = room(tmp_path, library)
     await agent.start()
     assert agent.problem is None
-    binds = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
-    container = await anyio.to_thread.run_sync(mounted, tmp_path, binds)
+    admission = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.binds)
     start = partial(programs, container, "init()")
     program = await anyio.to_thread.run_sync(start)
     before = machine.used()

@@ -79,3 +79,33 @@ async def test_the_memory_of_events_is_bounded() -> None:
             await eventually(lambda: len(fake.asked) == number + 1)  # noqa: B023
         assert len(recorder._counts) <= WAITING
         group.cancel_scope.cancel()
+
+
+async def test_an_event_with_a_key_is_written_once_whoever_wrote_it() -> None:
+    async with serving() as (fake, api), anyio.create_task_group() as group:
+        path = "/api/v1/namespaces/ns/events"
+        fake.script(path, objects({}), status(409, "already exists"), status(500, "broken"), objects({}))
+        one, other = EventRecorder(api, "n", "reporter"), EventRecorder(api, "m", "reporter")
+        group.start_soon(one.run)
+        group.start_soon(other.run)
+
+        def event(message: str, key: str = "full", uid: str = "uid") -> Event:
+            return Event(Regarding("Pod", "p", "ns", uid), "WaitingForGPU", message, warning=True, key=key)
+
+        one.emit(event("40 cores are free"))
+        await eventually(lambda: len(fake.of(path)) == 1)
+        body = fake.asked[0].body
+        assert body["source"] == {"component": "reporter", "host": "n"}
+        other.emit(event("50 cores are free"))
+        await eventually(lambda: len(fake.of(path)) == 2)
+        assert fake.asked[1].body["metadata"] == body["metadata"], "the same name conflicts"
+        # Both know by now; another reason and a later pod of the same name are other events.
+        one.emit(event("30 cores are free"))
+        other.emit(event("20 cores are free"))
+        one.emit(event("no node offers it", key="no mode"))
+        await eventually(lambda: len(fake.of(path)) == 3)
+        one.emit(event("no node offers it", key="no mode"))  # what failed is tried again
+        one.emit(event("40 cores are free", uid="later"))
+        await eventually(lambda: len(fake.of(path)) == 5)
+        assert len({each.body["metadata"]["name"] for each in fake.asked}) == 3
+        group.cancel_scope.cancel()

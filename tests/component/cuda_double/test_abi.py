@@ -25,7 +25,8 @@ def test_every_symbol_of_the_header_is_exported(library: Path, release: str) -> 
         ["nm", "--dynamic", "--defined-only", str(library)], capture_output=True, text=True, check=True
     ).stdout
     exported = {line.split()[-1] for line in text.splitlines()}
-    assert exported == {point.symbol for point in entry_points(release)}
+    # Beside the driver's: for programs that live by the clock of the simulated GPUs.
+    assert exported - {"gna_sim_now", "gna_sim_wait"} == {point.symbol for point in entry_points(release)}
 
 
 def test_nothing_newer_than_glibc_2_17_is_needed(library: Path) -> None:

@@ -30,6 +30,7 @@ class ClusterApi:
     bindings: list[Object] = field(default_factory=list)
     labels_work: bool = True
     label_writes: list[tuple[str, Object]] = field(default_factory=list)  # pod, and the labels it is to get
+    events: dict[str, Object] = field(default_factory=dict)  # of pods, by name
     refuse: int = 0
     lose_answers: bool = False  # bind, and answer 500
     leases_work: bool = True
@@ -89,15 +90,19 @@ class ClusterApi:
         if kind == "pods":
             await self.pods_listed.wait_for(bool)
         bound_only = "spec.nodeName!=" in request.query.get("fieldSelector", "")
+        unbound_only = "spec.nodeName=," in request.query.get("fieldSelector", "")
         items = list((self.nodes if kind == "nodes" else self.pods).values())
         begin = len(self._events)
         if request.query.get("watch") != "true":
-            kept = [one for one in items if not bound_only or one["spec"]["nodeName"]]
+            wanted = {True} if bound_only else {False} if unbound_only else {True, False}
+            kept = [one for one in items if kind == "nodes" or bool(one["spec"]["nodeName"]) in wanted]
             return web.json_response({"metadata": {"resourceVersion": "1"}, "items": kept})
         response = web.StreamResponse()
         await response.prepare(request)
 
         async def send(event: Mapping[str, Any]) -> None:
+            if unbound_only and event["type"] != "BOOKMARK" and event["object"]["spec"]["nodeName"]:
+                event = {**event, "type": "DELETED"}  # as a watch says it of what its selector lets go
             if not bound_only or event["type"] == "BOOKMARK" or event["object"]["spec"]["nodeName"]:
                 await response.write(json.dumps(event).encode() + b"\n")
 
@@ -152,6 +157,14 @@ class ClusterApi:
         self.update(pod)
         return _status(500, "the answer was lost") if self.lose_answers else _status(201, "")
 
+    async def _event(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        name = body["metadata"]["name"]
+        if name in self.events:
+            return _status(409, f"events {name} already exists")
+        self.events[name] = body
+        return web.json_response(body, status=201)
+
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         if not self.leases_work:
             return _status(503, "no storage")
@@ -183,6 +196,7 @@ class ClusterApi:
         app.router.add_get(pod, self._pod)
         app.router.add_patch(pod, self._label)
         app.router.add_post(pod + "/binding", self._bind)
+        app.router.add_post("/api/v1/namespaces/ns/events", self._event)
         app.router.add_post(leases, self._lease)
         app.router.add_route("*", leases + "/{name}", self._lease)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

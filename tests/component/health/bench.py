@@ -1,4 +1,4 @@
-"""The watching half of the agent over a simulated machine, in one process: actor, guard, list plugin."""
+"""The watching half of the agent over a simulated machine, in one process: actor, monitor, list plugin."""
 
 import tempfile
 import time
@@ -14,7 +14,7 @@ import anyio.to_thread
 from agent import settings
 from agent._proto import v1beta1
 from agent.inventory.actor import Inventory
-from agent.inventory.gpu_monitor import Guard
+from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.rules import rules_from
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
@@ -25,7 +25,7 @@ from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.nvml.binding import Binding
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.plugins.inject import Injector
 from agent.plugins.pgpu import PgpuPlugin
 from agent.simulator.machine import SimulatedMachine
@@ -77,7 +77,7 @@ class Watched:
 
     machine: SimulatedMachine
     inventory: Inventory
-    guard: Guard
+    gpu_monitor: GpuMonitor
     supervisor: Supervisor
     lists: list[dict[str, bool]] = field(default_factory=list)
 
@@ -150,13 +150,13 @@ async def watching(
         loaded = settings.load(None, {}, flags)
         inventory = Inventory(rules_from(loaded.health))
         supervisor = Supervisor()
-        calls = Lane("calls")
-        guard = Guard(loaded, nvml or FACE.nvml(machine), calls, inventory, supervisor)
-        watched = Watched(machine, inventory, guard, supervisor)
+        calls = WorkerThread("calls")
+        gpu_monitor = GpuMonitor(loaded, nvml or FACE.nvml(machine), calls, inventory, supervisor)
+        watched = Watched(machine, inventory, gpu_monitor, supervisor)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(inventory.run)
-                await guard.start(group)
+                await gpu_monitor.start(group)
                 group.start_soon(_collect, watched, loaded)
                 if ready:
                     await _ready(watched, without_events)
@@ -164,19 +164,19 @@ async def watching(
                 group.cancel_scope.cancel()
         finally:
             calls.close()
-            guard.close()
+            gpu_monitor.close()
 
 
 async def _ready(watched: Watched, without_events: int) -> None:
     snapshot = watched.inventory.snapshot
     with anyio.fail_after(10):
         await snapshot.wait_for(lambda now: now.problem is None and bool(now.topology.gpus))
-        while len(watched.guard.events.watched) + without_events < len(snapshot.value.gpus):
+        while len(watched.gpu_monitor.events.watched) + without_events < len(snapshot.value.gpus):
             await anyio.sleep(0.01)
 
 
 async def _collect(watched: Watched, loaded: settings.Settings) -> None:
-    """The pGPU plugin with all GPUs sold whole, and every list that it publishes."""
+    """The pGPU plugin with all GPUs offered whole, and every list that it publishes."""
     modes: Cell[Assignment] = Cell(Assignment())
     record = HoldingsWatch(PodResources(Path("nobody listens here")))
     plugin = PgpuPlugin(watched.inventory.snapshot, modes, record, Injector(loaded))

@@ -29,7 +29,7 @@ async def test_a_gpu_that_is_lost_in_silence_is_found_and_returns() -> None:
         assert not watched.state(3).healthy
         await watched.until(3, HEALTHY)
         watched.steady(0, 1, 2, 4, 5, 6, 7)
-        assert watched.guard.events.watched == frozenset(watched.machine.uuids)
+        assert watched.gpu_monitor.events.watched == frozenset(watched.machine.uuids)
 
 
 async def test_a_gpu_that_fell_off_the_bus_and_came_back_passes_probation() -> None:
@@ -112,10 +112,10 @@ async def test_the_drivers_own_verdict_is_read_at_each_xid_and_followed() -> Non
 async def test_each_class_of_xid(xid: int, states: tuple[HealthState, ...]) -> None:
     async with watching("t4-4") as watched:
         seen: list[HealthState] = []
-        watched.inventory.tally.listeners.append(lambda change: seen.append(change.after))
+        watched.inventory.counters.listeners.append(lambda change: seen.append(change.after))
         watched.machine.xid(0, xid)
         await anyio.sleep(0.1)
-        assert watched.inventory.tally.xids[watched.machine.uuid(0), xid] == 1
+        assert watched.inventory.counters.xids[watched.machine.uuid(0), xid] == 1
         await anyio.sleep(1.5)
         assert tuple(seen) == states
         watched.steady(1, 2, 3)
@@ -139,7 +139,7 @@ async def test_an_event_wait_that_fails_for_ever_is_told_once_and_probing_goes_o
     async with watching() as watched:
         watched.machine.fail("nvmlEventSetWait", NvmlCode.UNKNOWN)
         await anyio.sleep(2.5)
-        before = watched.guard.events.failures
+        before = watched.gpu_monitor.events.failures
         assert 1 <= before <= 8
         assert sum(entry["event"] == "event_wait_failing" for entry in logs) == 1
         lists = len(watched.lists)
@@ -150,7 +150,7 @@ async def test_an_event_wait_that_fails_for_ever_is_told_once_and_probing_goes_o
         watched.steady(0, 1, 2, 4, 5, 6, 7)
         watched.machine.clear_faults()
         with anyio.fail_after(15):
-            while len(watched.guard.events.watched) < 7:
+            while len(watched.gpu_monitor.events.watched) < 7:
                 await anyio.sleep(0.05)
         watched.machine.xid(0, 48)
         await watched.until(0, UNHEALTHY, deadline=2)
@@ -158,14 +158,14 @@ async def test_an_event_wait_that_fails_for_ever_is_told_once_and_probing_goes_o
 
 async def test_a_gpu_without_events_is_watched_by_probing_alone(logs: Logs) -> None:
     async with watching("t4-4") as watched:
-        assert len(watched.guard.events.watched) == 4
+        assert len(watched.gpu_monitor.events.watched) == 4
     machine = watched.machine
     machine.gpu(2).supported_events = 0
     async with watching(machine, without_events=1) as watched:
         with anyio.fail_after(15):  # a GPU that is lost before it is asked is no GPU without events
             while not any(entry["event"] == "gpu_events_unsupported" for entry in logs):
                 await anyio.sleep(0.02)
-        assert machine.uuid(2) not in watched.guard.events.watched
+        assert machine.uuid(2) not in watched.gpu_monitor.events.watched
         machine.lose(2)
         await watched.until(2, UNHEALTHY, deadline=5)
     assert sum(entry["event"] == "gpu_events_unsupported" for entry in logs) == 1

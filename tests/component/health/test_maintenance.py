@@ -52,7 +52,7 @@ async def test_a_release_closes_nvml_after_the_lists_and_ends_by_itself() -> Non
     async with watching(machine, nvml=nvml) as watched:
         machine.xid(1, 119)
         await watched.until(1, HealthState.UNHEALTHY)
-        watched.guard.release(1.5)
+        watched.gpu_monitor.release(1.5)
         with anyio.fail_after(4):
             await watched.settled(lambda now: now.released_until is not None)
             assert all(not state.healthy for state in watched.snapshot.gpus)
@@ -69,7 +69,7 @@ async def test_a_release_closes_nvml_after_the_lists_and_ends_by_itself() -> Non
 async def test_a_release_can_be_ended_and_lasts_over_a_restart(tmp_path: Path) -> None:
     machine = SimulatedMachine.create("l40s-2")
     async with watching(machine, state=tmp_path) as watched:
-        watched.guard.release(600)
+        watched.gpu_monitor.release(600)
         await watched.settled(lambda now: now.released_until is not None)
         file = tmp_path / "verdicts.json"
         with anyio.fail_after(3):
@@ -83,7 +83,7 @@ async def test_a_release_can_be_ended_and_lasts_over_a_restart(tmp_path: Path) -
         assert {entry[machine.uuid(1)] for entry in watched.lists if entry} == {False}
         await anyio.sleep(0.3)
         assert not nvml.is_open()
-        watched.guard.end_release()
+        watched.gpu_monitor.end_release()
         await watched.settled(lambda now: now.problem is None)
         assert all(state.healthy for state in watched.snapshot.gpus)
 
@@ -93,7 +93,7 @@ async def commanded(nvml: Counted, folder: Path) -> AsyncIterator[Callable[..., 
     """A watched machine and the agent's socket; yields what sends a command and answers its result."""
     async with watching(nvml.machine, nvml=nvml) as watched:
         server = ControlServer(folder / "agent.sock")
-        sources = SimpleNamespace(inventory=watched.inventory, guard=watched.guard)
+        sources = SimpleNamespace(inventory=watched.inventory, gpu_monitor=watched.gpu_monitor)
         Commands(cast("StatusSources", sources)).add_to(server)
 
         async def ask(command: str, **arguments: object) -> Any:
@@ -135,7 +135,7 @@ async def test_a_driver_that_does_not_fit_ends_the_agent_in_words() -> None:
     caught: BaseException | None = None
     try:
         async with watching(machine) as watched:
-            watched.guard.release(0.3)
+            watched.gpu_monitor.release(0.3)
             await watched.settled(lambda now: now.released_until is not None)
             machine.driver_mismatch()
             await anyio.sleep(10)

@@ -132,7 +132,7 @@ async def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, logs
         watched.machine.xid(0, 48)
         await watched.until(0, UNHEALTHY)
         await watched.until(0, HEALTHY)
-        assert watched.guard.keeper.problem
+        assert watched.gpu_monitor.persistence.problem
     assert [entry["event"] for entry in logs].count("verdicts_not_kept") == 1
 
 
@@ -178,7 +178,7 @@ async def test_the_kernel_log_says_of_an_nvlink_xid_what_its_number_does_not(tmp
             await watched.until(1, HealthState.SUSPECT, deadline=3)
             await watched.settled(lambda now: now.by_uuid[machine.uuid(2)].health.fault.told is not None)
             assert watched.state(2).health.state is UNHEALTHY
-            assert watched.inventory.tally.xids[machine.uuid(0), 145] == 1  # and not once more by its line
+            assert watched.inventory.counters.xids[machine.uuid(0), 145] == 1  # and not once more by its line
             watched.steady(3)
     finally:
         os.close(keep)

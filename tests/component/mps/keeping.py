@@ -16,7 +16,7 @@ from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.nvml.port import ComputeMode
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
@@ -55,12 +55,14 @@ class Modes:
 class Reports:
     """What the supervisor told people."""
 
-    told: list[tuple[Kind, str, str, frozenset[int]]] = field(default_factory=list)
+    told: list[tuple[EventReason, str, str, frozenset[int]]] = field(default_factory=list)
 
-    def __call__(self, kind: Kind, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+    def __call__(
+        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
+    ) -> None:
         self.told.append((kind, uuid, message, pids))
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[EventReason]:
         return [kind for kind, *_ in self.told]
 
 

@@ -18,7 +18,7 @@ from agent.mps.control import Control
 from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused
-from agent.mps.status import DaemonState, Kind
+from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 
@@ -135,7 +135,7 @@ async def test_a_hung_daemon_is_replaced_though_its_idle_server_lives(
         with halted(before.pid), anyio.fail_after(30):
             await daemon.status.wait_for(lambda status: status.serving and status.pid != before.pid)
         assert server not in await servers_of(daemon)
-        assert bench.reports.kinds() == [Kind.FAILED, Kind.RECOVERED]
+        assert bench.reports.kinds() == [EventReason.FAILED, EventReason.RECOVERED]
     await daemon.stop()
 
 

@@ -14,12 +14,12 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps import daemon_manager, processes
 from agent.mps.binary import Program
 from agent.mps.compute import RECORD
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports
-from tests.component.mps.test_fleet import daemons, gpu, running
+from tests.component.mps.test_daemon_manager import daemons, gpu, running
 
 ONE = gpu(0)
 EXCLUSIVE, DEFAULT = ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.DEFAULT
@@ -34,17 +34,19 @@ class Node:
         self.modes, self.reports = Modes(), Reports()
         self.folders = Directories.of(run, ONE.uuid)
 
-    def agent(self, exclusive: bool = True) -> Fleet:
+    def agent(self, exclusive: bool = True) -> DaemonManager:
         options = replace(OPTIONS, exclusive=exclusive)
-        return Fleet(self.run, lambda: self.program, self.modes, self.reports, options, set_up_seconds=20.0)
+        return DaemonManager(
+            self.run, lambda: self.program, self.modes, self.reports, options, set_up_seconds=20.0
+        )
 
     @property
     def mode(self) -> ComputeMode:
         return self.modes.modes.get(ONE.uuid, DEFAULT)
 
-    async def left_by_an_agent(self, fleet: Fleet, each: Gpu = ONE) -> None:
-        async with running(fleet):
-            await fleet.set_up(each)
+    async def left_by_an_agent(self, manager: DaemonManager, each: Gpu = ONE) -> None:
+        async with running(manager):
+            await manager.set_up(each)
         assert self.modes.modes[each.uuid] is EXCLUSIVE
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -70,28 +72,28 @@ async def test_exclusive_mode_is_given_back(node: Node, restarted: bool, mode: M
 
     Off is what GPUs of a node in mode mps are once MPS was switched off by the chart's values.
     """
-    fleet = node.agent()
-    await node.left_by_an_agent(fleet)
+    manager = node.agent()
+    await node.left_by_an_agent(manager)
     if restarted:
-        fleet = node.agent()
-    async with running(fleet, sold_as(mode)):
+        manager = node.agent()
+    async with running(manager, sold_as(mode)):
         node.modes.away = True
-        await fleet.tear_down(ONE)
+        await manager.tear_down(ONE)
         assert await daemons(node.run, ONE.uuid) == []
         assert node.mode is EXCLUSIVE
-        assert [kind for kind, *_ in node.reports.told] == [Kind.LEFT]
-        assert "NVML did not answer" in fleet.leftovers[ONE.uuid]
+        assert [kind for kind, *_ in node.reports.told] == [EventReason.LEFT]
+        assert "NVML did not answer" in manager.leftovers[ONE.uuid]
         node.modes.away = False
         await node.until(lambda: node.mode is DEFAULT)
-        await node.until(lambda: not fleet.leftovers)
+        await node.until(lambda: not manager.leftovers)
     assert len(node.reports.told) == 1  # once, however often it was tried
 
 
 async def test_a_lost_gpu_is_given_up_until_it_comes_back(node: Node) -> None:
-    await node.left_by_an_agent(fleet := node.agent())
+    await node.left_by_an_agent(manager := node.agent())
     node.modes.lost.add(ONE.uuid)
-    async with running(fleet, sold_as(Mode.PGPU)):
-        await fleet.tear_down(ONE)
+    async with running(manager, sold_as(Mode.PGPU)):
+        await manager.tear_down(ONE)
         assert not await anyio.Path(node.folders.pipe).exists()
         assert not node.reports.told
         node.modes.lost.clear()
@@ -103,55 +105,55 @@ async def test_a_daemon_that_cannot_be_ended_keeps_its_mode_and_is_told_of(
 ) -> None:
     """MPS was switched off by the chart's values: the agent is in a PID namespace of its own from then on."""
     await node.left_by_an_agent(node.agent())
-    fleet = node.agent()
+    manager = node.agent()
     with monkeypatch.context() as patch:
         patch.setattr(processes, "_own", lambda *_, **__: False)
-        async with running(fleet, sold_as(Mode.PGPU)):
-            await node.until(lambda: ONE.uuid in fleet.leftovers)
+        async with running(manager, sold_as(Mode.PGPU)):
+            await node.until(lambda: ONE.uuid in manager.leftovers)
             await anyio.sleep(0.5)
-    assert [kind for kind, *_ in node.reports.told] == [Kind.LEFT]
+    assert [kind for kind, *_ in node.reports.told] == [EventReason.LEFT]
     assert "by hand: echo quit | CUDA_MPS_PIPE_DIRECTORY=" in node.reports.told[0][2]
     assert node.mode is EXCLUSIVE
     assert len(await daemons(node.run, ONE.uuid)) == 1
     assert await anyio.Path(node.folders.pipe).exists()
-    async with running(fleet, sold_as(Mode.OFF)):
-        await node.until(lambda: node.mode is DEFAULT and ONE.uuid not in fleet.leftovers)
+    async with running(manager, sold_as(Mode.OFF)):
+        await node.until(lambda: node.mode is DEFAULT and ONE.uuid not in manager.leftovers)
     assert not await anyio.Path(node.folders.pipe).exists()
 
 
 async def test_an_administrators_own_mode_is_told_of_and_left(node: Node) -> None:
-    fleet = node.agent()
+    manager = node.agent()
     node.modes.modes[ONE.uuid] = EXCLUSIVE
-    async with running(fleet, sold_as(Mode.PGPU)) as assignment:
+    async with running(manager, sold_as(Mode.PGPU)) as assignment:
         await node.until(lambda: bool(node.reports.told))
-        assert [kind for kind, *_ in node.reports.told] == [Kind.OTHERS_MODE]
+        assert [kind for kind, *_ in node.reports.told] == [EventReason.OTHERS_MODE]
         # It is as it was after the GPU has been in mode mps.
-        await fleet.set_up(ONE)
+        await manager.set_up(ONE)
         assignment.publish(Assignment({ONE.uuid: GpuMode(Mode.MPS)}))
-        await fleet.tear_down(ONE)
+        await manager.tear_down(ONE)
         assignment.publish(Assignment({ONE.uuid: GpuMode(Mode.PGPU)}))
         await node.until(lambda: len(node.reports.told) == 2)
         assert node.mode is EXCLUSIVE
         # Once they have put it right, nothing is told of any more.
         node.modes.modes[ONE.uuid] = DEFAULT
-        await node.until(lambda: not fleet.leftovers)
+        await node.until(lambda: not manager.leftovers)
 
 
 async def test_daemons_of_agents_that_kept_no_record_are_given_back(node: Node) -> None:
     await node.left_by_an_agent(node.agent())
     await anyio.to_thread.run_sync((node.folders.root / RECORD).unlink)
-    async with running(fleet := node.agent()):
-        await fleet.set_up(ONE)
-        await fleet.tear_down(ONE)
+    async with running(manager := node.agent()):
+        await manager.set_up(ONE)
+        await manager.tear_down(ONE)
     assert node.mode is DEFAULT
 
 
 async def test_it_is_given_back_though_the_configuration_wants_none_any_more(node: Node) -> None:
     await node.left_by_an_agent(node.agent())
-    async with running(fleet := node.agent(exclusive=False)):
-        await fleet.set_up(ONE)
-        await fleet.tear_down(ONE)
+    async with running(manager := node.agent(exclusive=False)):
+        await manager.set_up(ONE)
+        await manager.tear_down(ONE)
         assert node.mode is DEFAULT
-        await fleet.set_up(ONE)
+        await manager.set_up(ONE)
         assert node.mode is DEFAULT
-        await fleet.tear_down(ONE)
+        await manager.tear_down(ONE)

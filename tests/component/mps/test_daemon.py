@@ -16,7 +16,7 @@ from agent.mps import following, serverlog
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
-from agent.mps.status import DaemonState, Kind
+from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import (
     OPTIONS,
@@ -108,7 +108,7 @@ async def test_killed_daemon_is_restarted_and_told(program: Program, run_folder:
         second = await reached(daemon, DaemonState.SERVING)
         assert second.pid != first.pid
         assert second.restarts == 1
-        assert bench.reports.kinds() == [Kind.FAILED, Kind.RECOVERED]
+        assert bench.reports.kinds() == [EventReason.FAILED, EventReason.RECOVERED]
     await daemon.stop()
 
 
@@ -250,7 +250,7 @@ async def test_fault_in_the_server_log_and_recovery(
         )
         after = await reached(daemon, DaemonState.SERVING)
         assert after.faults == 1
-        assert bench.reports.kinds() == [Kind.FAULT, Kind.RECOVERED]
+        assert bench.reports.kinds() == [EventReason.FAULT, EventReason.RECOVERED]
     await daemon.stop()
 
 
@@ -266,7 +266,7 @@ async def test_a_fault_is_told_without_a_look_at_the_clock(
         word.say("FAULT")
         await anyio.to_thread.run_sync(_tell, daemon.folders.log, FATAL)
         await reached(daemon, DaemonState.FAULT)
-        assert bench.reports.kinds() == [Kind.FAULT]
+        assert bench.reports.kinds() == [EventReason.FAULT]
         word.say("ACTIVE")
         await anyio.to_thread.run_sync(_tell, daemon.folders.log, RECREATED)
         await reached(daemon, DaemonState.SERVING)
@@ -344,6 +344,6 @@ async def test_program_that_cannot_run_is_told_and_tried_again(run_folder: Path,
         with anyio.fail_after(20):
             status = await daemon.status.wait_for(lambda status: status.restarts >= 2)
         assert "no libcuda here" in status.reason
-        assert bench.reports.kinds()[0] is Kind.FAILED
+        assert bench.reports.kinds()[0] is EventReason.FAILED
     await daemon.stop()
     assert bench.modes.modes[UUID] is ComputeMode.DEFAULT

@@ -19,7 +19,7 @@ from agent.mps.sweep import sweep
 from agent.mps.upkeep import Upkeep
 from tests.component.mps.keeping import OPTIONS, UUID, Modes
 from tests.component.mps.pods import NOBODY, Container
-from tests.component.mps.test_fleet import fleet_of, gpu, running
+from tests.component.mps.test_daemon_manager import gpu, manager_of, running
 from tests.component.mps.test_folders import started_by_hand
 
 MIB = 1 << 20
@@ -151,20 +151,20 @@ async def test_running_daemons_are_kept_up(
     folders = Directories.of(run_folder, one.uuid)
     await anyio.to_thread.run_sync(folders.make)
     await anyio.to_thread.run_sync(started_by_hand, newest, folders)
-    fleet = fleet_of(run_folder, newest, Modes())
-    upkeep = Upkeep(fleet, run_folder, 2 * OPTIONS.shared_memory, lambda _: False)
-    async with running(fleet):
-        await fleet.set_up(one)
-        before = fleet.status(one.uuid)
+    manager = manager_of(run_folder, newest, Modes())
+    upkeep = Upkeep(manager, run_folder, 2 * OPTIONS.shared_memory, lambda _: False)
+    async with running(manager):
+        await manager.set_up(one)
+        before = manager.status(one.uuid)
         assert before.adopted
         assert before.pid
         assert await anyio.to_thread.run_sync(launch.exposed, before.pid, folders)
         await upkeep.look(one.uuid, before, sweeping=True)
         with anyio.fail_after(20):
-            await fleet.statuses.wait_for(
+            await manager.statuses.wait_for(
                 lambda now: now[one.uuid].serving and now[one.uuid].pid not in (None, before.pid)
             )
-        after = fleet.status(one.uuid)
+        after = manager.status(one.uuid)
         assert after.pid
         assert not await anyio.to_thread.run_sync(launch.exposed, after.pid, folders)
         (folders.pipe / "control").unlink()
@@ -178,7 +178,7 @@ async def test_running_daemons_are_kept_up(
         assert not (folders.shm / "left").exists()
         found = os.statvfs(folders.shm)
         assert found.f_blocks * found.f_frsize == 2 * OPTIONS.shared_memory
-        await fleet.tear_down(one)
+        await manager.tear_down(one)
 
 
 async def test_a_daemon_that_works_where_pods_write_keeps_its_sockets(
@@ -189,12 +189,12 @@ async def test_a_daemon_that_works_where_pods_write_keeps_its_sockets(
     folders = Directories.of(run_folder, one.uuid)
     await anyio.to_thread.run_sync(folders.make)
     await anyio.to_thread.run_sync(started_by_hand, newest, folders)
-    fleet = fleet_of(run_folder, newest, Modes())
-    upkeep = Upkeep(fleet, run_folder, OPTIONS.shared_memory, lambda _: True)
-    async with running(fleet):
-        await fleet.set_up(one)
-        status = fleet.status(one.uuid)
-        daemon = fleet.daemon(one.uuid)
+    manager = manager_of(run_folder, newest, Modes())
+    upkeep = Upkeep(manager, run_folder, OPTIONS.shared_memory, lambda _: True)
+    async with running(manager):
+        await manager.set_up(one)
+        status = manager.status(one.uuid)
+        daemon = manager.daemon(one.uuid)
         assert daemon
 
         async def used(*_: object, **__: object) -> Survey:
@@ -204,7 +204,7 @@ async def test_a_daemon_that_works_where_pods_write_keeps_its_sockets(
         (folders.pipe / "control").unlink()
         (folders.pipe / "control").symlink_to("/etc/passwd")
         await upkeep.look(one.uuid, status, sweeping=False)
-        assert fleet.status(one.uuid).pid == status.pid
+        assert manager.status(one.uuid).pid == status.pid
         assert (folders.pipe / "control").samefile(folders.own / "control")
         assert await daemon.control.alive() == 100
-        await fleet.tear_down(one)
+        await manager.tear_down(one)

@@ -20,7 +20,7 @@ from agent.mps.binary import CONTROL, Program
 from agent.mps.control import environment
 from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
-from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, Word, daemons_of, reached
 
 TENANT = 65534
@@ -129,8 +129,8 @@ async def test_forged_log_is_no_verdict(
         await anyio.to_thread.run_sync(inject, fifo, FATAL, RECREATED)
         await reached(daemon, DaemonState.SERVING)
         assert [(kind, pids) for kind, _, _, pids in bench.reports.told] == [
-            (Kind.FAULT, frozenset()),  # nobody whom a line names without being a client
-            (Kind.RECOVERED, frozenset()),
+            (EventReason.FAULT, frozenset()),  # nobody whom a line names without being a client
+            (EventReason.RECOVERED, frozenset()),
         ]
     await daemon.stop()
 
@@ -176,7 +176,7 @@ async def test_default_percentage_is_restored(program: Program, run_folder: Path
             assert not bench.reports.told
             await daemon.control.set_default_percentage(1)
         with anyio.fail_after(20):
-            while Kind.SETTING not in bench.reports.kinds():
+            while EventReason.SETTING not in bench.reports.kinds():
                 await anyio.sleep(0.05)
         assert await daemon.control.alive() == 100
         assert "set the default active thread percentage to 1" in bench.reports.told[0][2]
@@ -185,7 +185,7 @@ async def test_default_percentage_is_restored(program: Program, run_folder: Path
         with anyio.fail_after(20):
             while await daemon.control.alive() != 100:
                 await anyio.sleep(0.05)
-        assert bench.reports.kinds() == [Kind.SETTING]
+        assert bench.reports.kinds() == [EventReason.SETTING]
         assert daemon.status.value.serving
     await daemon.stop()
 
@@ -240,7 +240,7 @@ async def test_false_daemon_is_not_adopted(newest: Program, run_folder: Path, fa
             pids.add(status.pid)
             assert {each.pid for each in await daemons_of(daemon)} == pids
         assert [(kind, named) for kind, _, _, named in bench.reports.told] == [
-            (Kind.IMPOSTOR, frozenset({false_daemon}))
+            (EventReason.IMPOSTOR, frozenset({false_daemon}))
         ]
         bench.reports.told.clear()
     assert status.adopted

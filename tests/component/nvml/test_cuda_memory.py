@@ -7,6 +7,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from agent.nvml.errors import NvmlCode, NvmlNotSupported
 from tests.component.nvml.conftest import Faces
 from tests.cuda_double.build import build
 from tests.cuda_double.layout import STATE_VARIABLE
@@ -96,6 +97,19 @@ def test_a_limit_of_a_cgroup_is_set_read_and_cleared(limits: Limits) -> None:
     limits.set(0, 2**64 - 1)
     with pytest.raises(pynvml.NVMLError_NotFound):
         limits.get()
+
+
+def test_both_faces_limit_cgroups_alike(faces: Faces, limits: Limits, tmp_path: Path) -> None:
+    uuid, cgroup = faces.uuids[1], tmp_path / "cgroup"
+    assert faces.agree("memory_limit", uuid, cgroup) is None
+    faces.agree("set_memory_limit", uuid, cgroup, 1024 * MIB)
+    assert faces.agree("memory_limit", uuid, cgroup) == 1024 * MIB
+    assert limits.get()[:2] == (0, 1024 * MIB)  # nothing is reserved
+    assert faces.agree("memory_limit", uuid, tmp_path) is None
+    faces.machine.mapping.state.driver_version = b"614.99"
+    refused = (NvmlNotSupported, NvmlCode.NOT_SUPPORTED)
+    assert faces.agree("memory_limit", uuid, cgroup) == (*refused, "nvmlDeviceGetMemoryLimits")
+    assert faces.agree("set_memory_limit", uuid, cgroup, MIB) == (*refused, "nvmlDeviceSetMemoryLimits")
 
 
 def test_a_limit_that_cannot_be_is_refused(faces: Faces, limits: Limits, tmp_path: Path) -> None:

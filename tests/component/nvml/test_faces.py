@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
-from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleWish
+from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleRequest
 from agent.nvml.sampling import mean_use
 from agent.simulator.calls import CALLS
 from agent.simulator.machine import SimulatedMachine
@@ -72,7 +72,7 @@ def test_processes_clocks_and_links(faces: Faces) -> None:
         machine.processes.start(slot, 3000 + slot, ProcessKind.GRAPHICS, 10)
         machine.processes.work(2000 + slot, 37)
     for slot, uuid in enumerate(faces.uuids):
-        sample = faces.agree("sample", uuid, SampleWish(0, pcie=True))
+        sample = faces.agree("sample", uuid, SampleRequest(0, pcie=True))
         assert isinstance(sample, Sample)
         assert sample.processes is not None
         volta = machine.gpu(uuid).cc_major >= 7
@@ -81,7 +81,7 @@ def test_processes_clocks_and_links(faces: Faces) -> None:
         assert sample.busy == ((2000 + slot, 0.37),)
         assert sample.throttle == 0x68
         assert sample.pcie_bytes_per_second == (1000 * 1024.0, (2000 + slot) * 1024.0)
-        assert faces.agree("sample", uuid, SampleWish(sample.newest_us)) != sample
+        assert faces.agree("sample", uuid, SampleRequest(sample.newest_us)) != sample
         gpu = machine.gpu(uuid)
         if gpu.link_count:
             assert sample.nvlink is not None
@@ -91,7 +91,7 @@ def test_processes_clocks_and_links(faces: Faces) -> None:
 
 def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
     uuid = faces.uuids[0]
-    whole = faces.agree("sample", uuid, SampleWish(0))
+    whole = faces.agree("sample", uuid, SampleRequest(0))
     for call in (
         "nvmlDeviceGetClockInfo",
         "nvmlDeviceGetCurrentClocksEventReasons",
@@ -102,7 +102,7 @@ def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
         "nvmlDeviceGetEnforcedPowerLimit",
     ):
         fault = faces.machine.fail(call, NvmlCode.FUNCTION_NOT_FOUND)
-        sample = faces.agree("sample", uuid, SampleWish(0))
+        sample = faces.agree("sample", uuid, SampleRequest(0))
         assert isinstance(sample, Sample)
         assert sample.memory_total_bytes
         assert sample.power_watts
@@ -111,7 +111,7 @@ def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
 
 
 def test_counters_are_left_out_when_not_wished(faces: Faces) -> None:
-    sample = faces.agree("sample", faces.uuids[0], SampleWish(0, counters=False))
+    sample = faces.agree("sample", faces.uuids[0], SampleRequest(0, counters=False))
     assert isinstance(sample, Sample)
     assert (sample.energy_joules, sample.ecc_corrected, sample.nvlink) == (None, None, None)
     assert sample.power_watts is not None

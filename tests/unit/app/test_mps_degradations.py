@@ -33,7 +33,7 @@ class Scene:
         self.injector = Injector(configuration)
         self.assignment = Cell(Assignment({self.uuid: GpuMode(Mode.MPS)}))
         self.status = DaemonStatus(DaemonState.SERVING, multi_user=True)
-        self.fleet: Any = SimpleNamespace(statuses=Cell({}), leftovers={})
+        self.manager: Any = SimpleNamespace(statuses=Cell({}), leftovers={})
 
     def _event(self, reason: str, text: str, warning: bool) -> None:
         assert warning
@@ -44,8 +44,8 @@ class Scene:
         self.injector.looked.publish(software)
 
     def remarks(self) -> list[str]:
-        self.fleet.statuses.publish({self.uuid: self.status})
-        return remarks(cast("Any", self.agent), self.fleet, self.injector, self.assignment)()
+        self.manager.statuses.publish({self.uuid: self.status})
+        return remarks(cast("Any", self.agent), self.manager, self.injector, self.assignment)()
 
 
 async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
@@ -63,7 +63,7 @@ async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
         await anyio.wait_all_tasks_blocked()
         assert scene.events == [("MPSCapsAdvisory", remark)]
         scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.PGPU)}))
-        assert not scene.remarks()  # nothing is sold by them
+        assert not scene.remarks()  # nothing is offered by them
         scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.MPS)}))
         scene.seen(NEW)
         await anyio.wait_all_tasks_blocked()
@@ -92,7 +92,7 @@ def test_refused_root_where_one_user_is_served_at_a_time_is_told_of() -> None:
 def test_what_stands_in_the_way_of_a_gpu_names_it_by_its_index() -> None:
     scene = Scene()
     scene.seen(NEW)
-    scene.fleet.leftovers |= {scene.uuid: "compute mode DEFAULT cannot be set", "GPU-gone": "it is away"}
+    scene.manager.leftovers |= {scene.uuid: "compute mode DEFAULT cannot be set", "GPU-gone": "it is away"}
     assert sorted(scene.remarks()) == [
         "GPU 0: compute mode DEFAULT cannot be set",
         "GPU GPU-gone: it is away",

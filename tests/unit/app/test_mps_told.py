@@ -11,7 +11,7 @@ from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 from tests.unit.pairing.kubelet_model import machine
 
 
@@ -37,18 +37,18 @@ def agent_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[Any, str
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
     told: list[tuple[str, str, bool]] = []
     agent, uuid = agent_of(told, "one", "two")
-    _Told(agent)(Kind.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
+    _Told(agent)(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
     ((reason, text, warning),) = told
     assert (reason, warning) == ("MPSFault", True)
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
-    assert "default/one, default/two must be started anew" in text
+    assert "default/one, default/two must be restarted" in text
     assert text.endswith("the log names process 4711")
 
 
 def test_recovery_is_no_warning_and_concerns_no_pod() -> None:
     told: list[tuple[str, str, bool]] = []
     agent, uuid = agent_of(told, "one")
-    _Told(agent)(Kind.RECOVERED, uuid, "the MPS control daemon serves again")
+    _Told(agent)(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
     assert told == [("MPSRecovered", f"GPU 1 ({uuid}): the MPS control daemon serves again", False)]
 
 

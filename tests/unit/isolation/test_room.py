@@ -9,7 +9,8 @@ import pytest
 from agent.isolation import library as libraries
 from agent.isolation.errors import FolderUnusable, LibraryUnusable
 from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
-from agent.isolation.room import GRACE_SECONDS, Isolation, Policy, Request
+from agent.isolation.limits import Admission, Policy, Request
+from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -63,7 +64,7 @@ def request(pod: str, first: int = 0, count: int = 4) -> Request:
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
     await node.isolation.start()
     assert node.isolation.problem is None
-    binds = {each.container_path: each for each in await node.isolation.admit(request("a"))}
+    binds = {each.container_path: each for each in (await node.isolation.admit(request("a"))).binds}
     library = next(path for path in binds if path.endswith(".so"))
     assert binds.keys() == {
         library,
@@ -167,7 +168,7 @@ async def test_while_nobody_knows_who_holds_what_all_folders_stay(node: Node) ->
 
 async def test_limits_are_found_again_after_a_restart_and_their_files_are_the_same(node: Node) -> None:
     await node.isolation.start()
-    binds = await node.isolation.admit(request("a"))
+    binds = (await node.isolation.admit(request("a"))).binds
     inodes = [each.host_path.stat().st_ino for each in binds]
     before = dict(node.isolation.containers.value)
     node.holding(("a", units()))
@@ -177,7 +178,7 @@ async def test_limits_are_found_again_after_a_restart_and_their_files_are_the_sa
     node.now = 2 * GRACE_SECONDS
     await node.isolation.tidy()
     assert [each.host_path.stat().st_ino for each in binds] == inodes
-    newer = await node.isolation.admit(request("b", first=100))
+    newer = (await node.isolation.admit(request("b", first=100))).binds
     assert newer[0].host_path != binds[0].host_path
     # The old library goes with its last container.
     node.holding(("b", units(100)))
@@ -228,14 +229,14 @@ async def test_a_damaged_limit_file_is_mended_at_the_start(node: Node) -> None:
 async def test_a_namespace_without_the_library_gets_nothing(node: Node, policy: Policy) -> None:
     node.namespaces["default"] = policy
     await node.isolation.start()
-    assert await node.isolation.admit(request("a")) == ()
+    assert await node.isolation.admit(request("a")) == Admission()
     assert await node.folders() == []
 
 
 async def test_without_a_library_containers_start_without_it_and_it_is_told(node: Node) -> None:
     await node.agent(source="nothing.so").start()
     assert "nothing.so cannot be read" in (node.isolation.problem or "")
-    assert await node.isolation.admit(request("a")) == ()
+    assert await node.isolation.admit(request("a")) == Admission()
 
 
 async def test_a_strict_namespace_starts_no_container_without_the_library(node: Node) -> None:
@@ -254,12 +255,12 @@ async def test_strict_is_written_to_the_limits(node: Node) -> None:
 async def test_a_folder_that_cannot_be_made_refuses_under_strict_alone(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: object) -> str:
+    def full(*_: object) -> str:
         raise FolderUnusable("no space left")
 
     await node.isolation.start()
     monkeypatch.setattr(node.isolation.folders, "create", full)
-    assert await node.isolation.admit(request("a")) == ()
+    assert await node.isolation.admit(request("a")) == Admission()
     assert not node.isolation.containers.value
     node.namespaces["default"] = Policy.STRICT
     with pytest.raises(FolderUnusable):

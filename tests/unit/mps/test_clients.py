@@ -14,9 +14,9 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, PodFacts
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.errors import CommandRefused
-from agent.mps.status import DaemonState, DaemonStatus, Kind
+from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.mps.users import kept_apart
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
@@ -59,7 +59,7 @@ class Scene:
         statuses: Cell[Mapping[str, DaemonStatus]] = Cell(
             {GPU: DaemonStatus(DaemonState.SERVING, pid=3999, server=SERVER, multi_user=multi_user)}
         )
-        fleet: Any = SimpleNamespace(
+        manager: Any = SimpleNamespace(
             statuses=statuses,
             status=lambda uuid: statuses.value[uuid],
             daemon=lambda _uuid: SimpleNamespace(control=self.control, clients=self.control.pids),
@@ -69,7 +69,9 @@ class Scene:
             for number, name in enumerate(holders)
         )
         self._proc = proc
-        self.watch = ClientWatch(cast("Fleet", fleet), Cell(PodList(held, ())), lambda: self.pods, proc=proc)
+        self.watch = ClientWatch(
+            cast("DaemonManager", manager), Cell(PodList(held, ())), lambda: self.pods, proc=proc
+        )
 
     def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
         self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at, grace))
@@ -249,7 +251,7 @@ async def test_pods_of_different_users_are_told_where_one_user_is_served_at_a_ti
 ) -> None:
     """One that waits is no client yet: its user is seen in its container."""
     scene = Scene(tmp_path, ["p1", "p2", "p3"], multi_user)
-    told: list[tuple[Kind, str]] = []
+    told: list[tuple[EventReason, str]] = []
     scene.watch.report = lambda kind, _uuid, message, _pids=frozenset(): told.append((kind, message))
     for number in (1, 2, 3):
         scene.pods.append(
@@ -263,7 +265,7 @@ async def test_pods_of_different_users_are_told_where_one_user_is_served_at_a_ti
     expected = {"default/p1 (user 1000)", "default/p2 (user 1000)", "default/p3 (user 0)"}
     for _ in range(2):
         assert (await scene.look()).apart == (frozenset() if multi_user else expected)
-    assert [kind for kind, _ in told] == ([] if multi_user else [Kind.USERS])
+    assert [kind for kind, _ in told] == ([] if multi_user else [EventReason.USERS])
     assert all("give pods that share a GPU one runAsUser" in message for _, message in told)
 
 

@@ -14,7 +14,7 @@ from agent.mps.parse import ServerState
 from agent.mps.probing import Prober
 from agent.mps.publishing import Publisher
 from agent.mps.serverlog import ServerLog
-from agent.mps.status import DaemonState, Kind
+from agent.mps.status import DaemonState, EventReason
 
 PROBE_SECONDS = 0.4
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
@@ -28,7 +28,7 @@ class Scene:
         self.state = state
         self.tells_state = state is not None
         self.moments: list[float] = []
-        self.told: list[Kind] = []
+        self.told: list[EventReason] = []
         self._flood = flood
         publisher = Publisher("GPU-1", lambda kind, *_: self.told.append(kind))
         self.publisher = publisher
@@ -81,7 +81,7 @@ async def test_a_line_is_answered_by_a_question_and_the_word_of_the_server_count
     assert scene.publisher.now.state is DaemonState.FAULT
     scene.state = ServerState.ACTIVE
     await scene.prober._probe()
-    assert scene.told == [Kind.FAULT, Kind.RECOVERED]
+    assert scene.told == [EventReason.FAULT, EventReason.RECOVERED]
 
 
 async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
@@ -105,4 +105,4 @@ async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
     scene.said.feed([FATAL, RECREATED, FATAL])
     await scene.prober._probe()
     assert scene.prober._held_until - now == 0.5
-    assert scene.told == 10 * [Kind.FAULT, Kind.RECOVERED] + [Kind.FAULT]
+    assert scene.told == 10 * [EventReason.FAULT, EventReason.RECOVERED] + [EventReason.FAULT]

@@ -12,7 +12,7 @@ from agent.mps.options import Options
 from agent.mps.processes import Process
 from agent.mps.publishing import Publisher
 from agent.mps.starting import Starter
-from agent.mps.status import Kind
+from agent.mps.status import EventReason
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(
@@ -22,7 +22,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     crowd = [Process(number, 1) for number in range(100, 1100)]
     monkeypatch.setattr(processes, "impostors", lambda _: tuple(crowd))
     monkeypatch.setattr(processes, "daemon_of", lambda _: None)
-    told: list[tuple[Kind, str, frozenset[int]]] = []
+    told: list[tuple[EventReason, str, frozenset[int]]] = []
     publisher = Publisher(
         "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
     )
@@ -33,11 +33,11 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     for _ in range(2):
         assert await starter.adopted() is None
     ((kind, message, pids),) = told
-    assert kind is Kind.IMPOSTOR
+    assert kind is EventReason.IMPOSTOR
     assert message.startswith("process 100, 101, ")
     assert "and 990 more: looks like its MPS control daemon" in message
     assert pids == frozenset(range(100, 100 + starting.MOST_NAMED))
     crowd.append(Process(2000, 1))
     assert await starter.adopted() is None
-    assert [kind for kind, *_ in told] == [Kind.IMPOSTOR] * 2
+    assert [kind for kind, *_ in told] == [EventReason.IMPOSTOR] * 2
     assert told[1][1].startswith("process 2000: looks like")

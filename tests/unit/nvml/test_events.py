@@ -10,7 +10,7 @@ import anyio
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.events import EventWatch
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 
 class FakeNvml:
@@ -53,11 +53,11 @@ class FakeNvml:
 class Bench:
     def __init__(self) -> None:
         self.nvml = FakeNvml()
-        self.lane = Lane("events")
+        self.thread = WorkerThread("events")
         self.targets = frozenset({"a", "b"})
         self.got: list[NvmlEvent] = []
         self.watch = EventWatch(
-            cast("NvmlPort", self.nvml), self.lane, lambda: self.targets, self._changed, self._deliver
+            cast("NvmlPort", self.nvml), self.thread, lambda: self.targets, self._changed, self._deliver
         )
 
     async def _changed(self) -> None:
@@ -81,7 +81,7 @@ async def running() -> AsyncIterator[Bench]:
             yield bench
         finally:
             group.cancel_scope.cancel()
-    bench.lane.close()
+    bench.thread.close()
 
 
 async def test_events_are_handed_on_and_the_set_is_freed_at_the_end() -> None:
@@ -142,7 +142,7 @@ async def test_a_wait_that_hangs_is_left_alone_until_it_comes_back() -> None:
         await bench.until(lambda: len(bench.watch.watched) == 2)
         gate = bench.nvml.gate = threading.Event()
         sets = bench.nvml.sets
-        await bench.until(lambda: bench.lane.stuck == 1)
+        await bench.until(lambda: bench.thread.stuck == 1)
         waits = bench.nvml.waits
         await anyio.sleep(0.5)
         assert bench.nvml.waits == waits

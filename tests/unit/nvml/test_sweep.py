@@ -9,7 +9,7 @@ import pytest
 from agent.nvml import sweep as sweeping
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.sweep import Sweep
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 
 class Gpus:
@@ -41,69 +41,69 @@ def gpus() -> Gpus:
 
 
 async def test_all_are_asked_in_order_in_one_thread_and_errors_are_answers(gpus: Gpus) -> None:
-    lane = Lane("test")
-    assert await Sweep(lane, gpus.ask).over((0, 9, 2), gpus.note) == set()
+    thread = WorkerThread("test")
+    assert await Sweep(thread, gpus.ask).over((0, 9, 2), gpus.note) == set()
     assert gpus.asked == [0, 9, 2]
     assert len(gpus.threads) == 1
     assert (gpus.noted[0], gpus.noted[2]) == (0, 20)
     assert isinstance(gpus.noted[9], NvmlError)
-    lane.close()
+    thread.close()
 
 
 async def test_a_note_of_false_ends_the_sweep(gpus: Gpus) -> None:
-    lane = Lane("test")
-    assert await Sweep(lane, gpus.ask).over((1, 7, 2), gpus.note) == set()
+    thread = WorkerThread("test")
+    assert await Sweep(thread, gpus.ask).over((1, 7, 2), gpus.note) == set()
     assert gpus.asked == [1, 7]
-    lane.close()
+    thread.close()
 
 
 async def test_a_call_that_hangs_is_left_out_until_it_came_back_and_its_answer_is_dropped(gpus: Gpus) -> None:
-    lane = Lane("test", deadline=0.05)
+    thread = WorkerThread("test", deadline=0.05)
     gpus.release[1] = threading.Event()
-    sweep = Sweep(lane, gpus.ask)
+    sweep = Sweep(thread, gpus.ask)
     assert await sweep.over((0, 1, 2), gpus.note) == {1}
     assert await sweep.over((0, 1, 2), gpus.note) == {1}
     assert gpus.asked == [0, 1, 2, 0, 2]
     assert set(gpus.noted) == {0, 2}
     gpus.release.pop(1).set()
     with anyio.fail_after(5):
-        while lane.stuck:
+        while thread.stuck:
             await anyio.sleep(0.01)
     assert 1 not in gpus.noted
     assert await sweep.over((0, 1, 2), gpus.note) == set()
     assert gpus.noted[1] == 10
-    lane.close()
+    thread.close()
 
 
 async def test_a_lane_that_refuses_is_told(gpus: Gpus) -> None:
-    lane = Lane("test", deadline=0.02)
+    thread = WorkerThread("test", deadline=0.02)
     steps = tuple(range(20, 30))
     gpus.release = {step: threading.Event() for step in steps}
     with pytest.raises(NvmlHung, match="the driver needs attention"):
-        await Sweep(lane, gpus.ask).over(steps, gpus.note)
+        await Sweep(thread, gpus.ask).over(steps, gpus.note)
     for event in gpus.release.values():
         event.set()
-    lane.close()
+    thread.close()
 
 
 async def test_a_long_trip_lets_others_have_their_turn(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping, "TRIP_SECONDS", 0.01)
-    lane = Lane("test")
+    thread = WorkerThread("test")
     order: list[int] = []
 
     def slow(index: int) -> int:
-        time.sleep(0.02)  # in the lane's thread
+        time.sleep(0.02)  # in the thread's thread
         order.append(index)
         return index
 
     async def other() -> None:
         while not order:
             await anyio.sleep(0.001)
-        await lane.run(order.append, -1)
+        await thread.run(order.append, -1)
 
     async with anyio.create_task_group() as group:
         group.start_soon(other)
-        assert await Sweep(lane, slow).over((0, 1, 2), gpus.note) == set()
+        assert await Sweep(thread, slow).over((0, 1, 2), gpus.note) == set()
     assert [index for index in order if index >= 0] == [0, 1, 2]
     assert order.index(-1) < order.index(2)
-    lane.close()
+    thread.close()

@@ -1,4 +1,4 @@
-"""The worker lane: results, deadlines, hanging calls, cancellation."""
+"""The worker thread: results, deadlines, hanging calls, cancellation."""
 
 import subprocess
 import sys
@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.nvml import worker_thread as lanes
+from agent.nvml import worker_thread as threads
 from agent.nvml.errors import NvmlGpuLost, NvmlHung
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 Logs = list[MutableMapping[str, Any]]
 
@@ -54,33 +54,33 @@ def lane_threads(name: str) -> int:
 
 
 async def test_a_call_runs_in_a_thread_of_its_own_and_answers() -> None:
-    lane = Lane("answers")
+    thread = WorkerThread("answers")
 
     def call(a: int, b: int) -> tuple[int, str, bool]:
         thread = threading.current_thread()
         return a + b, thread.name, thread.daemon
 
-    assert await lane.run(call, 1, 2) == (3, "nvml-answers", True)
-    assert await lane.run(call, 3, 4) == (7, "nvml-answers", True)
+    assert await thread.run(call, 1, 2) == (3, "nvml-answers", True)
+    assert await thread.run(call, 3, 4) == (7, "nvml-answers", True)
     assert lane_threads("answers") == 1
-    lane.close()
+    thread.close()
     await until(lambda: lane_threads("answers") == 0)
 
 
 async def test_errors_of_the_call_reach_the_caller() -> None:
-    lane = Lane("errors")
+    thread = WorkerThread("errors")
 
     def lost() -> None:
         raise NvmlGpuLost(15, "describe")
 
     with pytest.raises(NvmlGpuLost):
-        await lane.run(lost)
-    assert await lane.run(lambda: "well again") == "well again"
-    lane.close()
+        await thread.run(lost)
+    assert await thread.run(lambda: "well again") == "well again"
+    thread.close()
 
 
 async def test_calls_run_one_at_a_time_in_order() -> None:
-    lane = Lane("order")
+    thread = WorkerThread("order")
     seen: list[str] = []
 
     def call(number: int) -> None:
@@ -90,63 +90,63 @@ async def test_calls_run_one_at_a_time_in_order() -> None:
 
     async with anyio.create_task_group() as group:
         for number in range(5):
-            group.start_soon(lane.run, call, number)
+            group.start_soon(thread.run, call, number)
     assert seen == [f"{number} {end}" for number in range(5) for end in ("in", "out")]
-    lane.close()
+    thread.close()
 
 
 async def test_a_hanging_call_is_given_up_and_the_lane_goes_on(gate: Gate, logs: Logs) -> None:
-    lane = Lane("hung", deadline=0.05)
+    thread = WorkerThread("hung", deadline=0.05)
     with pytest.raises(NvmlHung, match=r"NVML hang did not answer within 0\.05 s"):
-        await lane.run(gate.hang)
-    assert lane.stuck == 1
-    assert await lane.run(lambda: "served") == "served"
+        await thread.run(gate.hang)
+    assert thread.stuck == 1
+    assert await thread.run(lambda: "served") == "served"
     assert [event["call"] for event in logs if event["event"] == "nvml_call_hangs"] == ["hang"]
     gate.open()
-    await until(lambda: lane.stuck == 0)
-    lane.close()
+    await until(lambda: thread.stuck == 0)
+    thread.close()
     await until(lambda: lane_threads("hung") == 0)
 
 
 async def test_the_same_call_is_not_tried_again_while_it_hangs(gate: Gate) -> None:
-    lane = Lane("same", deadline=0.05)
+    thread = WorkerThread("same", deadline=0.05)
     for _ in range(20):
         with pytest.raises(NvmlHung):
-            await lane.run(gate.hang, "gpu-0")
-    assert (lane.stuck, gate.calls) == (1, 1)
+            await thread.run(gate.hang, "gpu-0")
+    assert (thread.stuck, gate.calls) == (1, 1)
     with pytest.raises(NvmlHung):
-        await lane.run(gate.hang, "gpu-1")
-    assert (lane.stuck, gate.calls) == (2, 2)
+        await thread.run(gate.hang, "gpu-1")
+    assert (thread.stuck, gate.calls) == (2, 2)
     gate.open()
-    await until(lambda: lane.stuck == 0)
-    assert await lane.run(gate.hang, "gpu-0") == "back gpu-0"
-    lane.close()
+    await until(lambda: thread.stuck == 0)
+    assert await thread.run(gate.hang, "gpu-0") == "back gpu-0"
+    thread.close()
 
 
 async def test_too_many_hanging_calls_are_told_without_another_thread(gate: Gate) -> None:
-    lane = Lane("many", deadline=0.02)
-    for number in range(lanes.MOST_STUCK):
+    thread = WorkerThread("many", deadline=0.02)
+    for number in range(threads.MOST_STUCK):
         with pytest.raises(NvmlHung):
-            await lane.run(gate.hang, str(number))
-    assert lane.stuck == lanes.MOST_STUCK
-    with pytest.raises(NvmlHung, match="8 NVML calls hang in lane many; the driver needs attention"):
-        await lane.run(lambda: None)
-    assert lane_threads("many") == lanes.MOST_STUCK
+            await thread.run(gate.hang, str(number))
+    assert thread.stuck == threads.MOST_STUCK
+    with pytest.raises(NvmlHung, match="8 NVML calls hang in thread many; the driver needs attention"):
+        await thread.run(lambda: None)
+    assert lane_threads("many") == threads.MOST_STUCK
     gate.open()
-    await until(lambda: lane.stuck == 0)
-    assert await lane.run(lambda: "served") == "served"
-    lane.close()
+    await until(lambda: thread.stuck == 0)
+    assert await thread.run(lambda: "served") == "served"
+    thread.close()
 
 
 async def test_a_cancellation_waits_for_the_call_and_is_then_delivered(gate: Gate) -> None:
-    lane = Lane("cancelled", deadline=10)
+    thread = WorkerThread("cancelled", deadline=10)
     after = False
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
 
             async def ask() -> None:
                 nonlocal after
-                await lane.run(gate.hang)
+                await thread.run(gate.hang)
                 after = True
 
             group.start_soon(ask)
@@ -158,24 +158,24 @@ async def test_a_cancellation_waits_for_the_call_and_is_then_delivered(gate: Gat
                 gate.open()
     assert scope.cancelled_caught
     assert not after
-    assert lane.stuck == 0
-    assert await lane.run(lambda: "served") == "served"
-    lane.close()
+    assert thread.stuck == 0
+    assert await thread.run(lambda: "served") == "served"
+    thread.close()
 
 
 async def test_a_waiting_caller_can_be_cancelled_without_a_call(gate: Gate) -> None:
-    lane = Lane("waiting", deadline=10)
+    thread = WorkerThread("waiting", deadline=10)
     called = threading.Event()
     async with anyio.create_task_group() as group:
-        group.start_soon(lane.run, gate.hang, "first")
+        group.start_soon(thread.run, gate.hang, "first")
         await anyio.to_thread.run_sync(gate.entered.wait)
         with anyio.move_on_after(0.02) as scope:
-            await lane.run(called.set)
+            await thread.run(called.set)
         assert scope.cancelled_caught
         gate.open()
     assert not called.is_set()
-    assert await lane.run(lambda: "served") == "served"
-    lane.close()
+    assert await thread.run(lambda: "served") == "served"
+    thread.close()
 
 
 @pytest.mark.timeout(30)
@@ -183,12 +183,12 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     script = """
 import anyio, threading
 from agent.nvml.errors import NvmlHung
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 async def main():
-    lane = Lane("stuck", deadline=0.05)
+    thread = WorkerThread("stuck", deadline=0.05)
     try:
-        await lane.run(threading.Event().wait)
+        await thread.run(threading.Event().wait)
     except NvmlHung:
         print("given up")
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from agent.nvml.errors import NvmlHung
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 
 
 class Steps:
@@ -31,25 +31,25 @@ class Steps:
 
 
 async def test_a_call_that_gets_on_may_take_longer_than_its_deadline() -> None:
-    lane = Lane("calls")
+    thread = WorkerThread("calls")
     steps = Steps(0.05, 8)
-    assert await lane.run(steps.run, deadline=0.3, progress=steps.got_on) == 8
-    lane.close()
+    assert await thread.run(steps.run, deadline=0.3, progress=steps.got_on) == 8
+    thread.close()
 
 
 async def test_without_progress_the_same_call_is_late() -> None:
-    lane = Lane("calls")
+    thread = WorkerThread("calls")
     with pytest.raises(NvmlHung):
-        await lane.run(Steps(0.1, 10).run, deadline=0.3)
-    lane.close()
+        await thread.run(Steps(0.1, 10).run, deadline=0.3)
+    thread.close()
 
 
 async def test_a_call_that_stops_getting_on_is_given_up() -> None:
-    lane, gate = Lane("calls"), threading.Event()
+    thread, gate = WorkerThread("calls"), threading.Event()
     steps = Steps(0.01, 8, gate)
     with pytest.raises(NvmlHung):
-        await lane.run(steps.run, deadline=0.2, progress=steps.got_on)
-    assert lane.stuck == 1
-    assert await lane.run(Steps(0.0, 3).run) == 3  # others go on, in a thread of their own
+        await thread.run(steps.run, deadline=0.2, progress=steps.got_on)
+    assert thread.stuck == 1
+    assert await thread.run(Steps(0.0, 3).run) == 3  # others go on, in a thread of their own
     gate.set()
-    lane.close()
+    thread.close()

@@ -24,7 +24,7 @@ from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.reducer import Grant, Rules
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.fractions import Shares, Sharing
+from agent.plugins.shared_pair import SharedPair, Sharing
 
 Key = tuple[str, str]
 
@@ -174,7 +174,7 @@ class KubeletModel(PodSource):
         resolver = RequesterResolver(self.pair, self, self)
         self.pairing = Pairing(Rules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
-        self.shares = Shares(sharing, self.inventory, self.modes, self.pairing, self.cell)
+        self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()
 
     # The kubelet
@@ -194,7 +194,7 @@ class KubeletModel(PodSource):
     def listed(self, member: PairMember) -> frozenset[str]:
         """All healthy IDs."""
         pools = self.pairing.ledger.pools.values()
-        return frozenset().union(*(pool.id_set(member) for pool in pools if pool.sellable))
+        return frozenset().union(*(pool.id_set(member) for pool in pools if pool.offerable))
 
     async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
         """Take a pod up and give its containers devices. Raises Refused, AgentKilled; then it holds nothing.

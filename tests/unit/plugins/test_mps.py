@@ -12,10 +12,11 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.api import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import MPS
+from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.actor import Pairing
+from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import mps
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.mps import Conditions, MpsPlugin
@@ -69,7 +70,9 @@ class Lister:
 class Node:
     """Two GPUs of 10 GiB in mode MPS."""
 
-    def __init__(self, *settings: str) -> None:
+    def __init__(
+        self, *settings: str, source: PodSource | None = None, recorder: Recorder | None = None
+    ) -> None:
         self.snapshot: Snapshot = machine(gpus=2, blocks=40)
         self.uuids = [state.uuid for state in self.snapshot.gpus]
         inventory = Cell(self.snapshot)
@@ -78,7 +81,14 @@ class Node:
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
         pairing, conditions, plugins = mps.build(
-            configuration, self.daemons, inventory, modes, self.injector, self.lister
+            configuration,
+            self.daemons,
+            inventory,
+            modes,
+            self.injector,
+            self.lister,
+            source,
+            recorder,
         )
         self.pairing: Pairing = pairing
         self.conditions: Conditions = conditions
@@ -200,6 +210,34 @@ async def test_container_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -
     node.daemons.set(node.uuids[0])
     with pytest.raises(Refused, match=r"did not serve within 0\.05 s: the daemon was killed"):
         await core.pre_start(ids)
+
+
+async def test_a_pod_whose_container_cannot_start_is_told_why() -> None:
+    pod = Pod("default", "p", (Container("main", {MPS.core: 10}),), uid="u")
+    told: list[tuple[Pod, str, str]] = []
+
+    class Pods(PodSource):
+        def pods_on_node(self) -> list[Pod]:
+            return [pod]
+
+    class Told(Recorder):
+        def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
+            assert warning
+            assert reason == WAITING_FOR_GPU
+            told.append((pod, message, key))
+
+    node = Node(source=Pods(), recorder=Told())
+    node.lister.hold("p", node.uuids[0], range(10), range(0))
+    node.lister.hold("unknown", node.uuids[0], range(10, 20), range(0))
+    core = node.plugins[PairMember.CORE]
+    for _ in range(2):
+        with pytest.raises(Refused):
+            await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
+    assert [(one, key) for one, _, key in told] == [(pod, Reason.INVALID.value)] * 2
+    assert "add nvidia.com/mps-memory to its limits" in told[0][1]
+    with pytest.raises(Refused):
+        await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10, 20)])
+    assert len(told) == 2
 
 
 async def test_cores_without_memory_never_start() -> None:

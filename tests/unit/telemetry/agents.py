@@ -9,7 +9,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.api import Allocation, PreferenceRequest
 from agent.kubelet.endpoint import Endpoint
-from agent.nvml.worker_thread import Lane
+from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry.reading import Sources
@@ -53,15 +53,15 @@ class Parts:
         self.machine = SimulatedMachine.create(profile)
         self.nvml = SimulatedNvml(self.machine)
         self.inventory = Inventory()
-        self.lane = Lane("calls", deadline=deadline)
-        self.sampler = Sampler(self.nvml, self.lane, self.inventory.snapshot, interval)
+        self.thread = WorkerThread("calls", deadline=deadline)
+        self.sampler = Sampler(self.nvml, self.thread, self.inventory.snapshot, interval)
         self.supervisor = Supervisor()
         self.endpoint = Endpoint(IdlePlugin(), Path("/nowhere"), Path("/nowhere/device-plugins"))
         self.blockers: list[str] = []
         self.sources = Sources(
             inventory=self.inventory,
             sampler=self.sampler,
-            lanes=[self.lane],
+            threads=[self.thread],
             endpoints=[self.endpoint],
             supervisor=self.supervisor,
             blockers=lambda: self.blockers,

@@ -18,7 +18,8 @@ from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
 from agent.pairing.actor import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry import pairs, reference
+from agent.telemetry import reference
+from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Add
 from agent.telemetry.rendering import render
@@ -165,7 +166,7 @@ async def test_another_room_adds_its_part() -> None:
 
         return emit
 
-    parts.sources.parts.append(part)
+    parts.sources.collectors.append(part)
     reading = parts.sources.read()
     units["free"] = 99
     text = (await rendered(reading)).body.decode()
@@ -200,8 +201,8 @@ def test_names_follow_the_rules() -> None:
 async def test_pairs_that_wait_are_told() -> None:
     parts = Parts()
     stats = PairingStats(granted=3, refused=1)
-    parts.sources.parts.append(
-        pairs.part("vgpu", stats, enforced=lambda: {"library": False, "sweep": True}, reserved=lambda: 2)
+    parts.sources.collectors.append(
+        pairs_collector("vgpu", stats, enforced=lambda: {"library": False, "sweep": True}, reserved=lambda: 2)
     )
     text = await page(parts.sources)
     assert value(text, "gpu_agent_reservations", mode="vgpu") == 2

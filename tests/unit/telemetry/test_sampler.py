@@ -10,7 +10,7 @@ import pytest
 
 from agent.inventory.reducer import Unavailable, reduce
 from agent.nvml.errors import NvmlCode
-from agent.nvml.port import Sample, SampleWish
+from agent.nvml.port import Sample, SampleRequest
 from agent.telemetry.sampler import Sampler, Samples
 from tests.unit.telemetry.agents import Parts
 
@@ -73,12 +73,12 @@ async def test_a_gpu_that_hangs_holds_one_thread_and_no_other_gpu() -> None:
         for _ in range(4):
             samples = await rounds(parts.sampler, 1)
             assert set(samples.taken) == set(uuids) - {uuids[2]}
-            assert parts.lane.stuck == 1
+            assert parts.thread.stuck == 1
         assert set(samples.failures) == {uuids[2]}
         parts.machine.clear_faults()
         with anyio.fail_after(20):
             await parts.sampler.samples.wait_for(lambda newest: set(newest.taken) == set(uuids))
-    parts.lane.close()
+    parts.thread.close()
 
 
 async def test_an_unhealthy_gpu_and_a_node_without_nvml_are_not_asked() -> None:
@@ -112,9 +112,9 @@ async def test_cancellation_ends_it_with_no_call_under_way() -> None:
     with anyio.move_on_after(0.1) as scope:
         await parts.sampler.run()
     assert scope.cancelled_caught
-    assert parts.lane.stuck == 0
-    assert await parts.lane.run(parts.nvml.count) == 4
-    parts.lane.close()
+    assert parts.thread.stuck == 0
+    assert await parts.thread.run(parts.nvml.count) == 4
+    parts.thread.close()
 
 
 @pytest.mark.parametrize(("interval", "fresh"), [(0.1, 5.3), (60.0, 185.0)])
@@ -146,10 +146,10 @@ async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a
     asked: list[int] = []
     sample = parts.nvml.sample
 
-    def recording(uuid: str, wish: SampleWish | None = None) -> Sample:
-        if wish and uuid == uuids[0]:
-            asked.append(wish.since_us)
-        return sample(uuid, wish)
+    def recording(uuid: str, request: SampleRequest | None = None) -> Sample:
+        if request and uuid == uuids[0]:
+            asked.append(request.since_us)
+        return sample(uuid, request)
 
     parts.nvml.sample = recording  # type: ignore[method-assign]
     async with running(parts.sampler):
@@ -185,11 +185,11 @@ async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
     parts = Parts()
     uuids = parts.scan()
     for pcie in (False, True):
-        sampler = Sampler(parts.nvml, parts.lane, parts.inventory.snapshot, 0.1, pcie=pcie)
+        sampler = Sampler(parts.nvml, parts.thread, parts.inventory.snapshot, 0.1, pcie=pcie)
         async with running(sampler):
             samples = await rounds(sampler, 1)
         assert (samples.taken[uuids[0]].sample.pcie_bytes_per_second is not None) is pcie
-    parts.lane.close()
+    parts.thread.close()
 
 
 async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +211,5 @@ async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.Monk
             work = (await rounds(parts.sampler)).taken[uuids[0]].work
             assert work
             assert work[77] == percent / 100
-    asked = parts.nvml.sample(uuids[0], SampleWish(0, until_us=time.time_ns() // 1000))
+    asked = parts.nvml.sample(uuids[0], SampleRequest(0, until_us=time.time_ns() // 1000))
     assert asked.busy == ((77, 0.8),)

@@ -13,13 +13,13 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.mps import daemon_manager as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
 from agent.mps.control import environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_manager import Fleet
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing
 from agent.mps.probing import Prober
@@ -36,17 +36,17 @@ def gpu(number: int) -> Gpu:
 
 @contextlib.asynccontextmanager
 async def running(
-    fleet: Fleet, assignment: Cell[Assignment] | None = None
+    manager: DaemonManager, assignment: Cell[Assignment] | None = None
 ) -> AsyncIterator[Cell[Assignment]]:
     cell = assignment or Cell(Assignment())
     async with anyio.create_task_group() as group:
-        group.start_soon(fleet.run, cell)
+        group.start_soon(manager.run, cell)
         yield cell
         group.cancel_scope.cancel()
 
 
-def fleet_of(run: Path, program: Program, modes: Modes, seconds: float = 20.0) -> Fleet:
-    return Fleet(run, lambda: program, modes, Reports(), OPTIONS, set_up_seconds=seconds)
+def manager_of(run: Path, program: Program, modes: Modes, seconds: float = 20.0) -> DaemonManager:
+    return DaemonManager(run, lambda: program, modes, Reports(), OPTIONS, set_up_seconds=seconds)
 
 
 async def daemons(run: Path, uuid: str) -> list[int]:
@@ -56,26 +56,26 @@ async def daemons(run: Path, uuid: str) -> list[int]:
 
 async def test_set_up_and_tear_down_of_single_gpus(newest: Program, run_folder: Path) -> None:
     modes = Modes()
-    fleet = fleet_of(run_folder, newest, modes)
+    manager = manager_of(run_folder, newest, modes)
     one, other = gpu(0), gpu(1)
-    async with running(fleet):
+    async with running(manager):
         async with anyio.create_task_group() as group:
             for each in (one, other):
-                group.start_soon(fleet.set_up, each)
-        assert {uuid: status.serving for uuid, status in fleet.statuses.value.items()} == {
+                group.start_soon(manager.set_up, each)
+        assert {uuid: status.serving for uuid, status in manager.statuses.value.items()} == {
             one.uuid: True,
             other.uuid: True,
         }
-        assert fleet.unready(one.uuid) == ""
-        pid = fleet.status(other.uuid).pid
-        await fleet.tear_down(one)
+        assert manager.unready(one.uuid) == ""
+        pid = manager.status(other.uuid).pid
+        await manager.tear_down(one)
         assert await daemons(run_folder, one.uuid) == []
         assert modes.modes[one.uuid] is ComputeMode.DEFAULT
-        assert "no MPS control daemon" in fleet.unready(one.uuid)
+        assert "no MPS control daemon" in manager.unready(one.uuid)
         assert await daemons(run_folder, other.uuid) == [pid]
-        await fleet.set_up(one)
-        await fleet.tear_down(one)
-        await fleet.tear_down(other)
+        await manager.set_up(one)
+        await manager.tear_down(one)
+        await manager.tear_down(other)
 
 
 async def test_set_up_that_fails_leaves_nothing(tmp_path: Path, run_folder: Path) -> None:
@@ -83,11 +83,11 @@ async def test_set_up_that_fails_leaves_nothing(tmp_path: Path, run_folder: Path
     broken.write_text("#!/bin/sh\necho 'error while loading shared libraries' >&2\nexit 127\n")
     broken.chmod(0o755)
     modes = Modes()
-    fleet = fleet_of(run_folder, Program(broken), modes, seconds=2.0)
-    async with running(fleet):
+    manager = manager_of(run_folder, Program(broken), modes, seconds=2.0)
+    async with running(manager):
         with pytest.raises(MpsError, match="error while loading shared libraries"):
-            await fleet.set_up(gpu(0))
-        assert fleet.statuses.value == {}
+            await manager.set_up(gpu(0))
+        assert manager.statuses.value == {}
         assert modes.modes[gpu(0).uuid] is ComputeMode.DEFAULT
         assert not await anyio.Path(Directories.of(run_folder, gpu(0).uuid).pipe).exists()
 
@@ -97,36 +97,38 @@ async def test_a_program_that_has_died_is_not_waited_for(tmp_path: Path, run_fol
     broken.write_text("#!/bin/sh\necho 'no CUDA here' >&2\nsleep 0.3\nexit 1\n")
     broken.chmod(0o755)
     reports = Reports()
-    fleet = Fleet(run_folder, lambda: Program(broken), Modes(), reports, OPTIONS, set_up_seconds=300)
-    async with running(fleet):
+    manager = DaemonManager(
+        run_folder, lambda: Program(broken), Modes(), reports, OPTIONS, set_up_seconds=300
+    )
+    async with running(manager):
         with (
             anyio.fail_after(20),
             pytest.raises(MpsError, match=r"ended with 1: no CUDA here; see .*/control.log$"),
         ):
-            await fleet.set_up(gpu(0))
-        assert fleet.statuses.value == {}
+            await manager.set_up(gpu(0))
+        assert manager.statuses.value == {}
     assert reports.kinds() == []  # the error tells of it, and once
 
 
 async def test_a_set_up_that_is_cancelled_is_taken_back(newest: Program, run_folder: Path) -> None:
     modes = Modes()
-    fleet = fleet_of(run_folder, newest, modes)
-    async with running(fleet):
+    manager = manager_of(run_folder, newest, modes)
+    async with running(manager):
         with anyio.move_on_after(0.3):
-            await fleet.set_up(gpu(0))
-        await fleet.tear_down(gpu(0))
+            await manager.set_up(gpu(0))
+        await manager.tear_down(gpu(0))
         assert await daemons(run_folder, gpu(0).uuid) == []
         assert modes.modes.get(gpu(0).uuid, ComputeMode.DEFAULT) is ComputeMode.DEFAULT
-        assert fleet.statuses.value == {}
+        assert manager.statuses.value == {}
 
 
 async def test_daemons_of_an_earlier_agent_are_adopted_by_set_up(newest: Program, run_folder: Path) -> None:
     modes = Modes()
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         await first.set_up(gpu(0))
         pid = first.status(gpu(0).uuid).pid
-    second = fleet_of(run_folder, newest, modes)
+    second = manager_of(run_folder, newest, modes)
     async with running(second):
         await second.set_up(gpu(0))
         status = second.status(gpu(0).uuid)
@@ -136,13 +138,13 @@ async def test_daemons_of_an_earlier_agent_are_adopted_by_set_up(newest: Program
 
 async def test_leftovers_on_gpus_of_another_mode_are_stopped(newest: Program, run_folder: Path) -> None:
     modes = Modes()
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         await first.set_up(gpu(0))
         await first.set_up(gpu(1))
-    second = fleet_of(run_folder, newest, modes)
-    sold = {gpu(0).uuid: GpuMode(Mode.PGPU), gpu(1).uuid: GpuMode(Mode.MPS)}
-    async with running(second, Cell(Assignment(sold))):
+    second = manager_of(run_folder, newest, modes)
+    offered = {gpu(0).uuid: GpuMode(Mode.PGPU), gpu(1).uuid: GpuMode(Mode.MPS)}
+    async with running(second, Cell(Assignment(offered))):
         with anyio.fail_after(20):
             while (
                 await daemons(run_folder, gpu(0).uuid) or modes.modes[gpu(0).uuid] is not ComputeMode.DEFAULT
@@ -160,11 +162,11 @@ async def test_daemons_are_left_alone_until_the_switcher_has_judged_their_gpus(
     """With the kubelet or the driver away that takes as long as they are; pods are at work meanwhile."""
     monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
     modes, one = Modes(), gpu(0)
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         await first.set_up(one)
         pid = first.status(one.uuid).pid
-    second = fleet_of(run_folder, newest, modes)
+    second = manager_of(run_folder, newest, modes)
     async with running(second) as assignment:
         await anyio.sleep(1)
         assert await daemons(run_folder, one.uuid) == [pid]
@@ -179,7 +181,7 @@ async def test_what_is_set_up_while_leftovers_are_stopped_is_none(
     newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes, uuids = Modes(), {gpu(0).uuid: gpu(0), gpu(1).uuid: gpu(1)}
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         for each in uuids.values():
             await first.set_up(each)
@@ -192,7 +194,7 @@ async def test_what_is_set_up_while_leftovers_are_stopped_is_none(
         await stop(daemon)
 
     monkeypatch.setattr(Daemon, "stop", slow)
-    second = fleet_of(run_folder, newest, modes)
+    second = manager_of(run_folder, newest, modes)
     async with running(second, Cell(Assignment(dict.fromkeys(uuids, GpuMode(Mode.PGPU))))) as assignment:
         with anyio.fail_after(20):
             while not stopping:
@@ -215,13 +217,13 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
     newest: Program, run_folder: Path
 ) -> None:
     modes, one = Modes(), gpu(0)
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         await first.set_up(one)
         pid = first.status(one.uuid).pid
     assert pid
-    second = fleet_of(run_folder, newest, modes, seconds=1.0)
-    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, Sale.CLOSED)})
+    second = manager_of(run_folder, newest, modes, seconds=1.0)
+    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, Offering.CLOSED)})
     async with running(second, Cell(in_use)):
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -240,7 +242,7 @@ async def test_supervision_that_crashed_is_taken_up_again(
     newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes, one = Modes(), gpu(0)
-    fleet = fleet_of(run_folder, newest, modes)
+    manager = manager_of(run_folder, newest, modes)
     crashed = anyio.Event()
 
     async def crash(_: Prober) -> None:
@@ -249,13 +251,13 @@ async def test_supervision_that_crashed_is_taken_up_again(
 
     with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True), monkeypatch.context() as patch:
         patch.setattr(Prober, "_probe", crash)
-        async with running(fleet):
-            await fleet.set_up(one)
+        async with running(manager):
+            await manager.set_up(one)
     assert crashed.is_set()
-    async with running(fleet):
+    async with running(manager):
         with anyio.fail_after(20):
-            await fleet.wait_serving(one.uuid)
-        await fleet.tear_down(one)
+            await manager.wait_serving(one.uuid)
+        await manager.tear_down(one)
     assert not await daemons(run_folder, one.uuid)
 
 
@@ -264,10 +266,10 @@ async def test_leftovers_are_ended_without_their_program(newest: Program, run_fo
         raise ProgramMissing("it was taken away")
 
     modes, one = Modes(), gpu(0)
-    first = fleet_of(run_folder, newest, modes)
+    first = manager_of(run_folder, newest, modes)
     async with running(first):
         await first.set_up(one)
-    second = Fleet(run_folder, nowhere, modes, Reports(), OPTIONS)
+    second = DaemonManager(run_folder, nowhere, modes, Reports(), OPTIONS)
     async with running(second):
         await second.tear_down(one)
     assert not await daemons(run_folder, one.uuid)
@@ -278,16 +280,16 @@ async def test_missing_program_refuses_the_mode_with_the_remedy(tmp_path: Path, 
     def finder() -> Program:
         return find(tmp_path, search=str(tmp_path))
 
-    fleet = Fleet(run_folder, finder, Modes(), Reports(), OPTIONS)
-    await fleet.look()
-    refused = fleet.refusal(gpu(0), DRIVER)
+    manager = DaemonManager(run_folder, finder, Modes(), Reports(), OPTIONS)
+    await manager.look()
+    refused = manager.refusal(gpu(0), DRIVER)
     assert refused is not None
     assert "install the driver's MPS package" in refused
-    assert "MIG" in (fleet.refusal(replace(gpu(0), mig_enabled=True), DRIVER) or "")
-    async with running(fleet):
+    assert "MIG" in (manager.refusal(replace(gpu(0), mig_enabled=True), DRIVER) or "")
+    async with running(manager):
         with pytest.raises(ProgramMissing):
-            await fleet.set_up(gpu(0))
-        await fleet.tear_down(gpu(0))  # nothing to do, and no way to fail
+            await manager.set_up(gpu(0))
+        await manager.tear_down(gpu(0))  # nothing to do, and no way to fail
 
 
 def test_program_is_found_in_the_driver_root_before_path(newest: Program, tmp_path: Path) -> None:
@@ -326,9 +328,9 @@ async def test_a_kernel_that_holds_no_processes_is_refused_with_the_remedy(
     def missing(_: int) -> int:
         raise OSError(38, "Function not implemented")
 
-    fleet = fleet_of(run_folder, newest, Modes())
-    await fleet.look()
-    assert fleet.refusal(gpu(0), DRIVER) is None
+    manager = manager_of(run_folder, newest, Modes())
+    await manager.look()
+    assert manager.refusal(gpu(0), DRIVER) is None
     monkeypatch.setattr(os, "pidfd_open", missing)
-    await fleet.look()
-    assert "needs Linux 5.3" in (fleet.refusal(gpu(0), DRIVER) or "")
+    await manager.look()
+    assert "needs Linux 5.3" in (manager.refusal(gpu(0), DRIVER) or "")

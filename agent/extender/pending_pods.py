@@ -1,0 +1,168 @@
+"""Tells owners of pods that wait why they do, by an event on the pod; the leader alone does it.
+
+kube-scheduler asks an extender only about nodes whose totals are large enough, so that its calls do not show
+every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from agent.cluster.api import KubeApi
+from agent.cluster.deltas import DeltaReflector
+from agent.cluster.events import Event, EventRecorder, Regarding
+from agent.cluster.reflector import Metadata
+from agent.extender.fleet import Fleet
+from agent.extender.objects import WatchedPod, as_model, decode_pod, demand_for
+from agent.extender.pod_demand import PodDemand
+from agent.extender.verdicts import Verdicts
+from agent.extender.waiting_reason import WaitingReason, waiting_reason
+from agent.kit.supervise import Supervisor
+from agent.model.demand import WAITING_FOR_GPU, Impossible
+
+UNBOUND = "spec.nodeName=,status.phase=Pending"
+LOOK_SECONDS = 2.0
+# A reason that changes is told again; a full cluster is not to be looked through for each pod all the time.
+AGAIN_SECONDS = 60.0
+PODS_A_LOOK = 32
+
+
+class _Condition(msgspec.Struct, frozen=True):
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+
+
+class _Status(msgspec.Struct, frozen=True):
+    conditions: list[_Condition] = msgspec.field(default_factory=list)
+
+
+class _Unbound(msgspec.Struct, frozen=True):
+    status: _Status = _Status()
+
+
+_unbound = msgspec.json.Decoder(_Unbound)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPod:
+    """A pod with GPUs that kube-scheduler finds no node for. `demand`: None where `problem` says why not."""
+
+    about: Regarding
+    demand: PodDemand | None
+    problem: str = ""
+
+
+def read_pending(raw: bytes) -> tuple[Metadata, PendingPod | None]:
+    """An unbound pod's JSON; None: it does not wait for GPUs. Raises msgspec.DecodeError."""
+    pod = decode_pod(raw)
+    return pod.metadata, _pending(pod) if _unschedulable(raw) else None
+
+
+def _unschedulable(raw: bytes) -> bool:
+    return any(
+        each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable"
+        for each in _unbound.decode(raw).status.conditions
+    )
+
+
+def _pending(pod: WatchedPod) -> PendingPod | None:
+    meta = pod.metadata
+    if meta.deletion_timestamp or pod.spec.node_name:
+        return None
+    about = Regarding("Pod", meta.name, meta.namespace, meta.uid)
+    try:
+        demand = demand_for(as_model(pod))
+    except Impossible as error:
+        return PendingPod(about, None, str(error))
+    return None if demand.nothing else PendingPod(about, demand)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    pod: PendingPod
+    due: float  # when it is looked at next
+
+
+class PendingPods:
+    """One watch, and a look at the pods that it shows."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        fleet: Fleet,
+        verdicts: Verdicts,
+        events: EventRecorder,
+        supervisor: Supervisor,
+    ) -> None:
+        self._fleet = fleet
+        self._verdicts = verdicts
+        self._events = events
+        self._supervisor = supervisor
+        self._waiting: dict[str, _Waiting] = {}
+        self._watch = DeltaReflector(
+            api, "/api/v1/pods", {"fieldSelector": UNBOUND}, read_pending, self, "pending pods"
+        )
+
+    def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
+        """See agent.cluster.deltas.Listener."""
+        for uid in self._waiting.keys() - values.keys():
+            del self._waiting[uid]
+        for uid, pod in values.items():
+            self.changed(uid, pod)
+
+    def changed(self, uid: str, value: PendingPod | None) -> None:
+        """See agent.cluster.deltas.Listener."""
+        if value is None:
+            self._waiting.pop(uid, None)
+        elif (known := self._waiting.get(uid)) is None:
+            self._waiting[uid] = _Waiting(value, anyio.current_time())
+        else:
+            known.pod = value
+
+    def removed(self, uid: str, value: PendingPod | None) -> None:
+        """See agent.cluster.deltas.Listener."""
+        del value
+        self._waiting.pop(uid, None)
+
+    async def run(self) -> None:
+        """Watch and tell until cancelled; begun once the ledger is complete."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._supervisor.restarting, "pending pod watch", self._watch.run)
+            group.start_soon(self._supervisor.restarting, "pod events", self._events.run)
+            while True:
+                await anyio.sleep(LOOK_SECONDS)
+                await self._look()
+
+    async def _look(self) -> None:
+        now = anyio.current_time()
+        due = [each for each in self._waiting.values() if each.due <= now][:PODS_A_LOOK]
+        found: dict[PodDemand, WaitingReason | None] = {}
+        for each in due:
+            each.due = now + AGAIN_SECONDS
+            pod = each.pod
+            if pod.demand is None:
+                told: WaitingReason | None = WaitingReason(
+                    "impossible", f"{pod.problem}; correct the limits and create the pod again"
+                )
+            else:
+                if pod.demand not in found:
+                    found[pod.demand] = await self._reason(pod.demand)
+                told = found[pod.demand]
+            if told:
+                self._events.emit(
+                    Event(pod.about, WAITING_FOR_GPU, told.sentence, warning=True, key=told.kind)
+                )
+
+    async def _reason(self, demand: PodDemand) -> WaitingReason | None:
+        """None: there is room, and the pod waits for something else or for the scheduler's next attempt."""
+        names = list(self._fleet.names)
+        fitting, refused = await self._verdicts.judge(demand, names)
+        if fitting:
+            return None
+        await anyio.lowlevel.checkpoint()
+        offering = [name for name in names if self._fleet.inventory(name)]
+        return waiting_reason(self._fleet, demand, refused, offering)

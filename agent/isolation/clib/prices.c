@@ -1,0 +1,293 @@
+/* What functions and graphs cost in device time. Some of their launches get an event before and behind them; the low
+ * quantile of what was read is the price, since between the two the GPU may have worked for others, too. Nothing here
+ * waits for the GPU, and while anything is captured no event is touched. */
+#include "caps.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define PLACES 4096u
+#define READINGS 16u
+#define SAMPLES 32u
+#define CONTEXTS 8u
+#define UNKNOWN_NS 100000u
+#define FIRST 3u          /* launches that are measured at once */
+#define OFTEN 8u
+#define SELDOM 64u
+#define POLL 16u          /* launches between two looks at what is finished */
+
+struct gna_price {
+    _Atomic(const void *) key;
+    _Atomic uint64_t ns;
+    _Atomic uint32_t launches, due; /* the next one that is measured */
+    _Atomic uint32_t blind;         /* launched at a guess, and not settled yet */
+    uint32_t count, every, generation;
+    uint64_t reading[READINGS];
+};
+
+enum { FREE, BEGUN, PENDING };
+
+struct gna_sample {
+    CUevent begin, end;
+    struct gna_price *price;
+    uint32_t generation;
+    int record, state;
+    uint64_t paid_ns;
+};
+
+static struct ring {
+    CUcontext context;
+    unsigned oldest, used;
+    struct gna_sample sample[SAMPLES];
+} rings[CONTEXTS];
+
+static struct gna_mutex lock;
+static struct gna_price prices[PLACES];
+static struct gna_price any = {.ns = UNKNOWN_NS, .every = OFTEN}; /* for what the table has no room for */
+static unsigned taken;
+static _Atomic unsigned pending, polls;
+
+static size_t home(const void *key) {
+    return (size_t)(((uintptr_t)key * UINT64_C(0x9e3779b97f4a7c15)) >> 40) & (PLACES - 1);
+}
+
+static struct gna_price *find(const void *key) {
+    for (size_t place = home(key);; place = (place + 1) & (PLACES - 1)) {
+        const void *there = atomic_load_explicit(&prices[place].key, memory_order_acquire);
+        if (there == key) {
+            return &prices[place];
+        }
+        if (there == NULL) {
+            return NULL;
+        }
+    }
+}
+
+static struct gna_price *insert(const void *key) {
+    gna_enter(&lock);
+    struct gna_price *found = find(key);
+    if (found == NULL && taken < PLACES * 3 / 4) {
+        size_t place = home(key);
+        while (atomic_load_explicit(&prices[place].key, memory_order_relaxed) != NULL) {
+            place = (place + 1) & (PLACES - 1);
+        }
+        taken++;
+        found = &prices[place];
+        atomic_store(&found->ns, UNKNOWN_NS);
+        found->every = OFTEN;
+        atomic_store_explicit(&found->key, key, memory_order_release);
+    }
+    gna_leave(&lock);
+    return found == NULL ? &any : found;
+}
+
+struct gna_price *gna_price_of(const void *key) {
+    struct gna_price *found = key == NULL ? &any : find(key);
+    return __builtin_expect(found != NULL, 1) ? found : insert(key);
+}
+
+uint64_t gna_price_ns(struct gna_price *price) {
+    return atomic_load_explicit(&price->ns, memory_order_relaxed);
+}
+
+/* The lock is held. */
+static void reset(struct gna_price *price) {
+    price->count = 0;
+    price->generation++;
+    price->every = OFTEN;
+    atomic_store(&price->launches, 0);
+    atomic_store(&price->due, 0);
+    atomic_store(&price->blind, 0);
+}
+
+void gna_price_changed(const void *key) {
+    gna_enter(&lock);
+    struct gna_price *found = key == NULL ? NULL : find(key);
+    if (found != NULL) {
+        reset(found); /* its price stays as the first guess */
+    }
+    gna_leave(&lock);
+}
+
+void gna_prices_context_gone(CUcontext context) {
+    gna_enter(&lock);
+    for (unsigned number = 0; number < CONTEXTS; number++) {
+        if (context != NULL && rings[number].context == context) {
+            atomic_fetch_sub(&pending, rings[number].used);
+            rings[number] = (struct ring){0}; /* its events went with it */
+        }
+    }
+    gna_leave(&lock);
+}
+
+void gna_prices_forget(void) {
+    gna_enter(&lock);
+    memset(rings, 0, sizeof(rings));
+    for (unsigned place = 0; place < PLACES; place++) {
+        if (atomic_load(&prices[place].key) != NULL) {
+            reset(&prices[place]);
+        }
+    }
+    atomic_store(&pending, 0);
+    gna_leave(&lock);
+}
+
+static int in_order(const void *one, const void *other) {
+    uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
+    return a < b ? -1 : a > b;
+}
+
+/* The lock is held. */
+static void learn(struct gna_price *price, uint64_t nanoseconds) {
+    uint64_t ordered[READINGS];
+    price->reading[price->count++ % READINGS] = nanoseconds;
+    unsigned count = price->count < READINGS ? price->count : READINGS;
+    memcpy(ordered, price->reading, count * sizeof(*ordered));
+    qsort(ordered, count, sizeof(*ordered), in_order);
+    uint64_t low = ordered[count / 4], high = ordered[count * 3 / 4];
+    atomic_store_explicit(&price->ns, low, memory_order_relaxed);
+    if (count == READINGS && (high - low) * 10 < low) {
+        price->every = price->every * 2 > SELDOM ? SELDOM : price->every * 2;
+    } else {
+        price->every = OFTEN;
+    }
+}
+
+/* The lock is held. */
+static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
+    struct gna_price *price = sample->price;
+    if (sample->record < 0) {
+        return;
+    }
+    if (sample->generation != price->generation) {
+        gna_share_settle(sample->record, (int64_t)(nanoseconds - sample->paid_ns)); /* of a graph that was changed since */
+        return;
+    }
+    bool is_first = price->count == 0;
+    learn(price, nanoseconds);
+    if (is_first) {
+        uint32_t blind = atomic_exchange(&price->blind, 0);
+        gna_share_settle(sample->record, (int64_t)(nanoseconds - sample->paid_ns) * (int64_t)blind);
+    }
+}
+
+/* The lock is held; all that follows is allowed to a thread while another one captures. */
+static void read_ring(struct ring *ring) {
+    while (ring->used > 0) {
+        struct gna_sample *oldest = &ring->sample[ring->oldest];
+        float milliseconds = 0;
+        if (oldest->state != PENDING || REAL(cuEventQuery)(oldest->end) != CUDA_SUCCESS) {
+            return;
+        }
+        if (REAL(cuEventElapsedTime)(&milliseconds, oldest->begin, oldest->end) == CUDA_SUCCESS && milliseconds >= 0) {
+            take_in(oldest, (uint64_t)((double)milliseconds * 1e6));
+        }
+        oldest->state = FREE;
+        ring->oldest = (ring->oldest + 1) % SAMPLES;
+        ring->used--;
+        atomic_fetch_sub(&pending, 1);
+    }
+}
+
+/* The lock is held. */
+static struct ring *ring_of_current(bool make) {
+    CUcontext context = NULL;
+    struct ring *empty = NULL;
+    if (REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS || context == NULL) {
+        return NULL;
+    }
+    for (unsigned number = 0; number < CONTEXTS; number++) {
+        if (rings[number].context == context) {
+            return &rings[number];
+        }
+        if (rings[number].context == NULL && empty == NULL) {
+            empty = &rings[number];
+        }
+    }
+    if (make && empty != NULL) {
+        empty->context = context;
+    }
+    return make ? empty : NULL;
+}
+
+void gna_measure_read(void) {
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (atomic_load_explicit(&pending, memory_order_relaxed) == 0 || atomic_load(&gna_captures) > 0) {
+        return;
+    }
+    gna_enter(&lock);
+    struct ring *ring = ring_of_current(false);
+    if (ring != NULL && ring->used > 0 && REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
+        read_ring(ring);
+        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    }
+    gna_leave(&lock);
+}
+
+/* The lock is held. */
+static struct gna_sample *begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record) {
+    struct ring *ring = ring_of_current(true);
+    if (ring == NULL) {
+        return NULL;
+    }
+    read_ring(ring);
+    struct gna_sample *sample = &ring->sample[(ring->oldest + ring->used) % SAMPLES];
+    if (ring->used == SAMPLES) {
+        return NULL;
+    }
+    if (sample->begin == NULL && REAL(cuEventCreate)(&sample->begin, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+        sample->begin = NULL;
+        return NULL;
+    }
+    if (sample->end == NULL && REAL(cuEventCreate)(&sample->end, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+        sample->end = NULL;
+        return NULL;
+    }
+    if (REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS) {
+        return NULL;
+    }
+    sample->price = price;
+    sample->generation = price->generation;
+    sample->record = record;
+    sample->paid_ns = paid_ns;
+    sample->state = BEGUN;
+    ring->used++;
+    atomic_fetch_add(&pending, 1);
+    return sample;
+}
+
+struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record) {
+    uint32_t number = atomic_fetch_add_explicit(&price->launches, 1, memory_order_relaxed);
+    if (__builtin_expect(price->count == 0, 0)) {
+        atomic_fetch_add(&price->blind, 1);
+    }
+    bool is_due = (int32_t)(number - atomic_load_explicit(&price->due, memory_order_relaxed)) >= 0;
+    if (__builtin_expect(!is_due || atomic_load_explicit(&gna_captures, memory_order_relaxed) > 0, 1)) {
+        if (atomic_load_explicit(&pending, memory_order_relaxed) > 0 &&
+            atomic_fetch_add_explicit(&polls, 1, memory_order_relaxed) % POLL == 0) {
+            gna_measure_read();
+        }
+        return NULL;
+    }
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    struct gna_sample *sample = NULL;
+    gna_enter(&lock);
+    if (REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
+        sample = begin(price, stream, paid_ns, record);
+        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    }
+    atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : price->every), memory_order_relaxed);
+    gna_leave(&lock);
+    return sample;
+}
+
+void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) {
+    gna_enter(&lock);
+    if (sample->state == BEGUN) {
+        if (REAL(cuEventRecord)(sample->end, stream) != CUDA_SUCCESS || !launched) {
+            sample->record = -1; /* nothing is read from it */
+        }
+        sample->state = PENDING;
+    }
+    gna_leave(&lock);
+}

@@ -1,0 +1,67 @@
+"""What one CUDA context costs on this node's GPUs, learned from containers that run.
+
+A context takes hundreds of MiB by its existence, no call says how many, and they differ by GPU and driver.
+Of a container with a single process they are what the driver measures beyond what the library counts there.
+The library charges the figure ahead for each context, so that a cap holds from a program's first moment on;
+until there is a figure contexts count once they are measured, some seconds late.
+
+What the library counts its container may write, so that a figure is no more than a hint: the least of all
+containers' is taken, and no container is charged more than half of its cap for a context.
+"""
+
+from collections import deque
+from collections.abc import Collection
+
+# So many readings in a row have to be the very same: two moments are compared.
+STABLE_READINGS = 3
+LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30
+MOST_OF_A_CAP = 2
+
+
+class Contexts:
+    """Figures by GPU; one that has none yet takes that of the others, since a node's GPUs are alike."""
+
+    def __init__(self) -> None:
+        self._readings: dict[str, deque[tuple[int, ...]]] = {}  # by folder
+        self._learned: dict[str, tuple[str, int]] = {}  # GPU and bytes, by folder
+        self._figures: dict[str, int] = {}  # by GPU; the last one stays when its containers are gone
+
+    def of(self, gpu: str, cap_bytes: int) -> int:
+        """What a container is charged for each of its contexts, in bytes; 0: nobody knows yet."""
+        figure = self._figures.get(gpu) or min(self._figures.values(), default=0)
+        return min(figure, cap_bytes // MOST_OF_A_CAP)
+
+    def measured(self, key: str, gpu: str, memory_bytes: int, sole: tuple[int, int] | None) -> None:
+        """Take in a reading: what the driver measures, and what the library charged the `sole` process.
+
+        Of that the first figure is all of it, the second what is for contexts.
+        """
+        if sole is None:
+            self._readings.pop(key, None)
+            return
+        readings = self._readings.setdefault(key, deque(maxlen=STABLE_READINGS))
+        readings.append((memory_bytes, *sole))
+        charged, of_contexts = sole
+        found = memory_bytes - (charged - of_contexts)
+        if (
+            len(readings) == STABLE_READINGS
+            and len(set(readings)) == 1
+            and LEAST_BYTES <= found <= MOST_BYTES
+        ):
+            self._learn(key, gpu, found)
+
+    def remembered(self, key: str, gpu: str, context_bytes: int, cap_bytes: int) -> None:
+        """Take in what a container is charged that an earlier agent started."""
+        if LEAST_BYTES <= context_bytes < min(cap_bytes // MOST_OF_A_CAP, MOST_BYTES):
+            self._learn(key, gpu, context_bytes)
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget containers that are not among these."""
+        for gone in self._readings.keys() - set(keys):
+            del self._readings[gone]
+        for gone in self._learned.keys() - set(keys):
+            del self._learned[gone]
+
+    def _learn(self, key: str, gpu: str, found: int) -> None:
+        self._learned[key] = (gpu, found)
+        self._figures[gpu] = min(figure for where, figure in self._learned.values() if where == gpu)

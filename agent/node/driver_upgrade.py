@@ -1,0 +1,194 @@
+"""Lets go of the driver while NVIDIA's GPU operator exchanges it on this node, and takes it up again.
+
+The kernel module cannot be unloaded while anybody has it open: the agent by NVML, the daemons of mode MPS,
+pods. The operator evicts what it knows of, which neither this agent is nor pods with shares are.
+
+The operator's intent stands in labels of the node (NVIDIA/k8s-operator-libs, pkg/upgrade; k8s-driver-manager;
+mig-parted): its upgrade controller goes through the states of `nvidia.com/gpu-driver-upgrade-state`; who is
+about to unload the module, or to change MIG, writes `paused-for-...` into `nvidia.com/gpu.deploy.<operand>`,
+also where no upgrade controller runs.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import anyio
+import structlog
+
+from agent.cluster.own_node import OwnNode
+from agent.inventory.clock import boot_seconds
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kit.timestamps import now
+from agent.model.modes import Mode
+from agent.modes.cordons import Cordon, Cordons
+from agent.modes.state import STARTING, SwitchState
+
+log = structlog.get_logger()
+
+STATE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"
+OPERAND_PREFIX: Final = "nvidia.com/gpu.deploy."
+PAUSED_PREFIX: Final = "paused-for-"
+# Pods with GPUs are evicted; the module is not touched yet.
+DRAINING: Final = frozenset({"pod-deletion-required", "drain-required", "node-maintenance-required"})
+# The driver's pod is restarted, whose first container unloads the module.
+EXCHANGING: Final = frozenset({"pod-restart-required", "post-maintenance-required"})
+
+# A release lasts so long beyond the last look at the labels, also where the agent is killed meanwhile.
+RELEASE_SECONDS: Final = 180.0
+RENEW_SECONDS: Final = 60.0
+# How long GPUs without a holder may take to leave their mode, for MPS daemons to end: then NVML is closed.
+PATIENCE_SECONDS: Final = 30.0
+
+
+class Stage(Enum):
+    """How far an exchange of the driver is."""
+
+    NONE = "none"
+    DRAIN = "drain"  # GPUs leave their modes as their pods end
+    RELEASE = "release"  # and NVML is closed
+
+
+class Releasing(Protocol):
+    """Who has NVML open: `agent.inventory.gpu_monitor.GpuMonitor`."""
+
+    def release(self, seconds: float, why: str = "") -> None:
+        """Close NVML for that long."""
+
+    def end_release(self) -> None:
+        """Open NVML again."""
+
+
+def stage_of(labels: Mapping[str, str]) -> tuple[Stage, str]:
+    """What a node's labels ask for, and the label that does."""
+    for key, value in sorted(labels.items()):
+        if key.startswith(OPERAND_PREFIX) and value.startswith(PAUSED_PREFIX):
+            return Stage.RELEASE, f"{key}={value}"
+    state = labels.get(STATE_LABEL, "")
+    if state in EXCHANGING:
+        return Stage.RELEASE, f"{STATE_LABEL}={state}"
+    if state in DRAINING:
+        return Stage.DRAIN, f"{STATE_LABEL}={state}"
+    return Stage.NONE, ""
+
+
+class DriverUpgrade:
+    """Follows the node's labels; cordons all GPUs, and closes NVML once no daemon of an idle GPU is left."""
+
+    def __init__(
+        self,
+        node: OwnNode,
+        monitor: Releasing,
+        inventory: Cell[Snapshot],
+        switch: Cell[SwitchState],
+        by_hand: Cell[Cordons],
+        cordons: Cell[Cordons],
+    ) -> None:
+        """`cordons` is what the mode switcher follows: those `by_hand`, and of all GPUs meanwhile."""
+        self._node = node
+        self._monitor = monitor
+        self._inventory = inventory
+        self._switch = switch
+        self._by_hand = by_hand
+        self._cordons = cordons
+        self.stage = Stage.NONE
+        self.label = ""  # that asks for it
+        self._cordon: Cordon | None = None  # of all GPUs, until NVML answers again
+        self._release_by = 0.0  # when NVML is closed at the latest
+        self._until: float | None = None  # our release lasts so long, in seconds since boot
+        self._released = False  # the inventory has told of it
+        self._refused = False  # a person ended it: not again before the labels ask for nothing
+
+    async def run(self) -> None:
+        """Follow the labels for ever."""
+        async with anyio.create_task_group() as group:
+            wake = [anyio.Event()]
+
+            async def follow(cell: Cell[Any]) -> None:
+                async for _ in cell.values():
+                    wake[0].set()
+
+            for cell in (self._node.changes, self._inventory, self._switch, self._by_hand):
+                group.start_soon(follow, cell)
+            while True:
+                wake[0] = anyio.Event()
+                with anyio.move_on_after(self.look()):
+                    await wake[0].wait()
+
+    def look(self) -> float:
+        """Do what the labels ask for now; after how many seconds to look again, whatever happens."""
+        labels = self._node.labels()
+        if labels is None:  # not known yet
+            self._put_cordons()
+            return RENEW_SECONDS
+        self._heard(*stage_of(labels))
+        if self.stage is Stage.NONE:
+            self._back_in_service()
+            return RENEW_SECONDS
+        self._put_cordons()
+        if self.stage is Stage.DRAIN:
+            self._end_release()  # as where the driver's pod has been put off again
+            return RENEW_SECONDS
+        return self._let_go()
+
+    def _heard(self, stage: Stage, label: str) -> None:
+        if stage is Stage.NONE:
+            self._refused = False
+        elif self._refused:
+            stage, label = Stage.NONE, ""
+        if stage is not self.stage:
+            log.info("driver_upgrade", stage=stage.value, before=self.stage.value, label=label or self.label)
+            if stage is Stage.RELEASE:
+                self._release_by = boot_seconds() + PATIENCE_SECONDS
+        self.stage, self.label = stage, label
+        if stage is not Stage.NONE:
+            since = self._cordon.since if self._cordon else now()
+            self._cordon = Cordon(f"the driver is exchanged ({label})", since)
+
+    def _let_go(self) -> float:
+        """Close NVML, or keep it closed."""
+        snapshot, at = self._inventory.value, boot_seconds()
+        if self._until is None:
+            if self._daemons_may_live() and snapshot.problem is None and at < self._release_by:
+                return self._release_by - at
+        elif snapshot.released_until is not None:
+            self._released = True
+        elif self._released:
+            log.warning("driver_upgrade_refused", label=self.label, reason="release --end was asked for")
+            self._until, self._released, self._refused = None, False, True
+            return 0.0
+        if self._until is None or self._until - at < RELEASE_SECONDS - RENEW_SECONDS + 1:
+            self._until = at + RELEASE_SECONDS
+            if (snapshot.released_until or 0.0) < self._until:  # a person's may last longer
+                why = f"NVML is closed while the driver is exchanged (node label {self.label})"
+                self._monitor.release(RELEASE_SECONDS, why)
+        return RENEW_SECONDS
+
+    def _daemons_may_live(self) -> bool:
+        """Whether a GPU that no pod holds has not left its mode yet."""
+        state = self._switch.value
+        return state == STARTING or any(
+            gpu.active.mode is not Mode.OFF and not gpu.waiting_for for gpu in state.gpus
+        )
+
+    def _back_in_service(self) -> None:
+        self._end_release()
+        # Modes are set up by NVML: not before it answers again.
+        if self._inventory.value.problem is None:
+            self._cordon = None
+        self._put_cordons()
+
+    def _end_release(self) -> None:
+        until, released = self._until, self._inventory.value.released_until
+        self._until, self._released = None, False
+        if until is not None and (released is None or released <= until + 1):  # else a person's lasts longer
+            self._monitor.end_release()
+
+    def _put_cordons(self) -> None:
+        cordons = dict(self._by_hand.value)
+        if self._cordon:
+            cordons = {state.uuid: self._cordon for state in self._inventory.value.gpus} | cordons
+        if cordons != self._cordons.value:
+            self._cordons.publish(MappingProxyType(cordons))

@@ -1,0 +1,73 @@
+"""Containers with compute shares on a simulated GPU of virtual time, the real library between them and it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.isolation import layout
+from agent.isolation.clib.build import cached
+from tests.component.caps.container import Container, make
+from tests.component.shares.row import CLOCK
+from tests.cuda_double.fixtures import driver
+from tests.cuda_double.layout_time import ClockMode
+from tests.cuda_double.machine import CudaMachine
+from tests.cuda_double.program import Program, program
+from tests.cuda_double.timed import HELP
+
+__all__ = ["driver"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first on a machine fetches the compiler and builds library and driver."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+def hold(container: Container, share: int | None, factor: float = 1.0) -> None:
+    """Hold a container to a share in percent, as the agent does; None: to none."""
+    descriptor = os.open(container.limits, os.O_RDWR)
+    try:
+        now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+        wanted = replace(now, compute=share is not None, share=(share or 0) * 100, correction=factor)
+        layout.write_limits(descriptor, 0, wanted)
+    finally:
+        os.close(descriptor)
+
+
+class Site:
+    """A machine and containers on it."""
+
+    def __init__(self, stack: ExitStack, folder: Path, driver: Path) -> None:
+        self._stack, self._folder, self._driver = stack, folder, driver
+        self._count = 0
+        self.tasks(1)
+
+    def tasks(self, count: int) -> None:
+        """How many programs take part in the GPU's time; before the first one is started."""
+        self.machine = CudaMachine.create(self._folder / "state", clock=ClockMode.VIRTUAL, tasks=count)
+
+    def container(self, share: int | None) -> Container:
+        """A container with a share in percent."""
+        self._count += 1
+        made = make(self._folder / f"container-{self._count}", cached(clock=CLOCK), (8192,), context=0)
+        hold(made, share)
+        return made
+
+    def program(self, container: Container) -> Program:
+        """A program in a container."""
+        environment = {**self.machine.environment, **container.environment}
+        started = self._stack.enter_context(program(self._driver, environment))
+        started(HELP)
+        return started
+
+
+@pytest.fixture
+def site(tmp_path: Path, driver: Path) -> Iterator[Site]:
+    """One GPU with a virtual clock."""
+    with ExitStack() as stack:
+        yield Site(stack, tmp_path, driver)

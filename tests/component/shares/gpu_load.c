@@ -1,0 +1,145 @@
+/* gpu_load DRIVER LOAD SEED SECONDS [STREAMS]: puts a load on the GPU for so many seconds of the simulated GPU's time
+ * and prints what it launched. Loads: those of `loads` below. */
+#include <dlfcn.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int call_t();
+
+static void *driver;
+static uint64_t state;
+
+static call_t *entry(const char *name) {
+    call_t *found = (call_t *)dlsym(driver, name);
+    if (found == NULL) {
+        fprintf(stderr, "no %s\n", name);
+        exit(3);
+    }
+    return found;
+}
+
+static double uniform(double least, double most) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return least + (most - least) * (double)(state >> 11) / 9007199254740992.0;
+}
+
+/* About normal, of deviation 1: the sum of twelve. */
+static double normal(void) {
+    double sum = -6;
+    for (int number = 0; number < 12; number++) {
+        sum += uniform(0, 1);
+    }
+    return sum;
+}
+
+static double tiny(int *which) {
+    *which = 0;
+    return 12.4e-6 * exp(.4 * normal());
+}
+
+static double train(int *which) {
+    static const double lengths[4] = {60e-6, 300e-6, 1.5e-3, 20e-6};
+    *which = (int)uniform(0, 4);
+    return lengths[*which];
+}
+
+static double lengthy(int *which) {
+    *which = 0;
+    return uniform(.05, .2);
+}
+
+static double requests(int *which) {
+    *which = 0;
+    return uniform(1e-3, 3e-3);
+}
+
+static double synced(int *which) {
+    *which = 0;
+    return uniform(.8e-3, 1.6e-3);
+}
+
+static const struct load {
+    const char *name;
+    double (*length)(int *which); /* seconds, and of which function; NULL: a graph of 20 ms */
+    int depth;                    /* launches at once on the GPU */
+    int burst;                    /* launches between two pauses; 0: none */
+    double pause;                 /* seconds, on average */
+} loads[] = {
+    {"tiny", tiny, 64, 0, 0},       {"train", train, 64, 0, 0},      {"long", lengthy, 1, 0, 0},
+    {"graph", NULL, 2, 0, 0},       {"sync", synced, 1, 0, 0},       {"bursty", requests, 8, 40, .15},
+};
+
+int main(int argc, char **argv) {
+    uint64_t context = 0, module = 0, function[4], graph = 0, node, exec[8], event[64], stream[8];
+    const struct load *load = NULL;
+    driver = argc >= 5 ? dlopen(argv[1], RTLD_NOW) : NULL;
+    for (unsigned number = 0; argc >= 5 && number < sizeof(loads) / sizeof(*loads); number++) {
+        load = strcmp(loads[number].name, argv[2]) ? load : &loads[number];
+    }
+    if (driver == NULL || load == NULL) {
+        return 2;
+    }
+    int streams = argc > 5 ? atoi(argv[5]) : 1;
+    state = (uint64_t)atoi(argv[3]) * UINT64_C(0x9e3779b97f4a7c15) + 1;
+    uint64_t (*now)(void) = (uint64_t (*)(void))entry("gna_sim_now");
+    void (*wait)(const uint32_t *, uint32_t, uint64_t) = (void (*)(const uint32_t *, uint32_t, uint64_t))entry("gna_sim_wait");
+    static const char *const names[] = {"a_grid", "b_grid", "c_grid", "d_grid"};
+    if (entry("cuInit")(0) || entry("cuDevicePrimaryCtxRetain")(&context, 0) || entry("cuCtxSetCurrent")(context) ||
+        entry("cuModuleLoadData")(&module, "image")) {
+        return 4;
+    }
+    for (int number = 0; number < 4; number++) {
+        entry("cuModuleGetFunction")(&function[number], module, names[number]);
+    }
+    for (int number = 0; number < load->depth; number++) {
+        entry("cuEventCreate")(&event[number], 0);
+    }
+    for (int number = 0; number < streams; number++) {
+        entry("cuStreamCreate")(&stream[number], 1);
+    }
+    /* Graphs of different lengths, as of different lengths of a batch. */
+    for (int number = 0; number < 8 && load->length == NULL; number++) {
+        char name[32];
+        uint64_t decode, kernel[16] = {0};
+        snprintf(name, sizeof(name), "decode_%dus", (int)(20.2e3 * exp(.15 * normal())));
+        entry("cuModuleGetFunction")(&decode, module, name);
+        kernel[0] = decode; /* CUDA_KERNEL_NODE_PARAMS */
+        if (entry("cuGraphCreate")(&graph, 0) || entry("cuGraphAddKernelNode_v2")(&node, graph, NULL, (size_t)0, kernel) ||
+            entry("cuGraphInstantiateWithFlags")(&exec[number], graph, UINT64_C(0))) {
+            return 5;
+        }
+    }
+    wait(NULL, 0, now()); /* until all loads are there */
+    call_t *launch = entry("cuLaunchKernel"), *run = entry("cuGraphLaunch"), *record = entry("cuEventRecord");
+    call_t *sync = entry("cuEventSynchronize");
+    uint64_t end = now() + (uint64_t)(atof(argv[4]) * 1e9);
+    unsigned count = 0;
+    while (now() < end) {
+        if (load->burst > 0 && count > 0 && count % (unsigned)load->burst == 0) {
+            entry("cuCtxSynchronize")();
+            wait(NULL, 0, now() + (uint64_t)(-log(1 - uniform(0, 1)) * load->pause * 1e9));
+        }
+        if (count >= (unsigned)load->depth) {
+            sync(event[count % (unsigned)load->depth]);
+        }
+        uint64_t on = stream[count % (unsigned)streams];
+        int which = 0, problem;
+        if (load->length == NULL) {
+            problem = run(exec[(int)uniform(0, 8)], on);
+        } else {
+            unsigned width = (unsigned)(load->length(&which) * 1e9);
+            problem = launch(function[which], width, 1, 1, 1, 1, 1, 0, on, NULL, NULL);
+        }
+        if (problem || record(event[count % (unsigned)load->depth], on)) {
+            return 6;
+        }
+        count++;
+    }
+    printf("%u\n", count);
+    return 0;
+}

@@ -1,0 +1,191 @@
+"""Containers under load on the simulated GPU, in its own time, through the real library.
+
+`python -m tests.component.shares.row FOLDER ROW` runs one row (JSON) and prints what each container got. It
+is a process of its own, since it takes part in the GPU's time itself.
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from agent.isolation import layout
+from agent.isolation.clib import toolchain
+from agent.isolation.clib.build import cached
+from agent.isolation.correction import Observed, corrected
+from tests.component.caps.container import make
+from tests.cuda_double.build import build
+from tests.cuda_double.layout_time import WINDOW_NS, ClockMode
+from tests.cuda_double.machine import CudaMachine
+
+ROOT: Final = Path(__file__).parents[3]
+CLOCK: Final = ROOT / "tests" / "cuda_double" / "clock" / "device_clock.c"
+SECOND: Final = 1_000_000_000
+WARM: Final = 3
+"""Seconds in which functions are learned, and that no figure counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A container; `cap` in percent, 100 for none."""
+
+    cap: int
+    load: str
+    processes: int = 1
+    streams: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Containers side by side for so many seconds of the GPU's time."""
+
+    loads: tuple[Load, ...]
+    seconds: int
+    window: int = 1
+
+    @classmethod
+    def read(cls, text: str) -> "Row":
+        """From JSON."""
+        raw = json.loads(text)
+        return cls(tuple(Load(**load) for load in raw["loads"]), raw["seconds"], raw["window"])
+
+
+def shares(row: Row, folder: Path) -> list[list[float]]:
+    """Percent of the GPU that each container had in each window after the warm-up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name, str(folder), json.dumps(asdict(row))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=120,
+    )
+    found: list[list[float]] = json.loads(done.stdout)
+    return found
+
+
+def program(folder: Path) -> Path:
+    """The load, compiled."""
+    path = folder / "gpu_load"
+    if not path.exists():
+        source = str(Path(__file__).with_name("gpu_load.c"))
+        toolchain.compile_c(
+            ["-O2", "-Wno-deprecated-non-prototype", source, "-ldl", "-lm", "-o", str(path)], folder
+        )
+    return path
+
+
+class _Conductor:
+    """Takes part in the GPU's time, and is the agent: each second it corrects."""
+
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row = row
+        self.driver = build(ROOT / "build")
+        tasks = 1 + sum(load.processes for load in row.loads)
+        self.machine = CudaMachine.create(folder / "state", clock=ClockMode.VIRTUAL, tasks=tasks)
+        os.environ.update(self.machine.environment)
+        self.double = ctypes.CDLL(str(self.driver))
+        self.double.gna_sim_now.restype = ctypes.c_uint64
+        library, program_ = cached(clock=CLOCK), program(folder)
+        self.containers = [
+            make(folder / f"container-{number}", library, (8192,), context=0)
+            for number, _ in enumerate(row.loads)
+        ]
+        self.processes: list[list[subprocess.Popen[bytes]]] = []
+        with ExitStack() as stack:
+            for number, load in enumerate(row.loads):
+                self._limit(number, 1.0)
+                started = []
+                for index in range(load.processes):
+                    command = [
+                        program_,
+                        self.driver,
+                        load.load,
+                        number * 10 + index + 1,
+                        row.seconds,
+                        load.streams,
+                    ]
+                    process = stack.enter_context(
+                        subprocess.Popen(
+                            list(map(str, command)),
+                            env={**self.machine.environment, **self.containers[number].environment},
+                            stdout=subprocess.DEVNULL,
+                        )
+                    )
+                    stack.callback(process.kill)
+                    started.append(process)
+                self.processes.append(started)
+            self.result = self._run()
+
+    def _limit(self, number: int, factor: float) -> None:
+        container, cap = self.containers[number], self.row.loads[number].cap
+        if cap >= 100:
+            return
+        descriptor = os.open(container.limits, os.O_RDWR)
+        try:
+            now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+            layout.write_limits(descriptor, 0, replace(now, compute=True, share=cap * 100, correction=factor))
+        finally:
+            os.close(descriptor)
+
+    def _wait(self, until: int) -> None:
+        self.double.gna_sim_wait(None, ctypes.c_uint32(0), ctypes.c_uint64(until))
+
+    def _busy(self) -> list[int]:
+        return [sum(self.machine.busy_ns(each.pid) for each in own) for own in self.processes]
+
+    def _run(self) -> list[list[float]]:
+        self._wait(0)
+        factors = [1.0] * len(self.row.loads)
+        samples: list[list[float]] = [[] for _ in factors]
+        waits = [0] * len(factors)
+        found: list[list[float]] = [[] for _ in factors]
+        mark = self._busy()
+        sampled, second = 0, 0
+        while second < self.row.seconds:
+            sampled += 1
+            self._wait(min(sampled * WINDOW_NS + 20_000_000, (second + 1) * SECOND))
+            now = int(self.double.gna_sim_now())
+            if now < (second + 1) * SECOND:
+                percents = self.machine.utilization()
+                for number, own in enumerate(self.processes):
+                    samples[number].append(sum(percents.get(each.pid, 0) for each in own))
+                continue
+            sampled -= 1
+            second += 1
+            for number, load in enumerate(self.row.loads):
+                usage = layout.read_usage(
+                    self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
+                )[0]
+                observed = Observed(load.cap, tuple(samples[number]), usage.waited_ns > waits[number])
+                waits[number] = usage.waited_ns
+                samples[number].clear()
+                factor = corrected(factors[number], observed)
+                if factor != factors[number]:
+                    factors[number] = factor
+                    self._limit(number, factor)
+            if second >= WARM and (second - WARM) % self.row.window == 0:
+                busy = self._busy()
+                if second > WARM:
+                    for number, before in enumerate(mark):
+                        found[number].append((busy[number] - before) * 100 / SECOND / self.row.window)
+                mark = busy
+        if os.environ.get("GNA_TRACE"):
+            print(factors, file=sys.stderr)
+        return found
+
+
+def main() -> int:
+    """Run one row."""
+    print(json.dumps(_Conductor(Row.read(sys.argv[2]), Path(sys.argv[1])).result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The keeper of shares in the enforcement library; all times are the simulated GPU's own."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from agent.isolation import layout
+from tests.component.caps.container import Container
+from tests.component.shares.conftest import Site, hold
+from tests.cuda_double.timed import kernels
+
+MS = 1_000_000
+EVENTS = ("cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuEventCreate")
+
+
+def usage(container: Container) -> layout.Usage:
+    return layout.read_usage(container.usage.read_bytes()[: layout.usage_head_bytes(1)])[0]
+
+
+def calls(called: Mapping[str, int], *names: str) -> int:
+    return sum(called.get(name, 0) for name in names)
+
+
+CAPTURE = """
+def work():
+    kernel, graph = function(b'work_1ms'), u64()
+    captured, other = out('cuStreamCreate', 1), out('cuStreamCreate', 1)
+    for _ in range(50): launch(kernel, other)  # some of them measured, and not read yet
+    check('cuStreamBeginCapture_v2', u64(captured), {mode})
+    sleep(500)
+    print('{{"value": "begun"}}', flush=True); sys.stdin.readline()
+    for _ in range(300): launch(kernel, other)
+    for _ in range(3): launch(kernel, captured)
+    print('{{"value": "done"}}', flush=True); sys.stdin.readline()
+    ended = call('cuStreamEndCapture', u64(captured), ctypes.byref(graph))
+    if ended: return ended, 0
+    ready = out('cuGraphInstantiateWithFlags', graph, u64())
+    check('cuCtxSynchronize')
+    sleep(2000)  # so that the graph has not to wait for the share
+    begin = event(captured)
+    check('cuGraphLaunch', u64(ready), u64(captured))
+    end = event(captured)
+    check('cuCtxSynchronize')
+    return ended, elapsed(begin, end)
+"""
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["global", "thread", "relaxed"])
+def test_capture_is_never_broken(site: Site, mode: int) -> None:
+    program = site.program(site.container(30))
+    program(CAPTURE.format(mode=mode))
+    program.send("timed(work)")
+    assert program.receive() == "begun"
+    before = calls(site.machine.called(), *EVENTS)
+    program.send("go")
+    assert program.receive() == "done"
+    # Not one event is touched while something is captured, of whatever stream.
+    assert calls(site.machine.called(), *EVENTS) == before
+    program.send("go")
+    assert program.receive() == [0, pytest.approx(3)]
+
+
+REPRICED = """
+def graph_of(name):
+    kernel, graph, node = function(name), out('cuGraphCreate', 0), u64()
+    parameters = (ctypes.c_uint64 * 16)(kernel)
+    check('cuGraphAddKernelNode_v2', ctypes.byref(node), u64(graph), None, size(0), parameters)
+    return graph
+def decode(ready, until):
+    while now() < until:
+        check('cuGraphLaunch', u64(ready), u64())
+        check('cuCtxSynchronize')
+def work():
+    ready = out('cuGraphInstantiateWithFlags', u64(graph_of(b'work_2ms')), u64())
+    decode(ready, 2000)
+    info = (ctypes.c_uint64 * 4)()
+    check('cuGraphExecUpdate_v2', u64(ready), u64(graph_of(b'work_20ms')), info)
+    began = CUDA.gna_sim_now()
+    decode(ready, 4000)
+    return began
+"""
+
+
+def test_graph_exec_update_is_repriced(site: Site) -> None:
+    program = site.program(site.container(40))
+    program(REPRICED)
+    program("timed(work)")
+    # At the old price the second half would have had the GPU to itself.
+    assert site.machine.busy_ns(program.pid) / (4000 * MS) == pytest.approx(0.4, abs=0.03)
+
+
+def test_uncapped_is_untouched(site: Site) -> None:
+    container = site.container(None)
+    program = site.program(container)
+    program("def work():\n    global kernel\n    kernel = function(b'work_1us')\n    launch(kernel)")
+    program("timed(work)")
+    before = site.machine.called()
+    program("def work():\n    for _ in range(3000): launch(kernel)")
+    program("timed(work)")
+    after = site.machine.called()
+    added = {name: after[name] - before.get(name, 0) for name in after if after[name] > before.get(name, 0)}
+    # That of the thread that was started, and the launches.
+    assert added == {"cuInit": 1, "cuDevicePrimaryCtxRetain": 1, "cuCtxSetCurrent": 1, "cuLaunchKernel": 3000}
+    assert (usage(container).next_ns, usage(container).waits) == (0, 0)
+
+
+LOOP = """
+def work():
+    kernel = function(b'work_5ms')
+    while now() < {until}:
+        launch(kernel)
+        check('cuCtxSynchronize')
+    {end}
+"""
+
+
+def test_controller_survives_sigkill_and_fork(site: Site) -> None:
+    site.tasks(3)
+    container = site.container(40)
+    killed, parent, other = (site.program(container) for _ in range(3))
+    killed(LOOP.format(until=500, end="os.kill(os.getpid(), 9)"))
+    killed.send("timed(work)")
+    for program in (parent, other):
+        program(LOOP.format(until=4000, end="return now()"))
+    child = parent("fork('timed(work)')")
+    other.send("timed(work)")
+    assert other.receive() >= 4000
+    parent("os.waitpid(-1, 0)")
+    busy = sum(site.machine.busy_ns(pid) for pid in (killed.pid, child, other.pid))
+    assert busy / (4000 * MS) == pytest.approx(0.4, abs=0.03)
+    assert site.machine.busy_ns(child) > 400 * MS < site.machine.busy_ns(other.pid)
+
+
+def test_a_launch_that_fails_is_not_paid_for(site: Site) -> None:
+    container = site.container(10)
+    program = site.program(container)
+    program(
+        "def work():\n    return [call('cuLaunchKernel', u64(1), 1, 1, 1, 1, 1, 1, 0, u64(), None, None)"
+        " for _ in range(1000)]"
+    )
+    assert set(program("timed(work)")) == {400}
+    assert usage(container).waits == 0
+
+
+def test_a_share_of_nothing_waits_until_it_is_one(site: Site) -> None:
+    """The paused state of containers that only use what others leave."""
+    site.tasks(2)
+    container, free = site.container(0), site.container(None)
+    paused, running = site.program(container), site.program(free)
+    paused(kernels(1, 5))
+    running(
+        "def work():\n"
+        "    sleep(700)\n"
+        "    print('{\"value\": 0}', flush=True); sys.stdin.readline()\n"
+        "    sleep(1000)"
+    )
+    paused.send("timed(work)")
+    running.send("timed(work)")
+    running.receive()
+    assert site.machine.busy_ns(paused.pid) == 0
+    hold(container, 50)
+    running.send("go")
+    assert paused.receive() <= 700 + 100 + 5 + 1
+    running.receive()

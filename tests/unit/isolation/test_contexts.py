@@ -1,0 +1,110 @@
+"""What a context costs, by what is measured of containers."""
+
+import os
+import struct
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from agent.isolation import layout
+from agent.isolation.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts
+from agent.isolation.folders import USAGE
+from agent.isolation.limits import Request
+from tests.unit.isolation.made_up import GPU, units
+from tests.unit.isolation.test_watch import CAP, MIB, Node
+
+OTHER = "GPU-00000000-0000-0000-0000-000000000002"
+WHOLE = 1 << 40
+CONTEXT = 300 * MIB
+
+
+def learned(contexts: Contexts, key: str, figure: int, gpu: str = GPU) -> None:
+    for _ in range(STABLE_READINGS):
+        contexts.measured(key, gpu, 100 * MIB + figure, (100 * MIB, 0))
+
+
+def test_the_least_that_was_measured_counts_and_a_gpu_without_a_figure_takes_that_of_the_others() -> None:
+    contexts = Contexts()
+    assert contexts.of(GPU, WHOLE) == 0
+    learned(contexts, "a", 500 * MIB)
+    learned(contexts, "b", CONTEXT)
+    learned(contexts, "c", 400 * MIB)
+    assert contexts.of(GPU, WHOLE) == contexts.of(OTHER, WHOLE) == CONTEXT
+    learned(contexts, "d", 200 * MIB, OTHER)
+    assert (contexts.of(GPU, WHOLE), contexts.of(OTHER, WHOLE)) == (CONTEXT, 200 * MIB)
+    contexts.keep(["a", "c"])
+    learned(contexts, "c", 400 * MIB)
+    assert contexts.of(GPU, WHOLE) == 400 * MIB
+    contexts.keep([])
+    assert contexts.of(GPU, WHOLE) == 400 * MIB  # who comes next is charged what the last ones were
+    assert contexts.of(GPU, 512 * MIB) == 256 * MIB  # and half of its cap at most
+
+
+def test_what_is_charged_for_contexts_is_no_part_of_the_rest() -> None:
+    contexts = Contexts()
+    for _ in range(STABLE_READINGS):
+        contexts.measured("a", GPU, 400 * MIB, (600 * MIB, 500 * MIB))
+    assert contexts.of(GPU, WHOLE) == CONTEXT
+
+
+@pytest.mark.parametrize("figure", [0, LEAST_BYTES - 1, MOST_BYTES + 1])
+def test_what_no_context_takes_is_not_believed(figure: int) -> None:
+    contexts = Contexts()
+    learned(contexts, "a", figure)
+    contexts.remembered("b", GPU, figure, WHOLE)
+    contexts.remembered("c", GPU, CONTEXT, 2 * CONTEXT)  # half of a cap: it may be more
+    assert contexts.of(GPU, WHOLE) == 0
+
+
+def test_readings_of_different_moments_say_nothing() -> None:
+    contexts = Contexts()
+    for number in range(10):
+        contexts.measured("a", GPU, CONTEXT + number, (number % 2, 0))
+    for sole in ((0, 0), (0, 0), None, (0, 0), (0, 0)):
+        contexts.measured("b", GPU, CONTEXT, sole)
+    assert contexts.of(GPU, WHOLE) == 0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+async def test_containers_are_charged_what_others_showed(node: Node) -> None:
+    key = await node.admit()
+    await anyio.to_thread.run_sync(node.loaded, 7)
+    folders = node.isolation.folders
+
+    def counted(*slots: tuple[int, int]) -> None:
+        """Bytes charged and those for contexts, by process."""
+        descriptor = os.open(folders.path(key, USAGE), os.O_RDWR)
+        total = sum(charged for charged, _ in slots)
+        os.pwrite(descriptor, struct.pack("<Q", total), layout.USAGE_HEADER_BYTES + layout.FIGURES_AT)
+        for number, (charged, of_contexts) in enumerate(slots):
+            slot = layout.SLOT.pack(number + 1, 1, charged, of_contexts)
+            os.pwrite(descriptor, slot, layout.SLOTS_AT + number * layout.SLOT_BYTES)
+        os.close(descriptor)
+
+    async def charged(folder: str) -> int:
+        return (await anyio.to_thread.run_sync(folders.limits, folder)).context_bytes
+
+    await anyio.to_thread.run_sync(counted, (100 * MIB, 0), (0, 0))
+    for _ in range(5):
+        await node.look(100 * MIB + CONTEXT, 7)
+    assert await charged(key) == 0  # of two processes nobody knows which has how many
+    await anyio.to_thread.run_sync(node.isolation.folders.remove, key)
+    await node.isolation.start()
+    key = await node.admit()
+    await anyio.to_thread.run_sync(node.loaded, 7)
+    await anyio.to_thread.run_sync(counted, (100 * MIB, 0))
+    for _ in range(5):
+        await node.look(100 * MIB + CONTEXT, 7)
+    assert await charged(key) == CONTEXT
+    await node.isolation.admit(Request("uid-b", "default", "b", "main", GPU, units(4), CAP, 30))
+    (new,) = set(await anyio.to_thread.run_sync(folders.keys)) - {key}
+    assert await charged(new) == CONTEXT
+    # An agent that is restarted has it from those that run.
+    again = Node(node.root)
+    await again.isolation.start()
+    assert again.isolation.contexts.of(GPU, WHOLE) == CONTEXT
