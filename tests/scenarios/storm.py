@@ -91,7 +91,7 @@ class SmallStorm:
             await self._deleted(pod)
         await self.node.want("vgpu")
         await self.node.applied("vgpu", CALM_SECONDS)
-        await self.node.sells("vgpu", GPUS, CALM_SECONDS)
+        await self.node.offers("vgpu", GPUS, CALM_SECONDS)
         with anyio.fail_after(10):
             while (await self.rig.node()).taints:
                 await anyio.sleep(0.1)
