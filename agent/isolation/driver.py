@@ -146,7 +146,7 @@ class DriverLimits:
 def cgroups_of(root: Path, uid: str, containers: Collection[str]) -> list[Path]:
     """The cgroups of a pod's containers and those right below, highest first. Blocks. Raises OSError.
 
-    Told by the names that the kubelet gives (`agent.model.cgroup`): tenants make folders below theirs alone.
+    Recognised by the kubelet's names (`agent.model.cgroup`): tenants make folders below theirs alone.
     """
     found: list[Path] = []
     level = [str(root)]

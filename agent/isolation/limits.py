@@ -11,7 +11,7 @@ class Policy(Enum):
     """What is done to keep containers to their memory; each includes the ones before it."""
 
     OFF = "off"
-    REPORT = "report"  # whoever uses more than its cap is reported
+    REPORT = "report"  # containers that use more than their cap are reported
     LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
     STRICT = "strict"  # no container starts without it, and what it does not know is refused
 
