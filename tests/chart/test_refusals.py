@@ -23,6 +23,10 @@ BAD = {
         ['config.vgpu.compute="hard"', 'config.vgpu.enforcement="report"'],
         ["config.vgpu.compute", "set config.vgpu.enforcement to library or strict"],
     ),
+    "ends whom nobody knows": (
+        ['config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"'],
+        ["config.vgpu.aboveCap", "set attribution.enabled"],
+    ),
     "nothing on": (
         ["pgpu.enabled=false", "vgpu.enabled=false"],
         ["nothing would ever be offered", "set at least one to true"],

@@ -35,6 +35,9 @@
 {{- if and (has $compute (list "hard" "soft")) (not (has (toString (dig "vgpu" "enforcement" "off" $v.config)) (list "library" "strict"))) -}}
 {{- fail "config.vgpu.compute is kept by the enforcement library: set config.vgpu.enforcement to library or strict, or compute to off" -}}
 {{- end -}}
+{{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (or $v.attribution.enabled $v.mps.enabled)) -}}
+{{- fail "config.vgpu.aboveCap is end, but without the host's process IDs nobody knows which container is above its cap: set attribution.enabled to true" -}}
+{{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
 {{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}

@@ -15,9 +15,10 @@ import anyio.to_thread
 from agent.isolation.clib.build import NAME, cached
 from agent.isolation.compute import Compute, Wish
 from agent.isolation.folders import About, LimitFolders
+from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import Resizer
-from agent.isolation.room import ContainerLimits, Isolation, Policy
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.pairing.ports import Recorder
