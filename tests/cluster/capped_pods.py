@@ -78,9 +78,11 @@ class CappedPods:
         await until(offered, "the kubelet knows all units")
         await self.rig.wait_allocatable(count, CORE, WAIT_SECONDS)
 
-    async def run(self, name: str, *caps: int, user: int = 0, restart: str = "Never") -> None:
+    async def run(
+        self, name: str, *caps: int, user: int = 0, restart: str = "Never", cores: int = 10
+    ) -> None:
         """A pod with a container (`c0`, `c1`, ...) for each cap in blocks, all of them running."""
-        containers = [self._container(f"c{number}", cap) for number, cap in enumerate(caps)]
+        containers = [self._container(f"c{number}", cap, cores) for number, cap in enumerate(caps)]
         files = {
             "state": self.machine.path,
             "client": Path(cuda_build.__file__).with_name("client.py"),
@@ -99,8 +101,8 @@ class CappedPods:
     def _nvml_state(self) -> Path:
         return self.rig.folder / "machine"
 
-    def _container(self, name: str, blocks: int) -> dict[str, Any]:
-        made = manifests.container(name, limits={CORE: 10, MEMORY: blocks}, env=self.variables)
+    def _container(self, name: str, blocks: int, cores: int) -> dict[str, Any]:
+        made = manifests.container(name, limits={CORE: cores, MEMORY: blocks}, env=self.variables)
         beside_the_driver = f"/{toolkit.LIBRARIES}/{STATE_BESIDE_LIBRARY}"
         mounts = [
             ("state", beside_the_driver),

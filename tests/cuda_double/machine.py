@@ -87,12 +87,13 @@ class CudaMachine:
             device.module_bytes, device.pool_chunk = gpu.module_bytes, gpu.pool_chunk
             device.cc_major, device.cc_minor = gpu.compute_capability
             device.processors = gpu.processors
-        state.clock.mode, state.clock.expected = clock, tasks
-        state.clock.permille, state.clock.origin_ns = round(speed * 1000), time.monotonic_ns()
+        state.clock.expected = tasks
         with path.open("wb") as file:
             file.write(bytes(state))
         path.chmod(0o666)
-        return cls(path, release)
+        made = cls(path, release)
+        made.start_clock(clock, speed=speed)
+        return made
 
     @property
     def environment(self) -> dict[str, str]:
@@ -125,6 +126,12 @@ class CudaMachine:
     def peak(self, gpu: int = 0) -> int:
         """The most bytes that living processes had at once."""
         return int(self.state.devices[gpu].peak)
+
+    def start_clock(self, mode: ClockMode, *, speed: float = 1) -> None:
+        """Have the GPUs' time pass in some way from now on, before any program has used them."""
+        clock = self.state.clock
+        clock.permille, clock.origin_ns = round(speed * 1000), time.monotonic_ns()
+        clock.mode = mode
 
     def busy_ns(self, pid: int, gpu: int = 0) -> int:
         """For how long a process, of which the double knows this pid, has had the GPU."""

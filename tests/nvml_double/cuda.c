@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct sim_cuda_machine *mapped;
@@ -79,6 +80,31 @@ void sim_cuda_each(int32_t number, void (*visit)(void *data, uint32_t pid, uint6
         }
         if (bytes > 0) {
             visit(data, pid, bytes);
+        }
+    }
+}
+
+static uint64_t clock_us(clockid_t which) {
+    struct timespec now;
+    clock_gettime(which, &now);
+    return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000;
+}
+
+void sim_cuda_work(int32_t number, void (*visit)(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us), void *data) {
+    const struct sim_cuda_machine *machine = sim_cuda_machine();
+    if (machine == NULL || number < 0 || machine->clock.mode != SIM_CUDA_CLOCK_WALL) {
+        return;
+    }
+    uint64_t behind = clock_us(CLOCK_REALTIME) - clock_us(CLOCK_MONOTONIC);
+    for (uint32_t place = 0; place < machine->clock.tenant_high && place < SIM_CUDA_TENANTS; place++) {
+        const struct sim_cuda_tenant *tenant = &machine->clock.tenants[place];
+        if (tenant->state != 1 || tenant->device != (uint32_t)number || tenant->percent == 0) {
+            continue;
+        }
+        uint64_t at = machine->clock.origin_ns / 1000 + tenant->sampled_ns / machine->clock.permille + behind;
+        uint32_t pid = cuda_slot_holder(machine, file, tenant->slot);
+        if (pid != 0) {
+            visit(data, pid, tenant->percent, at / 10000 * 10000); /* the two clocks are not read at once */
         }
     }
 }

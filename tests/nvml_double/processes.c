@@ -26,6 +26,25 @@ static void put_cuda(void *data, uint32_t pid, uint64_t bytes) {
     rest->found++;
 }
 
+struct put_work {
+    put_t put;
+    void *out;
+    unsigned int room, found;
+    uint64_t since;
+};
+
+static void put_work(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us) {
+    struct put_work *rest = data;
+    if (sampled_us <= rest->since) {
+        return;
+    }
+    if (rest->found < rest->room) {
+        struct sim_process process = {.pid = pid, .sm_utilization = percent, .sampled_us = sampled_us};
+        rest->put(rest->out, rest->found, &process);
+    }
+    rest->found++;
+}
+
 /* The processes of a GPU that stand in a list (`kind`), or, for kind 0, that worked after `since`.
  * At most `room` of them are put; answers how many there are. */
 static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, unsigned int room, put_t put,
@@ -51,6 +70,11 @@ static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, 
     if (kind & SIM_PROCESS_COMPUTE) {
         struct put_cuda rest = {.put = put, .out = out, .room = room, .found = found};
         sim_cuda_each(sim_cuda_gpu(gpu), put_cuda, &rest);
+        found = rest.found;
+    }
+    if (kind == 0) {
+        struct put_work rest = {.put = put, .out = out, .room = room, .found = found, .since = since};
+        sim_cuda_work(sim_cuda_gpu(gpu), put_work, &rest);
         found = rest.found;
     }
     return found;

@@ -1,6 +1,7 @@
 """What programs have through the CUDA double shows in NVML, to the byte, and ends with them."""
 
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from agent.nvml.errors import NvmlCode, NvmlNotSupported
 from tests.component.nvml.conftest import Faces
 from tests.cuda_double.build import build
 from tests.cuda_double.layout import STATE_VARIABLE
+from tests.cuda_double.layout_time import ClockMode
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program, program
 
@@ -59,6 +61,24 @@ def test_a_program_stands_in_every_form_of_the_list(faces: Faces, app: Program, 
     assert buffer[size // 8] == 0, "nothing was written behind it"
     assert pynvml.nvmlDeviceGetComputeRunningProcesses(device(faces, 0)) == []
     assert pynvml.nvmlDeviceGetGraphicsRunningProcesses(device(faces, 1)) == []
+
+
+def test_work_of_a_program_is_sampled(faces: Faces, cuda: CudaMachine, app: Program) -> None:
+    """A period in which it had the GPU all the time is one of 100 percent, of that GPU and process alone."""
+    cuda.start_clock(ClockMode.WALL)
+    app("kernel = function(b'work_60000ms')", "launch(kernel)")
+    deadline = time.monotonic() + 30
+    found: list[tuple[int, int]] = []
+    while (app.pid, 100) not in found and time.monotonic() < deadline:
+        app("call('cuStreamQuery', u64())")  # the GPU's time is moved on by whoever looks
+        try:
+            samples = pynvml.nvmlDeviceGetProcessUtilization(device(faces, 1), 0)
+        except pynvml.NVMLError_NotFound:
+            continue  # nobody worked in the last period
+        found = [(each.pid, each.smUtil) for each in samples]
+    assert found == [(app.pid, 100)]
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetProcessUtilization(device(faces, 0), 0)
 
 
 class Limits:
