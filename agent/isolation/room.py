@@ -296,8 +296,7 @@ class Isolation:
             self.folders.prepare()
             keys = self.folders.keys()
         except FolderUnusable as error:
-            self.problem = str(error)
-            self._library = None
+            self.problem, self._library = str(error), None
             return found, frozenset()
         for key in keys:
             try:
@@ -343,9 +342,9 @@ class Isolation:
                 log.info("usage_unreadable", problem=str(error))
 
     def _remove_libraries(self) -> None:
-        used = {each.about.build for each in self.containers.value.values()}
         if self._library:
+            used = {self._library.build, *(each.about.build for each in self.containers.value.values())}
             try:
-                libraries.remove_unused(self._state, {*used, self._library.build})
+                libraries.remove_unused(self._state, used)
             except OSError as error:
                 log.warning("libraries_not_removed", problem=str(error))

@@ -179,7 +179,7 @@ class Vgpu(Section, frozen=True):
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
     # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
-    enforcement: Literal["off", "report", "library", "strict"] = "off"
+    enforcement: Literal["off", "report", "library", "strict"] = "library"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.

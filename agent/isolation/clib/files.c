@@ -19,6 +19,7 @@ static const uint8_t *limits;
 static unsigned records;
 static struct stat region;
 static _Atomic int region_file = -1;
+static _Atomic size_t held; /* byte of the region that this process has locked; 0 is none */
 static char folder[PATH_MAX];
 static _Atomic bool opened;
 static struct kept {
@@ -188,6 +189,17 @@ unsigned gna_records(void) {
     return records;
 }
 
+static struct flock byte_lock(size_t offset) {
+    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)offset, .l_len = 1};
+}
+
+static void hold_byte(int file) {
+    struct flock lock = byte_lock(atomic_load(&held));
+    if (lock.l_start != 0) {
+        fcntl(file, F_SETLK, &lock);
+    }
+}
+
 /* The file behind the mapping, opened again where the application closed every descriptor that it did not know. */
 static int file_of_region(struct stat *now) {
     int file = atomic_load(&region_file);
@@ -202,7 +214,24 @@ static int file_of_region(struct stat *now) {
         return -1;
     }
     atomic_store(&region_file, file);
+    hold_byte(file);
     return file;
+}
+
+void gna_usage_hold(size_t offset) {
+    struct stat now;
+    atomic_store(&held, offset);
+    int file = file_of_region(&now);
+    if (file >= 0) {
+        hold_byte(file);
+    }
+}
+
+bool gna_usage_held(size_t offset) {
+    struct stat now;
+    struct flock lock = byte_lock(offset);
+    int file = file_of_region(&now);
+    return file < 0 || fcntl(file, F_GETLK, &lock) || lock.l_type != F_UNLCK;
 }
 
 bool gna_usage_sound(void) {

@@ -65,6 +65,10 @@ static bool lock_slots(void) {
     return true;
 }
 
+static size_t place_of(const void *entry) {
+    return (size_t)((const char *)entry - (const char *)gna_usage);
+}
+
 /* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie, and
  * not only the first thread, which may end before the others: field 20 counts it and those that are left. */
 static uint64_t start_of(uint32_t pid, bool *gone) {
@@ -93,9 +97,12 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
     return at == NULL ? 0 : strtoull(at + 2, NULL, 10);
 }
 
-static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thorough) {
+/* `entry`: its slot or member. The pid of another namespace means nothing here, and that of a container which was started
+ * again has another one: there the lock counts that each process has on a byte of its entry. One that closes all its files
+ * loses it, so that nobody is judged by it alone who can be looked up. */
+static bool is_dead(const void *entry, uint32_t pid, uint64_t start, uint64_t namespace, bool thorough) {
     if (namespace != self.namespace) {
-        return false; /* its pid means nothing here; its own children of that namespace see to it */
+        return !gna_usage_held(place_of(entry));
     }
     if (kill((pid_t)pid, 0) && errno == ESRCH) {
         return true;
@@ -139,7 +146,7 @@ static void sweep_shared(bool thorough) {
     }
     for (unsigned number = 0; number < GNA_MEMBERS; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
-        if (member->pid != 0 && !is_dead(member->pid, member->start, slot->namespace, thorough)) {
+        if (member->pid != 0 && !is_dead(member, member->pid, member->start, slot->namespace, thorough)) {
             return;
         }
     }
@@ -168,7 +175,7 @@ void gna_sweep(bool thorough) {
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
         /* Looked at without the lock, and again under it. */
-        if (seen.state != GNA_SLOT_PROCESS || !is_dead(seen.pid, seen.start, seen.namespace, thorough) || !lock_slots()) {
+        if (seen.state != GNA_SLOT_PROCESS || !is_dead(slot, seen.pid, seen.start, seen.namespace, thorough) || !lock_slots()) {
             continue;
         }
         if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && empty(slot)) {
@@ -219,6 +226,7 @@ static struct gna_usage_slot *claim_own(void) {
     if (free_slot == NULL) {
         return NULL;
     }
+    gna_usage_hold(place_of(free_slot)); /* first: who sees the slot looks for the lock */
     *free_slot = (struct gna_usage_slot){0};
     *free_slot = self;
     if (free_slot == &gna_usage->slot[used]) {
@@ -238,11 +246,12 @@ static struct gna_usage_slot *join_shared(void) {
         *slot = (struct gna_usage_slot){.state = GNA_SLOT_SHARED, .namespace = self.namespace};
     }
     if (slot->namespace != self.namespace) {
-        slot->namespace = 0; /* of several: nobody can tell when all are dead */
+        slot->namespace = 0; /* of several: their locks alone count */
     }
     for (unsigned number = 0; number < GNA_MEMBERS; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
-        if (member->pid == 0 || is_dead(member->pid, member->start, slot->namespace, false)) {
+        if (member->pid == 0 || is_dead(member, member->pid, member->start, slot->namespace, false)) {
+            gna_usage_hold(place_of(member));
             *member = (struct gna_usage_member){.pid = self.pid, .start = self.start};
             return slot;
         }
