@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 from agent.app.agent import Agent
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
+from agent.isolation.admission import Request
 from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
@@ -18,7 +19,7 @@ from agent.isolation.library import IMAGE_FILE
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation, Policy
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused

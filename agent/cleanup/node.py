@@ -155,7 +155,7 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     folder = Path(settings.host.cdi)
     gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
     state, run = Path(settings.host.state), Path(settings.host.run)
-    stay = {state: {BIN, LIBRARIES}, run: {LIMITS}}
+    stay = {state: {BIN, LIBRARIES, LIMITS}, run: {LIMITS}}
     kept = bool(users) and any(each.exists() for each in (gpus, state / LIBRARIES, run / LIMITS))
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
