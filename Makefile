@@ -75,8 +75,8 @@ docs: venv ## write the generated files: docs/metrics.md, the values in docs/ins
 lock: venv ## resolve pyproject.toml anew into the two locks
 	.ci/lock
 
-image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar
-	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image.tar
+image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar (ARCH=arm64)
+	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image$(if $(ARCH),-$(ARCH)).tar $(ARCH)
 
 chart: venv ## check the chart and pack it: build/gpu-node-agent-<version>.tgz
 	helm lint --strict charts/gpu-node-agent --namespace gpu-node-agent

@@ -103,7 +103,7 @@ class MpsParts:
         }
 
     def gate(self, agent: "Agent") -> Callable[[GpuState, Mode], str | None]:
-        """Why a GPU cannot be sold in mode MPS."""
+        """Why a GPU cannot be offered in mode MPS."""
 
         def gate(state: GpuState, mode: Mode) -> str | None:
             if mode is not Mode.MPS:

@@ -1,6 +1,5 @@
 """Builds the rooms of the node agent and starts their tasks; `app` says in which order they stop."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -319,8 +318,7 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
             raise FatalError(f"cluster.access is required, but {error}") from error
         log.info("no_cluster_access", reason=str(error))
         return None
-    # The kubelet names its node so: the host's name in lower case.
-    name = configured.node_name or os.uname().nodename.strip().lower()
+    name = configured.own_node
     node = NodeObject(api, name)
     return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 

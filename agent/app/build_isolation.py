@@ -9,9 +9,12 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.app.avoidance import Avoidance
+from agent.app.build_compute import build_compute, percents_of
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
 from agent.isolation.admission import Request
+from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
@@ -45,10 +48,16 @@ class LimitParts:
     """What the rest of the agent sees of the limits."""
 
     def __init__(
-        self, isolation: Isolation, publisher: Publisher, policy: Policy, driver: DriverFence
+        self,
+        isolation: Isolation,
+        publisher: Publisher,
+        policy: Policy,
+        driver: DriverFence,
+        avoidance: Avoidance,
     ) -> None:
         self.isolation = isolation
         self.driver = driver
+        self.avoidance = avoidance
         self._publisher = publisher
         self._policy = policy
 
@@ -99,13 +108,15 @@ async def build_isolation(
         Policy(settings.vgpu.enforcement),
         agent.holdings.cell,
         _namespaces(agent, group),
+        compute=settings.vgpu.compute != "off",
     )
     await isolation.start()
-    publisher = Publisher(isolation, recorder or Recorder())
+    compute = await build_compute(agent, isolation, group)
+    publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
         watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
-        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
+        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
     driver = DriverFence(agent, injector)
@@ -118,7 +129,8 @@ async def build_isolation(
             isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
         )
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
-    return LimitParts(isolation, publisher, Policy(settings.vgpu.enforcement), driver)
+    policy = Policy(settings.vgpu.enforcement)
+    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent))
 
 
 class VgpuFence:
@@ -127,11 +139,15 @@ class VgpuFence:
     def __init__(self, parts: LimitParts) -> None:
         self._isolation = parts.isolation
         self._driver = parts.driver
+        self._avoidance = parts.avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
         """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
+        ways: tuple[str, ...] = ()
+        if self._isolation.policy(grant.pod.namespace) in (Policy.LIBRARY, Policy.STRICT):
+            ways = await self._avoidance.ways(grant.pod, grant.container)
         request = Request(
             grant.pod.uid,
             grant.pod.namespace,
@@ -142,6 +158,7 @@ class VgpuFence:
             len(grant.ids) * VGPU.block_bytes,
             grant.demand.cores,
             self._driver.obstacle(grant.gpus[0]) is None,
+            ways,
         )
         try:
             admission = await self._isolation.admit(request)
@@ -205,9 +222,11 @@ def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:
     return {uid: text for uid, text in found.items() if text is not None}
 
 
-async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:
+async def _sweep(uses: Cell[Uses], watch: LimitWatch, compute: Compute | None) -> None:
     """Have each round of samples looked at, for ever."""
     async for now in uses.values():
+        if compute:
+            compute.measured(percents_of(now))
         await watch.look(round_of(now))
 
 

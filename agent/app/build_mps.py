@@ -178,7 +178,7 @@ class _Told:
         text = f"{gpu}: {message}"
         pods = sorted(self._pods(uuid))
         if kind is EventReason.FAULT and pods:
-            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be started anew"
+            text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be restarted"
         if pids and kind is EventReason.FAULT:
             text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
         warning = kind is not EventReason.RECOVERED

@@ -1,6 +1,5 @@
 """Builds sampling, attribution and the metrics page, and starts their tasks."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,7 +62,7 @@ def build_telemetry(agent: Agent, nvml: NvmlPort, group: TaskGroup) -> Sources:
 
 def node_name(agent: Agent) -> str:
     """The node's name, as far as it is known without asking."""
-    return agent.settings.cluster.node_name or os.uname().nodename.strip().lower()
+    return agent.settings.cluster.own_node
 
 
 def _known_pods(agent: Agent) -> Callable[[], Mapping[str, KnownPod]]:

@@ -26,7 +26,7 @@ SETTLE_SECONDS = 0.1  # an editor writes a file in several steps
 
 
 class Reloader:
-    """Loads the configuration anew on a signal or when its file changes. A bad one changes nothing."""
+    """Loads the configuration again on a signal or when its file changes. A bad one changes nothing."""
 
     def __init__(self, agent: Agent, load: Callable[[], Settings], file: Path | None) -> None:
         self._agent = agent

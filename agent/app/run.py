@@ -105,7 +105,7 @@ async def running(
 
 
 async def _forgotten(cluster: ClusterAccess) -> None:
-    """Take all that is ours off the Node object. A next agent on this node writes it anew."""
+    """Take all that is ours off the Node object. A next agent on this node writes it again."""
     from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client's room
     from agent.node.forget import forget  # noqa: PLC0415
 

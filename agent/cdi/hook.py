@@ -20,17 +20,33 @@ def install(source: Path, folder: Path) -> Path:
         if not _same(source, target):
             # Hooks of containers that start meanwhile run on with the file that they have opened.
             atomic_file.write(folder, HOOK, source.read_bytes(), mode=0o755)
-        refused = os.statvfs(folder).f_flag & os.ST_NOEXEC
+        refused = _noexec(folder)
     except OSError as error:
         raise HookNotInstalled(
             f"{target} cannot be written: {error.strerror or error}; make host.state writable for the agent"
         ) from error
     if refused:
-        raise HookNotInstalled(
-            f"{folder} is on a file system mounted noexec, so that no runtime can run {HOOK} there; "
-            "name another folder in host.state"
-        )
+        raise HookNotInstalled(_REFUSED.format(folder))
     return target
+
+
+def obstacle(folder: Path) -> str | None:
+    """Why no runtime could run the program there, be it there yet or not; None: nothing is seen. Blocks."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        return _REFUSED.format(folder) if _noexec(there) else None
+    except OSError as error:
+        return f"{there} cannot be looked at: {error.strerror}"
+
+
+_REFUSED = (
+    f"{{}} is on a file system mounted noexec, so that no runtime can run {HOOK} there; "
+    "name another folder in host.state"
+)
+
+
+def _noexec(folder: Path) -> bool:
+    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
 
 
 def _same(source: Path, target: Path) -> bool:

@@ -1,6 +1,6 @@
 """Keeps the file with the CDI specification of the GPUs true to the machine.
 
-Made anew at start (a boot included), and when the driver, the GPUs or their MIG mode change. The file is
+Made again at start (a boot included), and when the driver, the GPUs or their MIG mode change. The file is
 never removed here: a container that is started again needs its devices whether the agent runs or not.
 """
 
@@ -59,7 +59,7 @@ class SpecificationKeeper:
             self._publish(None)
 
     async def run(self) -> None:
-        """Make the file anew whenever it has to be, until cancelled."""
+        """Make the file again whenever it has to be, until cancelled."""
         backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             seen = self._inventory.version

@@ -52,7 +52,7 @@ class Specification:
     def keeping(self, before: "Specification | None", named: AbstractSet[str] | None) -> "Specification":
         """With the devices of `before` that this one lacks and containers still name; None: not known which.
 
-        The kubelet repeats the names of a container that it starts anew, and the runtime starts none with a
+        The kubelet repeats the names of a container that it restarts, and the runtime starts none with a
         name that it cannot resolve, be the GPU back by then or not.
         """
         if before is None:

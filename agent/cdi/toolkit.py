@@ -48,8 +48,12 @@ class Toolkit:
 
     async def generate(self) -> Specification:
         """See Generator. Puts the hook on the host first: the specification names it."""
+        hook = await anyio.to_thread.run_sync(install, self._places.programs / HOOK, self._places.hook)
+        return await self.specification(hook)
+
+    async def specification(self, hook: Path) -> Specification:
+        """The same with a hook that is or will be there; nothing is written. Raises CdiError."""
         places = self._places
-        hook = await anyio.to_thread.run_sync(install, places.programs / HOOK, places.hook)
         dev_root = await anyio.to_thread.run_sync(self._dev_root)
         text = await self._run(
             "cdi",

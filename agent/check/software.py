@@ -1,5 +1,7 @@
-"""The versions of kubelet and container runtime, as the Node object tells them."""
+"""What the Node object says of a node: versions, and which resources are on offer there."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -7,28 +9,64 @@ import msgspec
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import Node
+from agent.model.modes import OFFERED_MODES
+from agent.node.conditions import MODE_LABEL
 from agent.plugins.inject import NodeSoftware
+from agent.settings import Cluster
+
+OFF = (None, "none")  # the label of the mode in force while the agent offers nothing
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What is known of a node from outside."""
+
+    software: NodeSoftware
+    labels: Mapping[str, str] = field(default_factory=dict)
+    offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there, by whomever
+
+    @property
+    def offered_by_others(self) -> tuple[str, ...]:
+        """Resources that are on offer while no agent of ours offers any."""
+        return self.offered if self.labels.get(MODE_LABEL) in OFF else ()
+
+
+class NodeNotRead(Exception):
+    """The Node object cannot be read; the text says why."""
 
 
 class _NodeList(msgspec.Struct):
     items: list[Node]
 
 
-async def node_software(kubeconfig: Path | None, name: str) -> NodeSoftware | None:
-    """None where there is no way to the API server, or no such node."""
+async def node_facts(cluster: Cluster) -> NodeFacts:
+    """Ask the API server. Raises NodeNotRead."""
+    if cluster.access == "off":
+        raise NodeNotRead("cluster.access is off")
+    name = cluster.own_node
     try:
-        api = await connect(kubeconfig)
-    except NoClusterAccess:
-        return None
+        api = await connect(Path(cluster.kubeconfig) if cluster.kubeconfig else None)
+    except NoClusterAccess as error:
+        raise NodeNotRead(str(error)) from error
     try:
         # A list of one: the agent's account may list nodes and needs no right to get them.
         data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
         items = msgspec.json.decode(data, type=_NodeList).items
-    except (ApiError, msgspec.DecodeError):
-        return None
+    except (ApiError, msgspec.DecodeError) as error:
+        raise NodeNotRead(str(error)) from error
     finally:
         await api.close()
     if not items:
-        return None
-    info = items[0].status.node_info
-    return NodeSoftware(info.kubelet_version, info.container_runtime_version)
+        raise NodeNotRead(f"there is no node {name}; cluster.nodeName names another one")
+    return facts_of(items[0])
+
+
+def facts_of(node: Node) -> NodeFacts:
+    """The same of a node that was read."""
+    info = node.status.node_info
+    ours = {resource for mode in OFFERED_MODES for resource in mode.resources}
+    # Not capacity: the kubelet keeps that for minutes when an agent has gone.
+    amounts = node.status.allocatable
+    offered = sorted(name for name in ours & set(amounts) if amounts[name] != "0")
+    software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+    return NodeFacts(software, node.metadata.labels, tuple(offered))

@@ -1,24 +1,22 @@
-"""`gpu-node-agent check [configmaps | compat | node]`: arguments, output, exit codes.
+"""`gpu-node-agent check [configmaps | compat | node | nodes]`: arguments, output, exit codes.
 
-Exit codes: 0 good, 1 something is wrong, 2 bad arguments or configuration, 3 unstable (compat).
+Exit codes: 0 good, 1 something is wrong, 2 bad arguments or configuration, 3 unstable (compat) or not all
+could be looked at (node, nodes).
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 
+from agent.cli.interrupting import until_interrupted
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
-
-if TYPE_CHECKING:
-    from agent.plugins.inject import NodeSoftware
 
 Arguments = Callable[[argparse.ArgumentParser], None]
 Load = Callable[[argparse.Namespace], Settings]
@@ -52,7 +50,21 @@ def add_commands(
 
     node = parts.add_parser("node", help="what of this node stands in the way")
     configuration(node)
-    node.set_defaults(command=lambda options: _node(load(options), nvml))
+    node.add_argument(
+        "--host-root",
+        type=Path,
+        metavar="FOLDER",
+        help="where the node's root is mounted; default: as the configuration shows it",
+    )
+    node.add_argument(
+        "--summary", type=Path, metavar="FILE", help="also write what is not ok, and the last line, there"
+    )
+    nodes = parts.add_parser("nodes", help="what the pods of a preflight DaemonSet found (helm test)")
+    nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
+    nodes.add_argument("--daemonset", required=True, metavar="NAME")
+    nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
+    nodes.set_defaults(command=_nodes)
+    node.set_defaults(command=lambda options: _node(options, load(options), nvml))
 
 
 def _version(text: str) -> cuda.Version:
@@ -115,23 +127,47 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
     return CODES[verdict]
 
 
-def _node(settings: Settings, nvml: MakeNvml) -> int:
-    from agent.check.node import Grade, look  # noqa: PLC0415  not needed by the agent itself
+def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> int:
+    from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
+    from agent.check.look import Grade, verdict  # noqa: PLC0415
+    from agent.check.node import look, observe  # noqa: PLC0415
 
-    failed = 0
-    for each in look(settings, nvml(settings), anyio.run(_software, settings)):
-        print(each.told())
-        failed += each.grade is Grade.FAILED
-    print("this node can sell its GPUs" if not failed else f"{failed} thing(s) stand in the way")
-    return 1 if failed else 0
+    root: Path | None = options.host_root
+    if root is not None and not (root / "etc").is_dir():
+        print(f"--host-root={root}: no root of a node is mounted there", file=sys.stderr)
+        return 2
+    seen = anyio.run(observe, settings, host_of(settings, root.absolute() if root else None))
+    looks = []
+    for each in look(settings, nvml(settings), seen):
+        print(each.told(), flush=True)
+        looks.append(each)
+    result = verdict(looks)
+    print(result.text)
+    if options.summary:
+        worse = [each.told() for each in looks if each.grade is not Grade.OK]
+        options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")
+    return result.code
 
 
-async def _software(settings: Settings) -> "NodeSoftware | None":
-    """Versions as the Node object tells them; None where it cannot be read."""
-    configured = settings.cluster
-    if configured.access == "off":
-        return None
-    from agent.check.software import node_software  # noqa: PLC0415  loads the API client
+def _nodes(options: argparse.Namespace) -> int:
+    async def act() -> int:
+        from agent.check.collecting import collect  # noqa: PLC0415  loads the API client
+        from agent.cluster.api import ApiError, connect  # noqa: PLC0415
+        from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
 
-    kubeconfig = Path(configured.kubeconfig) if configured.kubeconfig else None
-    return await node_software(kubeconfig, configured.node_name or os.uname().nodename)
+        try:
+            api = await connect(None)
+        except NoClusterAccess as error:
+            print(error, file=sys.stderr)
+            return 1
+        try:
+            say = partial(print, flush=True)
+            return await collect(api, options.namespace, options.daemonset, options.timeout, say)
+        except ApiError as error:
+            print(error, file=sys.stderr)
+            return 1
+        finally:
+            await api.close()
+
+    code = anyio.run(until_interrupted, act)
+    return 130 if code is None else code

@@ -4,8 +4,6 @@ Exit codes: 0 clean, 1 it failed, 2 bad arguments or configuration, 3 pods stand
 """
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cli.interrupting import until_interrupted
 from agent.kit import logs
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -125,8 +124,7 @@ async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
             raise CleanupFailed(f"cluster.access is required, but {error}") from error
         yield None
         return
-    # The kubelet names its node so: the host's name in lower case.
-    own = NodeObject(api, configured.node_name or os.uname().nodename.strip().lower())
+    own = NodeObject(api, configured.own_node)
     pods = PodCache(api, own.name, lambda: own.uid)
     try:
         async with anyio.create_task_group() as group:
@@ -165,19 +163,8 @@ def _cluster(options: argparse.Namespace) -> int:
 
 
 async def unless_interrupted(act: Callable[[], Awaitable[int]]) -> int:
-    """Do it until SIGTERM or SIGINT. Process 1 of a container gets signals that it handles, no others."""
-    result: int | None = None
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with anyio.create_task_group() as group:
-
-            async def obey() -> None:
-                async for _ in signals:
-                    acting.cancel()
-
-            group.start_soon(obey)
-            with anyio.CancelScope() as acting:
-                result = await act()
-            group.cancel_scope.cancel()
+    """Do it until SIGTERM or SIGINT. Raises CleanupFailed."""
+    result = await until_interrupted(act)
     if result is None:
         raise CleanupFailed("interrupted before the nodes were clean; the agents are back in service")
     return result

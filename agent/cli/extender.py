@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import structlog
 
+from agent.cli.arguments import add_kubeconfig, kubeconfig
 from agent.kit import logs
 from agent.kit.descriptors import raise_limit
 from agent.kit.supervise import FatalError, describe
@@ -29,7 +30,7 @@ def add_commands(commands: Any, configuration: Callable[[argparse.ArgumentParser
     explain = commands.add_parser("explain", help="say why a pending pod fits nowhere, and what had to go")
     explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
     explain.add_argument("-n", "--namespace", default="default", help="(default: %(default)s)")
-    explain.add_argument("--kubeconfig", type=Path, help="(default: $KUBECONFIG, else the service account)")
+    add_kubeconfig(explain)
     explain.set_defaults(command=_explain)
 
 
@@ -64,10 +65,8 @@ def _explain(options: argparse.Namespace) -> int:
     from agent.extender.explain import CannotExplain, explained  # noqa: PLC0415  as above
 
     namespace, _, name = options.pod.rpartition("/")
-    known = os.environ.get("KUBECONFIG")
-    kubeconfig = options.kubeconfig or (Path(known) if known else None)
     try:
-        lines = anyio.run(explained, namespace or options.namespace, name, kubeconfig)
+        lines = anyio.run(explained, namespace or options.namespace, name, kubeconfig(options))
     except CannotExplain as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agent import __version__, settings
 from agent.cli import check as checks
-from agent.cli import cleanup, extender, fault
+from agent.cli import cleanup, extender, fault, try_share
 from agent.cli import status as shell
 from agent.cli.run import Start, run_command
 from agent.kit.supervise import FatalError
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
 
     fault.add_commands(commands, _configuration_arguments, _load)
+    try_share.add_commands(commands)
 
     simulate = commands.add_parser(
         "simulate", help="run the agent on a simulated machine and show what happens"

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent.cli.arguments import duration as as_seconds
 from agent.settings import Settings
 from agent.status import client, top_table
-from agent.status.table import duration, parse_duration, render
+from agent.status.table import duration, render
 from agent.web.control import NAME
 
 Load = Callable[[argparse.Namespace], Settings]
@@ -34,10 +35,12 @@ def add_commands(
         "release", help="let go of the driver for maintenance: NVML closed, all units Unhealthy"
     )
     how = release.add_mutually_exclusive_group(required=True)
-    how.add_argument("--for", dest="seconds", type=_duration, metavar="TIME", help="90s, 10m or 2h")
+    how.add_argument("--for", dest="seconds", type=as_seconds, metavar="TIME", help="90s, 10m or 2h")
     how.add_argument("--end", action="store_true", help="serve again now")
-    cordon = commands.add_parser("cordon", help="take one GPU out of sale: it drains, and is sold no more")
-    uncordon = commands.add_parser("uncordon", help="sell a cordoned GPU again")
+    cordon = commands.add_parser(
+        "cordon", help="take one GPU off the lists: it drains and is offered no more"
+    )
+    uncordon = commands.add_parser("uncordon", help="offer a cordoned GPU again")
     for each in (cordon, uncordon):
         each.add_argument("gpu", metavar="GPU", help="index or UUID")
     cordon.add_argument("--reason", default="", metavar="TEXT", help="why, for status and the Node object")
@@ -45,7 +48,7 @@ def add_commands(
     live.add_argument("--once", action="store_true", help="print them once and end")
     live.add_argument("--json", action="store_true", help="print them once as JSON")
     live.add_argument(
-        "--every", type=_duration, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
+        "--every", type=as_seconds, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
     )
     actions = (
         *((status, _status), (clear, _clear), (release, _release), (live, _top)),
@@ -54,13 +57,6 @@ def add_commands(
     for parser, action in actions:
         configuration_arguments(parser)
         parser.set_defaults(command=_over_socket(action, load))
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _over_socket(
@@ -108,14 +104,14 @@ def _clear(path: Path, options: argparse.Namespace) -> str:
 
 def _cordon(path: Path, options: argparse.Namespace) -> str:
     done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
-    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is sold no more"
+    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
     pods = ", ".join(done["waitingFor"])
     return f"{told}; pods on it go on until they end: {pods}" if pods else told
 
 
 def _uncordon(path: Path, options: argparse.Namespace) -> str:
     done = client.ask(path, "uncordon", gpu=options.gpu)
-    return f"GPU {done['index']} ({done['uuid']}) is sold again; it was {done['was']}"
+    return f"GPU {done['index']} ({done['uuid']}) is offered again; it was {done['was']}"
 
 
 def _release(path: Path, options: argparse.Namespace) -> str:

@@ -76,6 +76,12 @@ class KubeApi:
         """PATCH with Kubernetes' strategic merge, which merges lists by key; the body of the answer."""
         return await self._call("PATCH", path, None, body, "application/strategic-merge-patch+json", deadline)
 
+    async def delete(
+        self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
+    ) -> bytes:
+        """DELETE; the body of the answer."""
+        return await self._call("DELETE", path, query, None, "application/json", deadline)
+
     @asynccontextmanager
     async def stream(
         self, path: str, query: Mapping[str, str], silence: float
@@ -138,7 +144,7 @@ class KubeApi:
         )
 
     async def _credentials(self) -> dict[str, str]:
-        """Headers that say who we are. The client reads a service account's token anew each minute."""
+        """Headers that say who we are. The client reads a service account's token again each minute."""
         refresh = self._configured.refresh_api_key_hook
         try:
             if refresh is not None and not inspect.iscoroutinefunction(refresh):

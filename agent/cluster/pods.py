@@ -20,11 +20,39 @@ class Resources(msgspec.Struct, frozen=True):
     limits: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class Capabilities(msgspec.Struct, frozen=True):
+    """Beyond those that the container runtime gives everybody."""
+
+    add: list[str] = msgspec.field(default_factory=list)
+
+
 class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
     """Of a pod or of a container, whose own wins."""
 
     run_as_user: int | None = None
     run_as_non_root: bool | None = None
+    privileged: bool | None = None
+    capabilities: Capabilities | None = None
+
+
+class VolumeMount(msgspec.Struct, rename="camel", frozen=True):
+    """A volume of the pod in a container."""
+
+    name: str
+    mount_path: str
+
+
+class HostPath(msgspec.Struct, frozen=True):
+    """A path of the node."""
+
+    path: str
+
+
+class Volume(msgspec.Struct, rename="camel", frozen=True):
+    """A volume of a pod; of other kinds nothing is read."""
+
+    name: str
+    host_path: HostPath | None = None
 
 
 class Container(msgspec.Struct, rename="camel", frozen=True):
@@ -34,16 +62,19 @@ class Container(msgspec.Struct, rename="camel", frozen=True):
     resources: Resources = Resources()
     restart_policy: str | None = None  # "Always" makes an init container a sidecar
     security_context: SecurityContext | None = None
+    volume_mounts: list[VolumeMount] = msgspec.field(default_factory=list)
 
 
 class PodSpec(msgspec.Struct, rename="camel", frozen=True):
-    """The parts of a pod's spec that placement needs."""
+    """The parts of a pod's spec that placement and limits need."""
 
     containers: list[Container] = msgspec.field(default_factory=list)
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
     termination_grace_period_seconds: int | None = None
     security_context: SecurityContext | None = None
+    volumes: list[Volume] = msgspec.field(default_factory=list)
+    host_pid: bool = msgspec.field(default=False, name="hostPID")
 
 
 class ContainerStatus(msgspec.Struct, frozen=True):

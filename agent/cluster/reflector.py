@@ -196,7 +196,7 @@ class Reflector(Generic[Item]):
 
     def _fell_silent(self) -> None:
         if not self._silent:
-            log.info("watch_silent", of=self.name, seconds=SILENCE_SECONDS, action="it is opened anew")
+            log.info("watch_silent", of=self.name, seconds=SILENCE_SECONDS, action="it is opened again")
         self._silent = True
 
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:

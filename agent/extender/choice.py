@@ -117,7 +117,7 @@ UNTOUCHED = 1000
 def refusal(free: FreeCapacity, demand: PodDemand) -> str:
     """Why a demand fits no choice of GPUs, in a few words."""
     if demand.gpus > free.units:
-        return f"{free.units} of {demand.gpus} GPUs free" if free.all_units else "no GPU sold as pgpu"
+        return f"{free.units} of {demand.gpus} GPUs free" if free.all_units else "no GPU offered as pgpu"
     former = None
     for slot in demand.slots:
         # Containers that ask for the same stand side by side.
@@ -154,7 +154,7 @@ def _slot_refusal(free: FreeCapacity, slot: Slot) -> str:
     elif blocked:
         return _blocked_by(blocked)
     if not mine:
-        return f"no GPU sold as {_name(slot.mode)}"
+        return f"no GPU offered as {_name(slot.mode)}"
     if free.unknown:
         return f"GPUs of {free.unknown} bound pod{'s' if free.unknown > 1 else ''} not known yet"
     return f"{untouched} of {whole} GPUs wholly free" if whole else _share_refusal(mine, slot)

@@ -51,7 +51,7 @@ class ModeCapacity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FreeCapacity:
-    """What a node has left. `out`: what GPUs that are not sold now would have."""
+    """What a node has left. `out`: what GPUs that are not offered now would have."""
 
     # No mapping by mode: a mode's hash costs more than a look at the one or two that a node has.
     modes: tuple[ModeCapacity, ...] = ()
@@ -108,7 +108,7 @@ def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeC
         for tally in tallies.values():
             if tally.gpu.mode is slot.mode:
                 tally.suspect(slot)
-    sold = sum(gpu.replicas for gpu in inventory.gpus if gpu.mode is Mode.PGPU and gpu.usable)
+    offered = sum(gpu.replicas for gpu in inventory.gpus if gpu.mode is Mode.PGPU and gpu.usable)
     usable = [tally for tally in tallies.values() if tally.gpu.usable]
     modes = dict.fromkeys(tally.gpu.mode for tally in usable)
     return FreeCapacity(
@@ -120,8 +120,8 @@ def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeC
             for tally in tallies.values()
             if not tally.gpu.usable
         ),
-        max(0, sold - units),
-        sold,
+        max(0, offered - units),
+        offered,
         unknown,
     )
 

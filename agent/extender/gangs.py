@@ -73,7 +73,7 @@ class Gangs:
         return None
 
     def _usable(self, kept: _Kept) -> bool:
-        """Whether the GPUs are still sold as they were when they were chosen."""
+        """Whether the GPUs are still offered as they were when they were chosen."""
         inventory, chosen = self._fleet.inventory(kept.node), kept.claim.chosen
         if inventory is None or chosen is None:
             return inventory is None and chosen is None

@@ -77,7 +77,7 @@ def _would_fit_when_empty(fleet: Fleet, names: Iterable[str], demand: PodDemand)
     for name in names:
         if inventory := fleet.inventory(name):
             # GPUs that are unhealthy or drain now may be used again: wait for them.
-            gpus = tuple(replace(gpu, trouble="", selling=True) for gpu in inventory.gpus)
+            gpus = tuple(replace(gpu, trouble="", offered=True) for gpu in inventory.gpus)
             kind = tuple((gpu.mode, gpu.memory_mib, gpu.replicas) for gpu in gpus)
             if kind in tried:
                 continue

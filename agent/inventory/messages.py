@@ -95,7 +95,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The links between the GPUs were read anew."""
+    """The links between the GPUs were read again."""
 
     topology: Topology
 

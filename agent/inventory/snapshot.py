@@ -28,7 +28,7 @@ class GpuState:
     @property
     def healthy(self) -> bool:
         """Whether its units may be handed out."""
-        return not self.blocked and self.health.sold
+        return not self.blocked and self.health.offered
 
     @property
     def cause(self) -> str:

@@ -17,6 +17,7 @@ class Request:
     memory_bytes: int
     cores: int  # percent; 0: no claim
     driver: bool = False  # whether the driver can hold it to its memory
+    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Limits that the driver itself keeps, by cgroup: looked up once a container runs, and set at a resize.
 
 NVIDIA's hook sets them when a container is created, always to what it was admitted with (`agent.cdi`); from
-then on NVML reads and changes them. A container that starts anew after a resize is given its cap here, too.
+then on NVML reads and changes them. A container that restarts after a resize is given its cap here, too.
 """
 
 import os
@@ -42,7 +42,7 @@ class Report(Protocol):
 class _State:
     """What was done for a container, and for which figures."""
 
-    containers: frozenset[str]  # IDs: one that starts anew has another
+    containers: frozenset[str]  # IDs: one that restarts has another
     memory_bytes: int
     tries: int = 0
     settled: bool = False

@@ -29,6 +29,7 @@ from agent.model.ids import SEPARATOR
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
+PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
@@ -45,7 +46,9 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     policy: str
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
+    avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
     driver: bool = False  # whether the driver itself is to hold the container to its cap
+    compute: bool = False  # whether it is held to a share of compute
 
 
 def key_of(ids: Collection[str]) -> str:
@@ -173,7 +176,7 @@ class LimitFolders:
                 os.close(descriptor)
 
     def mend(self, key: str, about: About) -> None:
-        """Write a limit file anew that cannot be read, in its place. Raises FolderUnusable."""
+        """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
         with self._folder(key) as folder:
             descriptor = _opened(folder, LIMITS, os.O_RDWR)
             try:
@@ -195,6 +198,11 @@ class LimitFolders:
                 return None
             finally:
                 os.close(descriptor)
+
+    def open_usage(self, key: str) -> int:
+        """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            return _opened(folder, USAGE, os.O_RDONLY)
 
     def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
         """What the library says of the container's only process: bytes charged, and those for contexts.
@@ -232,6 +240,8 @@ def _limits(about: About, context_bytes: int = 0) -> bytes:
         context_bytes=context_bytes,
         strict=about.policy == "strict",
         driver=about.driver,
+        compute=about.compute,
+        share=about.cores * PERCENT if about.compute else 0,
     )
     return layout.limit_file(key_of(about.ids), (limits,))
 

@@ -7,9 +7,11 @@ from typing import Any, Protocol
 
 import structlog
 
-from agent.isolation.folders import About
+from agent.isolation.compute import Share
+from agent.isolation.folders import About, key_of
 from agent.isolation.room import ContainerLimits, Isolation
 from agent.isolation.watch import LimitWatch, Place
+from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
 
 log = structlog.get_logger()
@@ -41,8 +43,12 @@ class Owners(Protocol):
 class Publisher:
     """Publishes to owners, and answers what holds for a container."""
 
-    def __init__(self, isolation: Isolation, owners: Owners) -> None:
+    def __init__(
+        self, isolation: Isolation, owners: Owners, shares: Cell[Mapping[str, Share]] | None = None
+    ) -> None:
+        """`shares`: how containers stand that are held to compute."""
         self._isolation = isolation
+        self._shares = shares
         self._owners = owners
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
@@ -100,6 +106,10 @@ class Publisher:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits, by their specifications."""
+        return sum(bool(each.about.avoidable) for each in self._isolation.containers.value.values())
+
     def document(self, place: Place) -> dict[str, Any] | None:
         """The limits of a container for `status`; None: it has none, and nobody measures it."""
         limits = self._of(place)
@@ -107,13 +117,33 @@ class Publisher:
         if limits is None and not fences:
             return None
         seen = self._watch.seen.value if self._watch else None
-        return {
+        found = {
             "memoryBytes": limits.memory_bytes if limits else None,
             "admittedBytes": len(limits.about.ids) * VGPU.block_bytes if limits else None,
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
+            "avoidable": list(limits.about.avoidable) if limits else [],
             "aboveCap": bool(seen and place in seen.above),
         }
+        compute = self._compute(limits) if limits else None
+        return {**found, "compute": compute} if compute else found
+
+    def _compute(self, limits: ContainerLimits) -> dict[str, Any] | None:
+        share = self._shares.value.get(key_of(limits.about.ids)) if self._shares else None
+        if share is None:
+            return None
+        return {
+            "askedPercent": share.asked,
+            "allottedPercent": share.allotted,
+            "usedPercent": None if share.used is None else round(share.used, 1),
+            "throttledSeconds": round(share.throttled_seconds, 3),
+        }
+
+    def shares(self) -> Mapping[Place, Share]:
+        """How containers stand that are held to compute."""
+        known = self._isolation.containers.value
+        told = self._shares.value if self._shares else {}
+        return {place_of(known[key].about): share for key, share in told.items() if key in known}
 
     def measured(self, place: Place) -> int:
         """What a container uses of the GPU's memory by the driver's word, in bytes; 0: nobody knows."""
@@ -141,7 +171,7 @@ class Publisher:
         namespace, name, container, gpu = place
         text = (
             f"container {container} uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use "
-            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; start the pod anew with more "
+            f"{cap_bytes // MIB} MiB: others of the GPU may run out of memory; restart the pod with more "
             "tencent.com/vcuda-memory, or without what allocates past the enforcement library"
         )
         log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)
@@ -174,6 +204,11 @@ class Publisher:
             f"enforced by: {names}"
         )
         self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
+        if about.avoidable:
+            pod, ways = f"{about.namespace}/{about.pod}", "; ".join(about.avoidable)
+            log.warning("limits_avoidable", pod=pod, container=about.container, ways=ways)
+            text = f"container {about.container} is not kept to its memory against its will: {ways}"
+            self._owners.event(_pod(about), "LimitsAvoidable", text, warning=True)
 
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()

@@ -68,8 +68,13 @@ class Isolation:
         record: Cell[PodList | None],
         namespaces: Callable[[str], Policy | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        compute: bool = False,
     ) -> None:
-        """`source`: the image's library. `namespaces` answers what a namespace has of its own."""
+        """`source`: the image's library. `namespaces` answers what a namespace has of its own.
+
+        `compute`: containers that start are held to a share of compute.
+        """
         self.folders = folders
         self.contexts = Contexts()
         self._copies = Copies(state)
@@ -82,6 +87,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
+        self._compute = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -241,7 +247,9 @@ class Isolation:
             request.cores,
             policy.value,
             library.build if library else "",
+            avoidable=request.avoidable,
             driver=request.driver,
+            compute=self._compute and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:

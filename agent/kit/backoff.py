@@ -25,5 +25,5 @@ class Backoff:
         return pause * (1 - self.jitter * random.random())  # noqa: S311  jitter, not a secret
 
     def reset(self) -> None:
-        """Begin anew after a success."""
+        """Start over after a success."""
         self.failures = 0

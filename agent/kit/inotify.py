@@ -34,7 +34,7 @@ class Change:
 
 
 class FolderGone(Exception):
-    """The watched folder was removed, moved or unmounted: watch the path anew."""
+    """The watched folder was removed, moved or unmounted: watch the path again."""
 
 
 class FolderWatch:

@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 Ts = TypeVarTuple("Ts")
 
-# A task that ran this long before it failed is taken to have been well: its back-off begins anew.
+# A task that ran this long before it failed is taken to have been well: its back-off starts over.
 HEALTHY_AFTER_SECONDS = 60.0
 
 
@@ -89,7 +89,7 @@ class Supervisor:
 
 
 class FatalError(Exception):
-    """The process cannot go on and must be started anew by the kubelet."""
+    """The process cannot go on and must be restarted by the kubelet."""
 
 
 def describe(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The kubelet's checkpoint of devices: the one record that shows what plain init containers hold.
 
-Layout: kubelet 1.20 to 1.36, `pkg/kubelet/cm/devicemanager/checkpoint`. It is written anew, by a rename, when
+Layout: kubelet 1.20 to 1.36, `pkg/kubelet/cm/devicemanager/checkpoint`. It is replaced, by a rename, when
 all devices of a container are allocated and with each list of a plugin. The kubelet forgets pods that have
 ended when somebody asks it for devices or for PodResources; it names them until the next writing.
 """

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 # A kubelet that restarts asks again by itself; one that dropped our stream and lives on never does.
 SILENCE_SECONDS = 5.0
-LOOK_SECONDS = 30.0  # inotify may miss a change (overflow, a folder made anew): look anyway
+LOOK_SECONDS = 30.0  # inotify may miss a change (overflow, a folder made again): look anyway
 BLIND_LOOK_SECONDS = 1.0  # without inotify: many nodes run out of its instances
 FOLDER_RETRY_SECONDS = 0.5
 ASKED_SECONDS = 10.0  # the kubelet looks once a second; one that restarts may take longer
@@ -96,7 +96,7 @@ class Endpoint:
             await anyio.sleep(FOLDER_RETRY_SECONDS)
 
     async def _registered_once(self, server: DrainableServer) -> bool:
-        """Wait until the kubelet listens. False: begin anew."""
+        """Wait until the kubelet listens. False: start over."""
         streams, service = self.service.streams, self.service
         infos = service.infos_given.value
         self._hinder(f"the kubelet has not asked {self.path} yet", usual=True)

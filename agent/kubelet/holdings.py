@@ -1,4 +1,4 @@
-"""Keeps the record of who holds what at hand for reports on pods; decisions read it anew."""
+"""Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
 
 
 class HoldingsWatch:
-    """The record, read anew for decisions, soon after each Allocate, at a pod's end, and on a timer."""
+    """The record, read again for decisions, soon after each Allocate, at a pod's end, and on a timer."""
 
     def __init__(self, client: PodResources, checkpoints: Path | None = None) -> None:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
@@ -136,7 +136,7 @@ class HoldingsWatch:
                 self._publish()
 
     async def refresh(self) -> PodList | None:
-        """Read anew now; None: it is not known who holds what, `problem` says why."""
+        """Read again now; None: it is not known who holds what, `problem` says why."""
         try:
             await self.look()
             problem = self._blind()

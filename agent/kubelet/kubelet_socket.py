@@ -7,12 +7,12 @@ import anyio.to_thread
 
 CONNECT_SECONDS = 1.0
 
-# Inode and time of change: a kubelet makes its socket anew at each start, often with the same inode.
+# Inode and time of change: a kubelet makes its socket again at each start, often with the same inode.
 Identity = tuple[int, int]
 
 
 class KubeletSocket:
-    """The socket that every kubelet makes anew when it starts."""
+    """The socket that every kubelet makes again when it starts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

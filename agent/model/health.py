@@ -19,9 +19,9 @@ class HealthState(Enum):
     """How far a GPU can be trusted."""
 
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # sold, and watched
+    SUSPECT = "suspect"  # offered, and watched
     UNHEALTHY = "unhealthy"
-    PROBATION = "probation"  # probes pass; not sold until the quiet time is over
+    PROBATION = "probation"  # probes pass; not offered until the quiet time is over
 
 
 class FaultKind(Enum):
@@ -62,7 +62,7 @@ class Health:
     driver_asks: bool = False  # for a reset or a reboot, by the last probe
 
     @property
-    def sold(self) -> bool:
+    def offered(self) -> bool:
         """Whether units of this GPU may be handed out."""
         return self.state in (HealthState.HEALTHY, HealthState.SUSPECT)
 
@@ -168,7 +168,7 @@ def explained(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
     rule = rules.of(fault)
     if rule.verdict is Verdict.UNHEALTHY:
         return _condemned(health, fault, rules, now)
-    only_this = health.fault == replace(fault, told=None) and not health.sold and not health.driver_asks
+    only_this = health.fault == replace(fault, told=None) and not health.offered and not health.driver_asks
     if not only_this or now - health.last_event > SAME_ERROR_SECONDS:
         return health
     return HEALTHY if rule.verdict is Verdict.COUNT else _watched(health, fault, rules, now)
@@ -178,7 +178,7 @@ def probe_failed(health: Health, fault: Fault, detail: str, rules: Rules, now: f
     """A probe did not pass. A lost GPU is unhealthy at once, any other failure the second time in a row."""
     misses = min(health.misses + 1, 2)
     lost = fault.kind is FaultKind.LOST
-    if lost or misses == 2 or not health.sold:
+    if lost or misses == 2 or not health.offered:
         condemned = _condemned(health, fault, rules, now, keep_event_time=health.misses == 2)
         cause = condemned.cause if condemned.fault != fault else (detail or condemned.cause)
         after = replace(
@@ -274,7 +274,7 @@ def after_reboot(health: Health, now: float) -> Health:
 
 def _excusable(health: Health, now: float) -> bool:
     """Whether a GPU is condemned by nothing but a memory error of this moment."""
-    if health.fault is None or health.sold or health.driver_asks:
+    if health.fault is None or health.offered or health.driver_asks:
         return False
     return _is_memory_error(health.fault) and now - health.last_event <= SAME_ERROR_SECONDS
 
@@ -290,7 +290,7 @@ def _is_memory_error(fault: Fault) -> bool:
 
 
 def _watched(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
-    """Sold again, and watched: what was reported last weighs less than it looked."""
+    """Offered again, and watched: what was reported last weighs less than it looked."""
     after = Health(HealthState.SUSPECT, fault, rules.words(fault), now, now)
     return replace(after, obstacle=health.obstacle, misses=health.misses)
 

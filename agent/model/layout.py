@@ -1,4 +1,4 @@
-"""Layouts: which GPUs of a node are sold in which mode, as the configuration names them. Pure."""
+"""Layouts: which GPUs of a node are offered in which mode, as the configuration names them. Pure."""
 
 import fnmatch
 import re
@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one GPU shall be sold as."""
+    """What one GPU shall be offered as."""
 
     mode: Mode
     replicas: int = 1

@@ -56,7 +56,7 @@ class UnitPool:
     blocks: tuple[str, ...]
     core_set: frozenset[str]
     block_set: frozenset[str]
-    sellable: bool = True  # healthy, in this mode and not draining
+    offerable: bool = True  # healthy, in this mode and not draining
     keeps: bool = True  # healthy and in this mode: what was promised of it is handed out, draining or not
 
     @classmethod
@@ -230,7 +230,7 @@ class Ledger:
     def free_blocks(self, gpu: str) -> list[str]:
         """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
         pool, kept = self.pools.get(gpu), self.kept_ids
-        if pool is None or not pool.sellable:
+        if pool is None or not pool.offerable:
             return []
         # A container that was promised a GPU, and not yet which units of it.
         coming = sum(
@@ -253,7 +253,7 @@ class Ledger:
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
     ) -> dict[str, FreeGpu]:
-        """What each sellable GPU has left for a container, by UUID: not `taken`, and not owed to others."""
+        """What each offerable GPU has left for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}
@@ -265,7 +265,7 @@ class Ledger:
         return {
             pool.gpu: _room(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
-            if pool.sellable
+            if pool.offerable
         }
 
 

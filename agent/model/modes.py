@@ -107,11 +107,11 @@ FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
 SWITCHING = "switching"
 
 
-class Sale(Enum):
+class Offering(Enum):
     """How the units of a GPU stand on the lists of its mode."""
 
     OPEN = "open"
-    # Nothing more is sold; free IDs stay listed for a moment, as Unhealthy. One that leaves the list while
+    # Nothing more is offered; free IDs stay listed for a moment, as Unhealthy. One that leaves the list while
     # the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
     CLOSING = "closing"
     # IDs that are held stay listed, as Unhealthy, until their holder has ended; free ones have left the list.
@@ -124,20 +124,20 @@ class GpuMode:
     """The mode in force on one GPU, or the one that is wanted."""
 
     mode: Mode = Mode.OFF
-    sale: Sale = Sale.OPEN
-    reason: str = ""  # why it is not sold, in words; empty when it is
+    offering: Offering = Offering.OPEN
+    reason: str = ""  # why it is not offered, in words; empty when it is
     replicas: int = 1  # pGPU only: time slices
     refused: bool = False  # off, though a mode is wanted: `reason` says what stands in its way
 
     @property
-    def selling(self) -> bool:
-        """Whether units may be sold."""
-        return self.sale is Sale.OPEN
+    def offered(self) -> bool:
+        """Whether units may be offered."""
+        return self.offering is Offering.OPEN
 
     @property
     def leaving(self) -> bool:
-        """Whether free IDs stay listed for a moment, though nothing is sold."""
-        return self.sale is Sale.CLOSING
+        """Whether free IDs stay listed for a moment, though nothing is offered."""
+        return self.offering is Offering.CLOSING
 
 
 OFF = GpuMode(reason="no mode is set for this GPU")
@@ -145,7 +145,7 @@ OFF = GpuMode(reason="no mode is set for this GPU")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which GPU, by UUID, is sold in which mode. GPUs that are not named are off."""
+    """Which GPU, by UUID, is offered in which mode. GPUs that are not named are off."""
 
     gpus: Mapping[str, GpuMode] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -154,6 +154,6 @@ class Assignment:
         return self.gpus.get(uuid, OFF)
 
     def sold_as(self, uuid: str, mode: Mode) -> bool:
-        """Whether units of a GPU may be sold in `mode` now."""
+        """Whether units of a GPU may be offered in `mode` now."""
         found = self.of(uuid)
-        return found.mode is mode and found.selling
+        return found.mode is mode and found.offered

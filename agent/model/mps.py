@@ -24,7 +24,7 @@ MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 def refusal(gpu: Gpu, driver: Driver | None, program_problem: str | None = None) -> str | None:
-    """Why a GPU cannot be sold as MPS shares, with the remedy; None: it can.
+    """Why a GPU cannot be offered as MPS shares, with the remedy; None: it can.
 
     `program_problem` is what keeps the node from running the control daemon, None if nothing.
     """
@@ -33,7 +33,7 @@ def refusal(gpu: Gpu, driver: Driver | None, program_problem: str | None = None)
     if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
         return (
             f"MPS shares need compute capability {_version(LEAST_COMPUTE_CAPABILITY)} (Volta) or newer, "
-            f"{gpu.product} has {_version(gpu.compute_capability)}; sell it as pgpu or vgpu"
+            f"{gpu.product} has {_version(gpu.compute_capability)}; offer it as pgpu or vgpu"
         )
     if driver is not None and driver.cuda_version < LEAST_CUDA:
         return (

@@ -34,19 +34,19 @@ class GpuEntry:
     index: int
     mode: Mode
     memory_mib: int
-    selling: bool = True  # False: it drains
+    offered: bool = True  # False: it drains
     trouble: str = ""  # why it is not handed out; empty: it is healthy
     replicas: int = 1  # time slices, in mode pgpu
     clients: int = 0  # how many containers may hold MPS shares of it; 0: no ceiling
 
     @property
     def usable(self) -> bool:
-        """Whether something of it may be sold."""
-        return self.selling and not self.trouble and self.mode is not Mode.OFF
+        """Whether something of it may be offered."""
+        return self.offered and not self.trouble and self.mode is not Mode.OFF
 
     @property
     def blocks(self) -> int:
-        """Units of memory that it has in its mode; 0 where memory is not sold apart."""
+        """Units of memory that it has in its mode; 0 where memory is not offered apart."""
         pair = PAIRS.get(self.mode)
         return pair.blocks(self.memory_mib * _MIB) if pair else 0
 
@@ -101,7 +101,7 @@ def encode(inventory: NodeInventory) -> str:
             gpu.index,
             gpu.mode.value,
             gpu.memory_mib,
-            not gpu.selling,
+            not gpu.offered,
             gpu.trouble.encode("ascii", "replace").decode().replace('"', "'")[:LONGEST_TROUBLE],
             gpu.replicas,
             gpu.clients,
@@ -135,9 +135,9 @@ def decode(text: str) -> NodeInventory:
 
 
 def _entry(
-    uuid: str, index: int, mode: str, memory: int, selling: bool, trouble: str, replicas: int, clients: int
+    uuid: str, index: int, mode: str, memory: int, offered: bool, trouble: str, replicas: int, clients: int
 ) -> GpuEntry:
-    return GpuEntry(uuid, index, Mode(mode), memory, selling, trouble[:200], replicas, clients)
+    return GpuEntry(uuid, index, Mode(mode), memory, offered, trouble[:200], replicas, clients)
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@
 the unit, the severity, and in parentheses intrInfo and errorStatus first. What follows from them: NVIDIA's
 Xid catalog, sheet "Xid 144-150 Decode", column of the data centre's recovery action. In that sheet every
 fatal error calls for a reset of the GPU, but for two reasons of a link that went down; every other error
-calls for nothing, but for those of `_RESTART`, after which the program is to be started anew unless the
+calls for nothing, but for those of `_RESTART`, after which the program is to be restarted unless the
 driver says more (Xid 154).
 """
 

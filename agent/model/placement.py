@@ -198,9 +198,9 @@ def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]
             "let its init containers ask for one GPU at most"
         )
     if not candidates:
-        where = f"GPU {next(iter(tied))}, where the pod has units already, is not sold now" if tied else ""
-        why = where or "no GPU of this node is sold in this mode now"
-        return f"no room for {demand.told()}: {why}; create the pod anew"
+        where = f"GPU {next(iter(tied))}, where the pod has units already, is not offered now" if tied else ""
+        why = where or "no GPU of this node is offered in this mode now"
+        return f"no room for {demand.told()}: {why}; create the pod again"
 
     def share(room: FreeGpu) -> tuple[float, int, int]:
         parts = [
@@ -213,7 +213,7 @@ def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]
     return (
         f"{demand.told()} do not fit on {scope}: the largest free share is {best.cores} cores and "
         f"{best.blocks} memory blocks, on GPU {best.gpu} (index {best.index}); "
-        "ask for less, or create the pod anew when others have ended"
+        "ask for less, or create the pod again when others have ended"
     )
 
 

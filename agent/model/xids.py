@@ -25,7 +25,7 @@ class Verdict(Enum):
     """What one occurrence does to the GPU."""
 
     COUNT = "count"  # nothing but a counter
-    SUSPECT = "suspect"  # still sold, watched until the quiet time is over
+    SUSPECT = "suspect"  # still offered, watched until the quiet time is over
     UNHEALTHY = "unhealthy"
 
 

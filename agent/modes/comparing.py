@@ -21,7 +21,7 @@ def log_changes(before: Assignment, states: Mapping[str, ModeState], listed: Map
         if mode != before.of(uuid):
             alike.setdefault((states[uuid].stage, mode), []).append(uuid)
     for (stage, mode), gpus in alike.items():
-        details = {"mode": mode.mode.value, "selling": mode.selling, "reason": mode.reason or None}
+        details = {"mode": mode.mode.value, "selling": mode.offered, "reason": mode.reason or None}
         log.info("gpu_mode", gpus=gpus, stage=stage.value, **details)
 
 
@@ -68,16 +68,16 @@ def named(waiting: Mapping[str, tuple[str, ...]], most: int = 5) -> tuple[int, s
 
 
 def uncounted(holders: Mapping[str, Sequence[Holder]], assignment: Assignment) -> str:
-    """How much room of GPUs that sell the scheduler does not see because others drain, in words; empty: none.
+    """How much room of GPUs on offer the scheduler does not see because others drain, in words; empty: none.
 
     It subtracts what all bound pods ask for from the node's allocatable units, and units that are held on
     GPUs that drain are allocatable no more.
     """
-    selling = {each.mode for each in assignment.gpus.values() if each.selling}
+    offered = {each.mode for each in assignment.gpus.values() if each.offered}
     counts: dict[str, int] = {}
     for uuid, held in holders.items():
         mode = assignment.of(uuid)
-        if mode.selling or mode.mode not in selling:
+        if mode.offered or mode.mode not in offered:
             continue
         for holding in (each.holding for each in held):
             here = sum(text.partition(SEPARATOR)[0] == uuid for text in holding.ids)

@@ -59,7 +59,7 @@ class CordonBook:
                 group.start_soon(self._on, self._inventory, self._node)
 
     async def add(self, uuid: str, reason: str) -> None:
-        """Take a GPU out of sale. Raises NodeNotWritten."""
+        """Cordon a GPU. Raises NodeNotWritten."""
         known = self.cell.value
         await self._write({**known, uuid: Cordon(reason, known[uuid].since if uuid in known else now())})
 

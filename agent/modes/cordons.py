@@ -1,4 +1,4 @@
-"""GPUs that a person has taken out of sale: they drain, and are sold in no mode until they are let back.
+"""GPUs that a person has cordoned: they drain, and are offered in no mode until they are let back.
 
 A node annotation names them, by hand or by `gpu-node-agent cordon`:
 `gpu-node-agent.io/cordon: "3, GPU-1b2c...=fan is noisy"`, or JSON with a reason and a time for each.
@@ -25,7 +25,7 @@ class CordonsUnreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """Why a GPU is not sold, and since when (RFC 3339; empty: not known)."""
+    """Why a GPU is not offered, and since when (RFC 3339; empty: not known)."""
 
     reason: str = ""
     since: str = ""
@@ -44,7 +44,7 @@ NO_CORDONS: Final[Cordons] = MappingProxyType({})
 def cordoned(
     targets: Mapping[str, GpuMode], gpus: Mapping[str, Gpu], cordons: Cordons
 ) -> Mapping[str, GpuMode]:
-    """The targets with what is taken out of sale."""
+    """The targets with what is cordoned."""
     return {
         uuid: GpuMode(reason=cordons[uuid].words, refused=True)
         if uuid in cordons and uuid in gpus

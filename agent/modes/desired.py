@@ -88,5 +88,5 @@ def _claimed(name: str, by: str, owner: str) -> Desired:
     return Desired(
         name,
         everywhere(Mode.OFF),
-        problem=f"{by} gives this node to {owner}; two agents cannot sell the same GPUs: remove one of them",
+        problem=f"{by} gives this node to {owner}; two agents cannot offer the same GPUs: remove one of them",
     )

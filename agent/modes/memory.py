@@ -1,7 +1,7 @@
 """The last request that could be obeyed, kept over restarts of the agent in a small file.
 
 With the word stands what it meant: a layout that was renamed since, or taken out of the configuration, is
-still what the node sells until something else can be obeyed.
+still what the node offers until something else can be obeyed.
 """
 
 from pathlib import Path

@@ -32,7 +32,7 @@ def modes_collector(
             for gpu in now.gpus:
                 active, wanted = gpu.active, gpu.wanted
                 to(d.GPU_MODE, 1, (gpu.uuid, str(gpu.index), active.mode.value, wanted.mode.value))
-                to(d.GPU_SELLING, active.selling and active.mode is wanted.mode, (gpu.uuid, str(gpu.index)))
+                to(d.GPU_SELLING, active.offered and active.mode is wanted.mode, (gpu.uuid, str(gpu.index)))
             for phase in Phase:
                 to(d.MODE_STATE, now.phase is phase, (phase.value,))
             to(d.MODE_SWITCHES, flips)

@@ -1,4 +1,4 @@
-"""From what is wanted and what the GPUs can do to what each GPU shall be sold as: pure."""
+"""From what is wanted and what the GPUs can do to what each GPU shall be offered as: pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from agent.model.layout import LayoutError, Target, resolve
 from agent.model.modes import GpuMode, Mode
 from agent.modes.desired import Desired
 
-MIG_REASON = "the GPU is in MIG mode, which no mode of this agent sells; turn MIG off with nvidia-smi -mig 0"
+MIG_REASON = "the GPU is in MIG mode, which no mode of this agent offers; turn MIG off with nvidia-smi -mig 0"
 
-# Why a GPU cannot be sold in a mode, in words; None: it can.
+# Why a GPU cannot be offered in a mode, in words; None: it can.
 Gate = Callable[[GpuState, Mode], str | None]
 
 
@@ -21,7 +21,7 @@ def no_gate(_: GpuState, __: Mode) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each GPU shall be sold as, by UUID. A `problem` is why that is not what was asked for."""
+    """What each GPU shall be offered as, by UUID. A `problem` is why that is not what was asked for."""
 
     targets: Mapping[str, GpuMode]
     problem: str | None = None
@@ -29,7 +29,7 @@ class Plan:
 
 
 def plan(snapshot: Snapshot, desired: Desired, gate: Gate = no_gate) -> Mapping[str, GpuMode]:
-    """What each GPU shall be sold as, by UUID. Raises LayoutError where the layout does not fit the node."""
+    """The mode of each GPU, by UUID. Raises LayoutError where the layout does not fit the node."""
     return _gated_targets(snapshot, resolve(desired.entries, [state.gpu for state in snapshot.gpus]), gate)
 
 
@@ -48,7 +48,7 @@ def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate:
             refusals = _all_refused(targets)
             if refusals is None:
                 return Plan(targets, problem)
-            problem = f"no GPU can be sold as {desired.name}: {refusals}"
+            problem = f"no GPU can be offered as {desired.name}: {refusals}"
     problem = problem or "nothing is wanted"
     if standing is None:
         return Plan({}, problem, obeys=False)

@@ -14,7 +14,7 @@ class SetUpFailed(Exception):
 
 
 class Backend(Protocol):
-    """What must be running for a mode before its units are sold, MPS daemons for one."""
+    """What must be running for a mode before its units are offered, MPS daemons for one."""
 
     async def set_up(self, gpu: Gpu) -> None:
         """Make the GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""

@@ -41,7 +41,7 @@ class ResourceSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """All resources that this agent may ever sell, in use or not."""
+        """All resources that this agent may ever offer, in use or not."""
         return frozenset(plugin.resource for plugins in self._plugins.values() for plugin in plugins)
 
     def enable(self, mode: Mode) -> None:

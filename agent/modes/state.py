@@ -17,7 +17,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuSwitch:
-    """One GPU: what it is sold as, what it shall be sold as, and what stands between."""
+    """One GPU: what it is offered as, what it shall be offered as, and what stands between."""
 
     index: int
     uuid: str

@@ -1,13 +1,13 @@
-"""The mode switcher: moves each GPU from what it is sold as to what it shall be sold as.
+"""The mode switcher: moves each GPU from what it is offered as to what it shall be offered as.
 
 It is level-triggered: each round looks at what is wanted, what is in force and who holds what, and does
 the next step of every GPU that differs. So a new request in mid-switch, a restart and a failure need no
 cases of their own. The steps of one GPU, and what may follow what, stand in `agent.modes.transition`; here
-they are taken: the scheduler sends no more pods before a GPU that is sold is closed, a list has left for
+they are taken: the scheduler sends no more pods before a GPU that is offered is closed, a list has left for
 the kubelet before anything is concluded from it, and no GPU is on the lists of two modes.
 
-Set-ups that fail are tried again together (`agent.modes.retry`): each try takes GPUs that are sold as
-before out of sale for a while.
+Set-ups that fail are tried again together (`agent.modes.retry`): each try takes GPUs that are offered as
+before off the lists for a while.
 """
 
 from collections.abc import Mapping
@@ -197,13 +197,13 @@ class ModeSwitcher:
         self._change(found)
 
     async def _aim(self, targets: Mapping[str, GpuMode]) -> None:
-        """Set every GPU on its way to its target; GPUs that are sold are closed, the scheduler first."""
+        """Set every GPU on its way to its target; GPUs that are offered are closed, the scheduler first."""
         after = {uuid: transition.wanted(self._states[uuid], target) for uuid, target in targets.items()}
         after |= self._tried_again(after)
         closing = {
             uuid: state
             for uuid, state in after.items()
-            if state.stage is Stage.CLOSING and self._states[uuid].stage is Stage.SELLING
+            if state.stage is Stage.CLOSING and self._states[uuid].stage is Stage.OFFERED
         }
         self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
         if not closing:
@@ -253,11 +253,11 @@ class ModeSwitcher:
         return waiting
 
     async def _sell_what_is_ready(self) -> None:
-        """Everything that is ready is sold, all in one publication."""
+        """Everything that is ready is offered, all in one publication."""
         if any(state.stage is Stage.READY for state in self._states.values()):
             # What left the old mode's list a moment ago must be gone there before it stands in another.
             await self._delivered()
-            self._change({uuid: transition.sold(state) for uuid, state in self._states.items()})
+            self._change({uuid: transition.offered(state) for uuid, state in self._states.items()})
 
     def _came(self, uuid: str, outcome: Outcome) -> None:
         """A task of a GPU is over."""
@@ -300,7 +300,7 @@ class ModeSwitcher:
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())
         pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
-        # A GPU that is taken out of sale by hand drains beside: the request is in force without it.
+        # A GPU that is cordoned by hand drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
         if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED

@@ -1,7 +1,7 @@
 """One GPU on its way from mode to mode: its state, and the pure functions by which it changes.
 
-SELLING -> CLOSING -> (DRAINING ->) TEARING_DOWN -> SETTING_UP -> READY -> SELLING, and OFF where nothing is
-wanted. A set-up that fails goes back to what was sold before (GOING_BACK -> SELLING), or leaves the GPU OFF.
+OFFERED -> CLOSING -> (DRAINING ->) TEARING_DOWN -> SETTING_UP -> READY -> OFFERED, and OFF where nothing is
+wanted. A set-up that fails goes back to the mode before (GOING_BACK -> OFFERED), or leaves the GPU OFF.
 The same object comes back where an event changes nothing.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from agent.model.modes import OFF, GpuMode, Mode, Sale
+from agent.model.modes import OFF, GpuMode, Mode, Offering
 
 BETWEEN: Final = "between two modes"
 CHANGING: Final = "the GPU is changing its mode"
@@ -21,14 +21,14 @@ TAKEN_OVER: Final = "taken over from before"
 class Stage(Enum):
     """Where a GPU is on its way."""
 
-    OFF = "off"  # sold by nobody
-    SELLING = "selling"
-    CLOSING = "closing"  # sells nothing more; all IDs are listed until no allocation can be under way
+    OFF = "off"  # offered by nobody
+    OFFERED = "offered"
+    CLOSING = "closing"  # offers nothing more; all IDs are listed until no allocation can be under way
     DRAINING = "draining"  # the IDs that are held are listed; waits for their holders
     TEARING_DOWN = "tearing_down"  # what runs for a mode is ended
     SETTING_UP = "setting_up"  # what the target needs is started
-    READY = "ready"  # the target is set up, and sold with the next publication
-    GOING_BACK = "going_back"  # its set-up failed: what was sold before is set up again
+    READY = "ready"  # the target is set up, and offered with the next publication
+    GOING_BACK = "going_back"  # its set-up failed: what was offered before is set up again
 
 
 # Stages in which a task of the GPU is at work.
@@ -37,14 +37,14 @@ WORKING: Final = frozenset({Stage.TEARING_DOWN, Stage.SETTING_UP, Stage.GOING_BA
 
 @dataclass(frozen=True, slots=True)
 class ModeState:
-    """One GPU. `target` is what it shall be sold as."""
+    """One GPU. `target` is what it shall be offered as."""
 
     stage: Stage = Stage.OFF
     target: GpuMode = UNSEEN
     mode: Mode = Mode.OFF  # on whose lists it stands
     replicas: int = 1
     running: Mode = Mode.OFF  # for which mode something is set up, or being set up
-    before: GpuMode = OFF  # what was sold until this change began
+    before: GpuMode = OFF  # what was offered until this change began
     failure: str = ""  # why the target could not be set up last
 
     @property
@@ -54,24 +54,24 @@ class ModeState:
             if self.target.mode is Mode.OFF:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)
             return GpuMode(reason=self.failure or BETWEEN)
-        if self.stage is Stage.SELLING:
+        if self.stage is Stage.OFFERED:
             return GpuMode(self.mode, replicas=self.replicas)
-        sale = Sale.CLOSING if self.stage is Stage.CLOSING else Sale.CLOSED
-        return GpuMode(self.mode, sale, self.target.reason or self.failure or CHANGING, self.replicas)
+        offering = Offering.CLOSING if self.stage is Stage.CLOSING else Offering.CLOSED
+        return GpuMode(self.mode, offering, self.target.reason or self.failure or CHANGING, self.replicas)
 
     @property
     def reached(self) -> bool:
-        """Whether it is sold, or not sold, as wanted."""
+        """Whether it is offered, or not offered, as wanted."""
         if self.target.mode is Mode.OFF:
             return self.stage is Stage.OFF
-        return self.stage is Stage.SELLING and self.stands_as_wanted
+        return self.stage is Stage.OFFERED and self.stands_as_wanted
 
     @property
     def resting(self) -> bool:
         """Whether nothing happens to it before it is tried again or something else is wanted."""
         if self.stage is Stage.DRAINING:
             return self.stands_as_wanted
-        return self.stage in (Stage.OFF, Stage.SELLING)
+        return self.stage in (Stage.OFF, Stage.OFFERED)
 
     @property
     def stands_as_wanted(self) -> bool:
@@ -89,21 +89,21 @@ def first_seen(held_as: GpuMode | None) -> ModeState:
 
 
 def wanted(state: ModeState, target: GpuMode) -> ModeState:
-    """It shall be sold as `target` from now on."""
+    """It shall be offered as `target` from now on."""
     if target == state.target:
         return state
     after = replace(state, target=target, failure="")
     match state.stage:
         case Stage.OFF:
             return _begun(after)
-        case Stage.SELLING:
+        case Stage.OFFERED:
             return after if after.reached else _closed(after)
         case Stage.CLOSING | Stage.DRAINING:
             return _sold_again(after) if after.stands_as_wanted else after
         case Stage.TEARING_DOWN:
             return after
         case Stage.SETTING_UP | Stage.READY if state.mode is not Mode.OFF:
-            # It was about to be sold again as it stands listed, with its holders.
+            # It was about to be offered again as it stands listed, with its holders.
             return after if after.stands_as_wanted else _listed_only(after)
         case Stage.READY if state.running is target.mode:
             return after
@@ -137,7 +137,7 @@ def set_up(state: ModeState) -> ModeState:
             sold_before = state.before
             return replace(
                 state,
-                stage=Stage.SELLING,
+                stage=Stage.OFFERED,
                 mode=sold_before.mode,
                 replicas=sold_before.replicas,
                 before=OFF,
@@ -168,24 +168,24 @@ def tried_again(state: ModeState) -> ModeState:
     match state.stage:
         case Stage.OFF:
             return _begun(state)
-        case Stage.SELLING:
+        case Stage.OFFERED:
             return _closed(state)
         case Stage.DRAINING if state.stands_as_wanted:
             return _sold_again(state)
     return state
 
 
-def sold(state: ModeState) -> ModeState:
+def offered(state: ModeState) -> ModeState:
     """It stands on the lists of its target."""
     if state.stage is not Stage.READY:
         return state
     target = state.target
-    return ModeState(Stage.SELLING, target, target.mode, target.replicas, target.mode)
+    return ModeState(Stage.OFFERED, target, target.mode, target.replicas, target.mode)
 
 
 def stopped(state: ModeState) -> ModeState:
-    """The agent ends: what is sold is sold no more."""
-    if state.stage is not Stage.SELLING:
+    """The agent ends: what is offered is offered no more."""
+    if state.stage is not Stage.OFFERED:
         return state
     return replace(state, stage=Stage.CLOSING, target=replace(state.target, reason=STOPPING))
 
@@ -193,7 +193,7 @@ def stopped(state: ModeState) -> ModeState:
 def _sold_again(state: ModeState) -> ModeState:
     """What stands listed is what is wanted: nothing has to be done but to see that it runs."""
     if state.running is state.mode:
-        return replace(state, stage=Stage.SELLING, before=OFF)
+        return replace(state, stage=Stage.OFFERED, before=OFF)
     return replace(state, stage=Stage.SETTING_UP, running=state.mode)
 
 

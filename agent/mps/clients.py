@@ -193,14 +193,14 @@ class ClientWatch:
             for uuid, holders in held.items()
         }
 
-    async def _clients(self, uuid: str, anew: bool = False) -> tuple[MpsClient, ...]:
-        """Clients of a GPU as of its daemon's last probe, or asked `anew`."""
+    async def _clients(self, uuid: str, fresh: bool = False) -> tuple[MpsClient, ...]:
+        """Clients of a GPU as of its daemon's last probe, or asked now where `fresh`."""
         daemon = self.manager.daemon(uuid)
         server = self.manager.status(uuid).server
         if daemon is None or server is None:
             return ()
         pids = daemon.clients
-        if anew:
+        if fresh:
             try:
                 pids = await daemon.control.client_pids(server)
             except MpsError as error:
@@ -296,7 +296,7 @@ class ClientWatch:
             daemon = self.manager.daemon(uuid)
             if daemon is None or not self.manager.status(uuid).serving:
                 return
-            for client in await self._clients(uuid, anew=True):
+            for client in await self._clients(uuid, fresh=True):
                 key = (uuid, client.pid)
                 if client.container is None or client.container.pod_uid not in due or key in self._ended:
                     continue

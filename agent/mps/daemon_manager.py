@@ -95,7 +95,7 @@ class DaemonManager:
             self._problem = str(error)
 
     def refusal(self, gpu: Gpu, driver: Driver | None) -> str | None:
-        """Why a GPU cannot be sold as MPS shares; None: it can."""
+        """Why a GPU cannot be offered as MPS shares; None: it can."""
         return refusal(gpu, driver, self._problem)
 
     def status(self, uuid: str) -> DaemonStatus:
@@ -226,7 +226,7 @@ class DaemonManager:
             self.statuses.publish(MappingProxyType(now))
 
     async def _sweep(self, assignment: Cell[Assignment]) -> None:
-        """Stop daemons that an earlier agent left on GPUs which are no longer sold as MPS shares."""
+        """Stop daemons that an earlier agent left on GPUs which are no longer offered as MPS shares."""
         seen_off: set[str] = set()
         while True:
             off = set()

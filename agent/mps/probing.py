@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # in which a server that takes its own fault in may still call itself ACTIVE
 URGENT_SECONDS = 0.05  # before a probe that the logs call for; doubled while they call for nothing
 LEAST_FAULT_SECONDS = 0.5  # of a fault by the logs alone; doubled each time ...
-LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and anew where none was told of for so long
+LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and again where none was told of for so long
 FULL_PERCENTAGE = 100.0
 TOLD_SECONDS = 600.0  # a setting that somebody changes again and again is told of once in so long
 

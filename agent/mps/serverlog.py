@@ -1,7 +1,7 @@
 """Following control.log and server.log: what the daemon tells nobody else.
 
 A fatal error of one client is reported to all clients of the server; the server takes no new ones until they
-have left, then makes its contexts anew. Drivers before 550 say so in the log only.
+have left, then makes its contexts again. Drivers before 550 say so in the log only.
 
 Every client may write into the log, through the fifo of the pipe folder, in any process's name: a line is a
 reason to ask the daemon, and a verdict only where there is nothing to ask.

@@ -124,7 +124,7 @@ class NodeStateWriter:
 
     @property
     def nothing_to_give_back(self) -> bool:
-        """Whether nothing is wanted of this node and nothing is sold: perhaps no agent is, either."""
+        """Whether nothing is wanted of this node and nothing is offered: perhaps no agent is, either."""
         state = self._state.value
         return (state.phase, state.desired, state.applied) == (Phase.APPLIED, NONE, NONE)
 

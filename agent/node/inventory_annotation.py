@@ -32,7 +32,7 @@ def inventory_of(
     `grown`: bytes of GPUs, by UUID, that vGPU containers have beyond what their pods asked for.
     """
     entries: dict[int, GpuEntry] = {}
-    # A lost GPU keeps the index that another may have by now: those that can be sold come first.
+    # A lost GPU keeps the index that another may have by now: those that can be offered come first.
     for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
         gpu, mode = state.gpu, assignment.of(state.uuid)
         ceiling = client_ceiling(gpu, snapshot.driver) if mode.mode is Mode.MPS else 0
@@ -41,7 +41,7 @@ def inventory_of(
             gpu.index,
             mode.mode,
             (gpu.memory_bytes - (grown.get(gpu.uuid, 0) if mode.mode is Mode.VGPU else 0)) // _MIB,
-            mode.selling,
+            mode.offered,
             state.cause,
             mode.replicas,
             min(ceiling, most_clients or ceiling),

@@ -1,7 +1,7 @@
 """Waits for NVML's events in a thread of its own and hands them on at once.
 
 One event set holds all GPUs, each registered once. A wait that fails is tried again after growing
-pauses with a set made anew, so that neither a sick driver nor a lost GPU in the set can make the loop
+pauses with a set made again, so that neither a sick driver nor a lost GPU in the set can make the loop
 spin; until then, and for GPUs without events, probing alone watches. Transitions are logged, tries are not.
 """
 

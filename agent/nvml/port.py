@@ -177,7 +177,7 @@ class NvmlPort(Protocol):
         """
 
     def unwatch_all(self) -> None:
-        """Drop the event set, so that GPUs can be registered anew. Never while `wait` is under way."""
+        """Drop the event set, so that GPUs can be registered again. Never while `wait` is under way."""
 
     def wait(self, timeout_ms: int) -> NvmlEvent | None:
         """Block until an event comes or the time is over (None)."""

@@ -41,7 +41,7 @@ class PodSource:
         return ()
 
     async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod, read anew, within a second; None: there is none. Raises PodsUnavailable."""
+        """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 
 

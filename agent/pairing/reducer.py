@@ -120,7 +120,7 @@ class Rules:
             if len(spread) > max(1, demand.whole):
                 raise Impossible(
                     f"units of {resource_of(self.pair, call.member)} for {holder} lie on {len(spread)} GPUs, "
-                    f"and {demand.told()} must lie on {max(1, demand.whole)}; create the pod anew"
+                    f"and {demand.told()} must lie on {max(1, demand.whole)}; create the pod again"
                 )
             own = self._own(state, asker.pod, holder) | call.inherited
             taken = self._taken(state, holder, own, call)
@@ -159,7 +159,7 @@ class Rules:
         if strangers:
             raise PairRefused(
                 f"{promise.holder} inherits units of GPU {', '.join(sorted(strangers))} from an init "
-                f"container, but its other member lies on GPU {', '.join(promise.gpus)}; create the pod anew",
+                f"container, but its other member is on GPU {', '.join(promise.gpus)}; create the pod again",
                 Cause.INVALID,
                 promise.pod,
             )
@@ -170,7 +170,7 @@ class Rules:
             raise PairRefused(
                 f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.told()} of {promise.holder}, "
                 f"but the kubelet offers only {len(picked)} of {call.size} "
-                f"{resource_of(self.pair, call.member)} there; create the pod anew",
+                f"{resource_of(self.pair, call.member)} there; create the pod again",
                 Cause.EXHAUSTED,
                 promise.pod,
             )
@@ -197,7 +197,7 @@ class Rules:
         if not set(gpus) <= set(promise.gpus):
             raise PairRefused(
                 f"the kubelet took units of GPU {', '.join(gpus)}, against the choice of GPU "
-                f"{', '.join(promise.gpus)} for {promise.holder}; create the pod anew",
+                f"{', '.join(promise.gpus)} for {promise.holder}; create the pod again",
                 Cause.INVALID,
                 promise.pod,
             )
@@ -207,7 +207,7 @@ class Rules:
             holders = ", ".join(str(each.holder) for each in state.ledger.held if unit in each.ids)
             raise PairRefused(
                 f"{unit} of {resource} is held by {holders or 'a container that is being admitted'}, though "
-                "the kubelet offers it; nothing is handed out twice, create the pod anew",
+                "the kubelet offers it; nothing is handed out twice, create the pod again",
                 Cause.UNAVAILABLE,
                 promise.pod,
             )
@@ -215,7 +215,7 @@ class Rules:
         if gone := set(promise.gpus) - keeping:
             raise PairRefused(
                 f"GPU {min(gone)} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode; "
-                "create the pod anew",
+                "create the pod again",
                 Cause.INVALID,
                 promise.pod,
             )

@@ -19,7 +19,7 @@ MISS_SECONDS = 1.0
 # A pod that was just rejected lingers in the records for a moment, and so may look like one that asks.
 TRIES = 4
 PAUSE_SECONDS = 0.02
-RETRY = "create the pod anew"
+RETRY = "create the pod again"
 
 
 @dataclass(frozen=True, slots=True)

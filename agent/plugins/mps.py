@@ -67,7 +67,7 @@ class RootCheck(Protocol):
 
 
 class Conditions:
-    """What MPS adds to the pair of resources: when it is sold, and what a container gets."""
+    """What MPS adds to the pair of resources: when it is offered, and what a container gets."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Conditions:
         most_clients: int | None = None,
         caps_must_hold: bool = False,
     ) -> None:
-        """`caps_must_hold`: sell nothing where a pod could undo its caps."""
+        """`caps_must_hold`: offer nothing where a pod could undo its caps."""
         self._daemons = daemons
         self._inventory = inventory
         self._pairing = pairing
@@ -109,7 +109,7 @@ class Conditions:
         return most if self._most_clients is None else min(most, self._most_clients)
 
     def full(self, uuid: str) -> str:
-        """Why no more shares of a GPU are sold now, in words; empty: they are."""
+        """Why no more shares of a GPU are offered now, in words; empty: they are."""
         ledger = self._pairing.ledger
         pool = ledger.pools.get(uuid)
         if pool is None:

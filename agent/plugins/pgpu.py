@@ -160,7 +160,7 @@ class PgpuPlugin:
         text, held = min(taken.items())
         return Refused(
             f"device ID {text} of {self.resource} is held by container {held.container} of {held.namespace}/"
-            f"{held.pod}, though the kubelet offers it; nothing is handed out twice, create the pod anew",
+            f"{held.pod}, though the kubelet offers it; nothing is handed out twice, create the pod again",
             Reason.UNAVAILABLE,
         )
 
@@ -181,7 +181,7 @@ class PgpuPlugin:
         if device_id not in self._ids(state, mode):
             why = mode.reason or f"it is in mode {mode.mode.value}"
             raise Refused(
-                f"GPU {state.uuid} (index {state.gpu.index}) is not sold as {self.resource} now: {why}"
+                f"GPU {state.uuid} (index {state.gpu.index}) is not offered as {self.resource} now: {why}"
             )
         if not state.healthy:
             raise Refused(
@@ -191,7 +191,7 @@ class PgpuPlugin:
         return state
 
     def _ids(self, state: GpuState, mode: GpuMode) -> list[str]:
-        """The IDs that a GPU has in this resource, sold at the moment or not."""
+        """The IDs that a GPU has in this resource, offered at the moment or not."""
         if mode.mode is not Mode.PGPU:
             return []
         if mode.replicas == 1:
@@ -204,7 +204,7 @@ class PgpuPlugin:
         for state in self._inventory.value.gpus:
             mode = assignment.of(state.uuid)
             for text in self._ids(state, mode):
-                if mode.selling:
+                if mode.offered:
                     yield text, state.healthy, state.gpu.numa_node
                 elif mode.leaving or text in held:
                     yield text, False, state.gpu.numa_node

@@ -61,13 +61,13 @@ class Sharing:
     trim: bool = True
     # Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy.
     unready: Callable[[str], str] = _no_obstacle
-    # Why no more units of a GPU are sold now, in words; empty: they are.
+    # Why no more units of a GPU are offered now, in words; empty: they are.
     full: Callable[[str], str] = _no_obstacle
     # What a container gets for a member beside its GPUs. Keys of the two members must differ.
     extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
     # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
     fence: Fence = no_fence
-    # Units of memory of a GPU that are not for sale, since running containers have grown by them.
+    # Units of memory of a GPU that are not offered, since running containers have grown by them.
     grown: Callable[[str], frozenset[str]] = none_grown
 
 
@@ -103,10 +103,10 @@ class SharedPair:
         self._pools: dict[str, UnitPool] = {}
 
     def restock(self) -> None:
-        """Tell pairing what there is to sell now.
+        """Tell pairing what there is to offer now.
 
         Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
-        never sells fractions holds none.
+        never offers fractions holds none.
         """
         promised = {gpu for each in self.pairing.ledger.reservations for gpu in each.gpus}
         pools = {
@@ -125,12 +125,12 @@ class SharedPair:
             self._bare[key] = UnitPool.of(sharing.pair, gpu.uuid, gpu.index, gpu.memory_bytes)
         grown, reduced = sharing.grown(gpu.uuid), self._reduced.get(gpu.uuid)
         if reduced is None or reduced[:2] != (key, grown):
-            # Made once for each change, for lists are made anew where pools are other objects.
+            # Made once for each change, for lists are made again where pools are other objects.
             reduced = self._reduced[gpu.uuid] = (key, grown, self._bare[key].without(grown))
         mode = self.modes.value.of(gpu.uuid)
         keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
-        sellable = keeps and mode.selling and not sharing.full(gpu.uuid)
-        return replace(reduced[2], index=gpu.index, sellable=sellable, keeps=keeps)
+        offerable = keeps and mode.offered and not sharing.full(gpu.uuid)
+        return replace(reduced[2], index=gpu.index, offerable=offerable, keeps=keeps)
 
     async def run(self) -> None:
         """Follow inventory, modes and the record for ever."""
@@ -167,7 +167,7 @@ class SharedPairPlugin:
         await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
 
     def refresh(self) -> None:
-        """Bring the list up to date now; only parts of GPUs that changed are made anew."""
+        """Bring the list up to date now; only parts of GPUs that changed are made again."""
         self._shares.restock()
         self._seen = self._versions()
         encoded = self._encoded()
@@ -234,15 +234,15 @@ class SharedPairPlugin:
             well = state.healthy and not self._shares.sharing.unready(state.uuid)
             # A pod that the kubelet is admitting gets its second member, even from a GPU that drains, or that
             # has just given it the last units of the first.
-            if mode.selling or state.uuid in opened:
+            if mode.offered or state.uuid in opened:
                 trim = self._shares.sharing.trim and state.uuid not in admitting
-                over = trim and self._sold_out(pool, kept, ledger.whole)
+                over = trim and self._all_held(pool, kept, ledger.whole)
                 keep = kept & pool.id_set(self._member) if over else None
             else:
                 keep, well = (None if mode.leaving else kept & pool.id_set(self._member)), False
             yield self._chunk(pool, keep, well)
 
-    def _sold_out(self, pool: UnitPool, kept: frozenset[str], whole: frozenset[str]) -> bool:
+    def _all_held(self, pool: UnitPool, kept: frozenset[str], whole: frozenset[str]) -> bool:
         """Whether the free units of this member are of no use to anybody."""
         if self._shares.sharing.full(pool.gpu):
             return True

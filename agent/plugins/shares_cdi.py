@@ -55,7 +55,7 @@ def write(folder: Path, content: Mapping[str, object]) -> None:
 
 class SpecificationKeeper:
     """Keeps the file true to the GPUs of the node, whatever mode they are in: a container that the kubelet
-    starts anew needs its devices at once, even while the agent itself is starting.
+    restarts needs its devices at once, even while the agent itself is starting.
     """
 
     def __init__(

@@ -59,6 +59,11 @@ class Cluster(Section, frozen=True):
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
 
+    @property
+    def own_node(self) -> str:
+        """The name of this node's Node object. The kubelet names it by the host's name, in lower case."""
+        return self.node_name or os.uname().nodename.strip().lower()
+
 
 class DriverFiles(Section, frozen=True):
     """Where the NVIDIA driver's files are, as the agent sees them."""
@@ -180,6 +185,11 @@ class Vgpu(Section, frozen=True):
     # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "library"
+    # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
+    # while what nobody uses is everybody's.
+    compute: Literal["off", "hard", "soft"] = "off"
+    # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
+    avoidable_limits: Literal["report", "refuse"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.
@@ -208,7 +218,7 @@ class Mps(Section, frozen=True):
     most_clients: Annotated[int, Meta(ge=1, le=60)] | None = None
     # Pods that may run as root reach the daemon's control socket: tell of them, or refuse them.
     root_pods: Literal["report", "refuse"] = "report"
-    # Without CDI devices in kubelet and runtime a pod's manifest can undo its caps: tell of it, or sell none.
+    # Without CDI devices in kubelet and runtime a pod's manifest can undo its caps: report it, or offer none.
     advisory_caps: Literal["report", "refuse"] = "report"
 
 

@@ -72,7 +72,7 @@ def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
     for name, entries in settings.layouts.items():
         if not entries and name not in meanings:
             faults.append(
-                (f"layouts.{name}", "has no entry; a node that is to sell nothing is labelled disable")
+                (f"layouts.{name}", "has no entry; a node that is to offer nothing is labelled disable")
             )
         faults.extend(
             (f"layouts.{name}[{number}]", f"has mode {each.mode}, which modes.{each.mode}: false turns off")

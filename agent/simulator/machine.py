@@ -228,7 +228,7 @@ class SimulatedMachine:
         self.mapping.state.lost_breaks_uuid_lookup = int(broken)
 
     def enumerates_at_open(self, *, frozen: bool = True) -> None:
-        """NVML learns of plugged GPUs only when it is opened anew, instead of at every count."""
+        """NVML learns of plugged GPUs only when it is opened again, instead of at every count."""
         self.mapping.state.enumerates_at_open = int(frozen)
 
     # -- plugging ---------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Mapping:
                 raise MappingError(f"{path} has {size} bytes, a simulated machine has {SIZE}")
             mapping = cls(mmap.mmap(file.fileno(), SIZE))
         if (mapping.state.magic, mapping.state.version) != (MAGIC, VERSION):
-            raise MappingError(f"{path} holds no simulated machine of this version: make it anew")
+            raise MappingError(f"{path} holds no simulated machine of this version: make it again")
         return mapping
 
     @staticmethod

@@ -3,7 +3,6 @@
 The machine's state lies in a file below host.run, where `gpu-node-agent fault` finds it.
 """
 
-import os
 from pathlib import Path
 
 from agent.settings import Settings
@@ -41,7 +40,7 @@ def machine_of(settings: Settings) -> SimulatedMachine:
     except (FileNotFoundError, MappingError):
         pass  # none yet, or of another version of the agent
     file.parent.mkdir(parents=True, exist_ok=True)
-    made = SimulatedMachine.create(name, file, node=settings.cluster.node_name or os.uname().nodename)
+    made = SimulatedMachine.create(name, file, node=settings.cluster.own_node)
     sysfs = Path(settings.host.sysfs)
     for slot in made.slots:
         gpu = made.mapping.gpu(slot)

@@ -117,7 +117,7 @@ def _gpu(
         "mode": {
             "active": active.mode.value if active else "off",
             "wanted": switch.wanted.mode.value if switch else "off",
-            "selling": bool(active and active.selling),
+            "selling": bool(active and active.offered),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
             "enforced": _enforced(active, mps, sources.limits),

@@ -124,12 +124,12 @@ def _mps_notes(mps: Document | None) -> Iterator[str]:
 
 
 def _mode_notes(gpus: Sequence[Document]) -> list[str]:
-    """Why GPUs are not sold; those with one reason in one line."""
+    """Why GPUs are not offered; those with one reason in one line."""
     indices: dict[str, list[str]] = {}
     for gpu in gpus:
         if gpu["mode"]["reason"]:
             indices.setdefault(gpu["mode"]["reason"], []).append(str(gpu["index"]))
-    notes = [f"GPU {', '.join(found)}: not sold: {reason}" for reason, found in indices.items()]
+    notes = [f"GPU {', '.join(found)}: not offered: {reason}" for reason, found in indices.items()]
     trusted = [str(gpu["index"]) for gpu in gpus if gpu["mode"].get("enforced") == "no"]
     if trusted:
         notes.append(

@@ -1,4 +1,4 @@
-"""Keeps the use of GPUs by container, worked out anew with each sampling round in a thread of its own."""
+"""Keeps the use of GPUs by container, worked out again with each sampling round in a thread of its own."""
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet

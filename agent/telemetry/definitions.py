@@ -64,7 +64,7 @@ GPU_INFO = _info(
     "A GPU that was seen since the agent started, lost ones included; "
     "numa_node is empty where the machine names none.",
 )
-GPU_HEALTHY = _gauge("gpu_healthy", _GPU, "1 if the GPU can be sold, 0 if not.")
+GPU_HEALTHY = _gauge("gpu_healthy", _GPU, "1 if the GPU can be offered, 0 if not.")
 GPU_UTILIZATION = _gauge(
     "gpu_utilization_ratio", _GPU, "Share of the driver's last sample period in which a kernel ran."
 )
@@ -130,7 +130,7 @@ GPU_SAMPLE_FAILURES = _counter(
 GPU_HEALTH_STATE = _gauge(
     "gpu_health_state",
     (*_GPU, "state"),
-    "1 for the state that the GPU is in: healthy, suspect (sold and watched), unhealthy, probation.",
+    "1 for the state that the GPU is in: healthy, suspect (offered and watched), unhealthy, probation.",
 )
 GPU_TRANSITIONS = _counter(
     "gpu_health_transitions", (*_GPU, "state"), "How often the GPU entered a state of health."
@@ -214,9 +214,11 @@ NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returne
 
 # Modes.
 GPU_MODE = _info(
-    "gpu_mode", (*_GPU, "mode", "desired"), "What a GPU is sold as, and what it shall be sold as."
+    "gpu_mode", (*_GPU, "mode", "desired"), "What a GPU is offered as, and what it shall be offered as."
 )
-GPU_SELLING = _gauge("gpu_selling", _GPU, "1 while units of the GPU are sold, 0 while it drains or is off.")
+GPU_SELLING = _gauge(
+    "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
+)
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
 NODE_PATCHES = _counter(
@@ -252,7 +254,7 @@ CALL_SECONDS = _counter(
 # Our own CDI specification; only where NVIDIA's generator is at hand.
 CDI_DEVICES = _gauge("cdi_devices", (), "GPUs that containers can get by the agent's own CDI specification.")
 CDI_GENERATIONS = _counter(
-    "cdi_generations", ("result",), "How often that specification was made anew; ok or failed."
+    "cdi_generations", ("result",), "How often that specification was made again; ok or failed."
 )
 
 # Pairs of core and memory (vGPU, MPS).
@@ -284,6 +286,24 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     "containers_without_library",
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
+)
+CONTAINERS_AVOIDING = _gauge(
+    "containers_with_avoidable_limits",
+    (),
+    "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
+)
+
+_COMPUTE = ("namespace", "pod", "container", "gpu")
+CONTAINER_THROTTLED = _counter(
+    "container_throttled_seconds",
+    _COMPUTE,
+    "How long launches of a vGPU container waited for its share of compute, by threads; by its own word.",
+)
+CONTAINER_ALLOTTED = _gauge(
+    "container_compute_allotted_ratio",
+    _COMPUTE,
+    "Share of the GPU's compute that a vGPU container is held to now, 0..1: what it asked for, and what is "
+    "free for it.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

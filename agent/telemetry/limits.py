@@ -8,6 +8,18 @@ from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Collector
 
 
+class ComputeShare(Protocol):
+    """How a container stands."""
+
+    @property
+    def allotted(self) -> float:
+        """Percent of the GPU."""
+
+    @property
+    def throttled_seconds(self) -> float:
+        """How long launches waited."""
+
+
 class Limits(Protocol):
     """What is known of containers with limits."""
 
@@ -20,6 +32,12 @@ class Limits(Protocol):
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
 
+    def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
+        """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
+
+    def avoidable(self) -> int:
+        """Containers whose pods could get around their limits."""
+
 
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
@@ -28,7 +46,9 @@ def limits_collector(
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
+        shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        avoidable = limits.avoidable()
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
@@ -37,6 +57,10 @@ def limits_collector(
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+            for place, share in shares.items():
+                series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
+                series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
+            series(d.CONTAINERS_AVOIDING, avoidable, ())
 
         return add
 

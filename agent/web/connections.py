@@ -107,7 +107,7 @@ class Connections:
         return free
 
     def answered(self, connection: Connection) -> None:
-        """A request, counted or not, is over: the connection begins to wait anew."""
+        """A request, counted or not, is over: the connection begins to wait again."""
         if connection.gone:
             return
         if connection.busy:

@@ -19,7 +19,7 @@ BLOCKS = VGPU.blocks(MEMORY_MIB << 20)
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """How a run ended: hundredths of GPUs sold of those that there are, and pods that died or waited."""
+    """How a run ended: hundredths of GPUs offered of those that there are, and pods that died or waited."""
 
     ratio: float
     pods: int
@@ -66,7 +66,7 @@ def fill(nodes: int, policy: Policy, seed: int, share: float = 1.1, gpus: int = 
     fleet = fleet_of(nodes, gpus)
     demands = {size: demand(size) for size in USUAL}
     truth = {name: [CORES] * gpus for name in fleet.names}
-    sold = failures = pending = count = 0
+    offered = failures = pending = count = 0
     for count, size in enumerate(arrivals(int(nodes * gpus * CORES * share), seed), start=1):
         want = demands[size]
         options = [
@@ -82,7 +82,7 @@ def fill(nodes: int, policy: Policy, seed: int, share: float = 1.1, gpus: int = 
         if all(left[index] >= each for index in found.chosen[0]):
             for index in found.chosen[0]:
                 left[index] -= each
-            sold += size
+            offered += size
         else:
             failures += 1
-    return Filled(sold / (nodes * gpus * CORES), count, failures, pending)
+    return Filled(offered / (nodes * gpus * CORES), count, failures, pending)

@@ -57,8 +57,9 @@ def template(
     *,
     namespace: str = NAMESPACE,
     kubernetes: str = NEWEST,
+    tests: bool = False,
 ) -> list[Manifest]:
-    """Objects that an installation makes, hooks included. Raises HelmRefused."""
+    """Objects that an installation makes, hooks included; `tests`: also for helm test. Raises HelmRefused."""
     files = [f"--values={values}"] if values else []
     sets = [word for each in settings for word in ("--set-json", each)]
     text = run(
@@ -67,6 +68,7 @@ def template(
         str(CHART),
         f"--namespace={namespace}",
         f"--kube-version={kubernetes}",
+        *([] if tests else ["--skip-tests"]),
         *files,
         *sets,
     )

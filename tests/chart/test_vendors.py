@@ -84,6 +84,7 @@ def test_openshift_lets_each_account_use_its_own_constraints() -> None:
 
     assert subjects("-scc") == {account(helm.one(made, "DaemonSet"))}
     others = {account(each) for each in made if each["kind"] in ("Deployment", "Job")}
+    others.add(helm.one(helm.template(tests=True), "Pod")["spec"]["serviceAccountName"])
     assert subjects("-nonroot") == others
     assert helm.one(made, "RoleBinding", "-nonroot")["roleRef"]["name"] == "system:openshift:scc:nonroot-v2"
 

@@ -1,6 +1,6 @@
 """The table of the chart's values in docs/install.md, from the comments of values.yaml.
 
-`python -m tests.chart.values_table` writes it anew.
+`python -m tests.chart.values_table` writes it again.
 """
 
 import json

@@ -232,7 +232,7 @@ class RealRig(RigBase):
         try:
             answer = await self._ask(lambda stub: stub.get(request, timeout=5))
         except GRPCError as error:
-            # A kubelet that was started anew may not have taken the pod up again yet.
+            # A kubelet that was restarted may not have taken the pod up again yet.
             if "not found" in (error.message or ""):
                 return frozenset()
             raise

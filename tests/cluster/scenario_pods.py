@@ -36,6 +36,7 @@ def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
         *(_container(each, ends=each.exits) for each in pod.containers),
         init=[_container(each, ends=not each.restartable) for each in pod.init_containers],
         restart_policy=pod.restart_policy,
+        **({"hostPID": True} if pod.host_pid else {}),
         **({"nodeName": node} if pod.node_name is not None else {}),
     )
     made["metadata"] |= {"namespace": pod.namespace, "annotations": dict(pod.annotations)}

@@ -158,6 +158,6 @@ async def test_container_restarts_without_the_agent(bare: Bare) -> None:
     await _thread(partial(eventually, again, timeout=60, what="the container was started again"))
     assert await _thread(bare.gpu_of, "cdi-again") == before
     await _thread(bare.shell, "cdi-again", "/bin/probe")
-    # A pod that was taken in before keeps its GPU when the agent returns, to a file that it makes anew.
+    # A pod that was taken in before keeps its GPU when the agent returns, to a file that it makes again.
     await bare.start()
     assert await _thread(bare.gpu_of, "cdi-again") == before

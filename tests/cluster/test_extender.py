@@ -1,7 +1,7 @@
 """The extender with the real kube-scheduler and API server, and nodes that exist as objects only.
 
 No kubelet runs their pods: what is shown is where pods are bound, not that they start. Whether the room is
-there is counted here anew from the annotations.
+there is counted here again from the annotations.
 """
 
 import random
@@ -60,15 +60,15 @@ def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
 
 
 def _sold(bound: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Cores by node and GPU, from what the pods carry; fails where a GPU is sold twice."""
-    sold: dict[tuple[str, int], int] = defaultdict(int)
+    """Cores by node and GPU, from what the pods carry; fails where a GPU is offered twice."""
+    offered: dict[tuple[str, int], int] = defaultdict(int)
     for pod in bound:
         size = int(pod["spec"]["containers"][0]["resources"]["limits"][VGPU.core])
         (index,) = map(int, pod["metadata"]["annotations"][f"{HINT}0"].split(","))
         assert index < GPUS
-        sold[pod["spec"]["nodeName"], index] += size
-    assert all(cores <= CORES for cores in sold.values()), sold
-    return sold
+        offered[pod["spec"]["nodeName"], index] += size
+    assert all(cores <= CORES for cores in offered.values()), offered
+    return offered
 
 
 def _burst(cluster: Cluster, seed: int, count: int) -> list[int]:
@@ -82,8 +82,8 @@ def _burst(cluster: Cluster, seed: int, count: int) -> list[int]:
 def test_a_random_mix_is_bound_only_where_one_gpu_has_room(directed: Cluster, replica: Replica) -> None:
     _burst(directed, 1, 40)
     bound = made_up.settled(directed)
-    sold = _sold(bound)
-    assert sum(sold.values()) >= 0.85 * NODES * GPUS * CORES
+    offered = _sold(bound)
+    assert sum(offered.values()) >= 0.85 * NODES * GPUS * CORES
     assert len(bound) < 40
     events = [one["message"] for one in directed.find_all("Event") if one["reason"] == "FailedScheduling"]
     assert any("largest free share" in text or "GPUs wholly free" in text for text in events), events[-3:]

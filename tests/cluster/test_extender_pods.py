@@ -148,14 +148,14 @@ class Load:
     """What became of pods: by name those that died, with why; cores on each GPU; sizes that still wait."""
 
     died: Mapping[str, str]
-    sold: Mapping[Place, int]
+    offered: Mapping[Place, int]
     waiting: Sequence[int]
     unsettled: Sequence[str]  # bound and not running yet, or running where the agent has not written yet
 
     @property
     def full(self) -> bool:
         """Whether nothing more will happen: no pod that waits fits on any GPU."""
-        used = sorted(self.sold.values()) if len(self.sold) == ALL else [0]
+        used = sorted(self.offered.values()) if len(self.offered) == ALL else [0]
         most = CORES - used[0]
         return not self.unsettled and all(size > most for size in self.waiting)
 
@@ -163,7 +163,7 @@ class Load:
 async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
     """The pods as the API server tells them now."""
     died: dict[str, str] = {}
-    sold: Counter[Place] = Counter()
+    offered: Counter[Place] = Counter()
     waiting: list[int] = []
     unsettled: list[str] = []
     for found in await anyio.to_thread.run_sync(partial(cluster.find_all, "Pod")):
@@ -176,10 +176,10 @@ async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
         elif not found["spec"].get("nodeName"):
             waiting.append(sizes[name])
         elif phase is Phase.RUNNING and annotations.get(ASSIGNED) == "true":
-            sold[found["spec"]["nodeName"], int(annotations[f"{HINT}0"])] += sizes[name]
+            offered[found["spec"]["nodeName"], int(annotations[f"{HINT}0"])] += sizes[name]
         else:
             unsettled.append(f"{name} {phase.value} {annotations}")
-    return Load(died, sold, waiting, unsettled)
+    return Load(died, offered, waiting, unsettled)
 
 
 async def come(site: Site, sizes: Mapping[str, int]) -> None:
@@ -210,11 +210,11 @@ async def test_no_admission_failure_at_full_load(site: Site, replica: Replica) -
     await site.serving()
     sizes = mixed(LARGE, 2 * ALL + 2)
     await come(site, sizes)
-    # How much is sold in the end depends on the order in which kube-scheduler takes the pods.
+    # How much is offered in the end depends on the order in which kube-scheduler takes the pods.
     load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
     assert load.waiting
-    assert max(load.sold.values()) <= CORES
+    assert max(load.offered.values()) <= CORES
     assert await site.ignored() == []
 
 
@@ -237,7 +237,7 @@ async def test_leader_dies_in_mid_burst(site: Site, replicas: Pair) -> None:
     assert half.waiting, "all were bound before the leader died"
     load = await until(site, sizes, lambda load: load.full or bool(load.died))
     assert not load.died
-    assert max(load.sold.values()) <= CORES
+    assert max(load.offered.values()) <= CORES
     assert len(load.waiting) < len(half.waiting), "the new leader bound nothing"
     assert await site.ignored() == []
 
@@ -285,7 +285,7 @@ async def test_pod_event_says_why(site: Site, replica: Replica) -> None:
     assert why["source"] == {"component": "gpu-node-agent", "host": "node2"}
     for words in (
         "60 cores and 36 memory blocks do not fit on any single GPU: the largest free share is 40 cores",
-        "ask for less, or create the pod anew when others have ended",
+        "ask for less, or create the pod again when others have ended",
     ):
         assert words in why["message"]
     # Tried again and again, told once; and explained from the command line, the dead one too.

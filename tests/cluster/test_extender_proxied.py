@@ -183,7 +183,7 @@ def test_under_the_former_names_it_filters_and_kube_scheduler_binds(parts: Parts
             content_type="application/strategic-merge-patch+json",
         )
         made_up.pod(cluster, "mps", 60, pair=MPS)
-        _told(cluster, "mps", "no GPU sold as MPS")
+        _told(cluster, "mps", "no GPU offered as MPS")
         assert {pod["metadata"]["name"] for pod in made_up.bound(cluster)} == {"first", "second"}
 
 

@@ -1,4 +1,4 @@
-"""From nothing to a node that sells in three modes, through an update, and back to nothing."""
+"""From nothing to a node that offers in three modes, through an update, and back to nothing."""
 
 import json
 import signal
@@ -49,13 +49,13 @@ def allocatable(cluster: Cluster) -> dict[str, int]:
 
 
 def wait_sold(cluster: Cluster, *resources: str) -> dict[str, int]:
-    def sold() -> dict[str, int]:
+    def offered() -> dict[str, int]:
         found = allocatable(cluster)
         if not all(found.get(resource) for resource in resources):
             raise NotYet(json.dumps(found))
         return found
 
-    return eventually(sold, timeout=40, what=f"allocatable {', '.join(resources)}", interval=0.2)
+    return eventually(offered, timeout=40, what=f"allocatable {', '.join(resources)}", interval=0.2)
 
 
 def start_pods(cluster: Cluster, *names: str) -> None:
@@ -84,7 +84,7 @@ def command(installation: Installation, *words: str) -> str:
 
 
 def containers(cluster: Cluster) -> dict[str, Any]:
-    """What changes when a container is started anew."""
+    """What changes when a container is restarted."""
     found = {}
     for pod in cluster.find_all("Pod"):
         (status,) = pod["status"]["containerStatuses"]
@@ -103,11 +103,11 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     assert installation.pods("agent") == []  # no node is a GPU node yet
     installation.label("mixed")
     first = installation.ready_agent()
-    sold = wait_sold(cluster, *(resource for limits in SHARES.values() for resource in limits))
-    assert sold["nvidia.com/gpu"] == 2
-    assert sold["tencent.com/vcuda-core"] == 200
+    offered = wait_sold(cluster, *(resource for limits in SHARES.values() for resource in limits))
+    assert offered["nvidia.com/gpu"] == 2
+    assert offered["tencent.com/vcuda-core"] == 200
     looked = command(installation, "check", "node")
-    assert "this node can sell its GPUs" in looked
+    assert "this node can offer its GPUs" in looked
     assert cluster.parts.kubernetes_version in looked
 
     start_pods(cluster, *SHARES)

@@ -62,7 +62,7 @@ async def test_sigterm_in_a_burst_of_pods(rig: RealRig) -> None:
         await node.want("vgpu")
         await node.applied("vgpu")
         for turn in range(TURNS):
-            await node.sells("vgpu")
+            await node.offers("vgpu")
             burst = [pod_of("vgpu", f"burst-{turn}-{number}") for number in range(BURST)]
             later = [pod_of("vgpu", f"later-{turn}-{number}") for number in range(LATER)]
             async with anyio.create_task_group() as group:

@@ -1,4 +1,4 @@
-"""MPS daemons outlive the agent's pod: the agent as a real privileged pod, deleted and made anew.
+"""MPS daemons outlive the agent's pod: the agent as a real privileged pod, deleted and made again.
 
 The pod enters the host's root, as the daemon's launcher does with a driver root, so that it runs this very
 checkout. What matters is real: the container's cgroup and mount namespace, and how kubelet and runtime end

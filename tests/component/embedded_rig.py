@@ -178,7 +178,7 @@ class EmbeddedRig(RigBase):
         try:
             answer: Any = await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
         except grpc.RpcError as error:
-            # A kubelet that was started anew may not have taken the pod up again yet.
+            # A kubelet that was restarted may not have taken the pod up again yet.
             if "not found" in str(error.details()):
                 return frozenset()
             raise

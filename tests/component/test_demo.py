@@ -67,7 +67,7 @@ def test_demo_tells_the_whole_story(folder: Path, profile: str, gpus: int) -> No
         "no daemon runs, their compute mode is DEFAULT again",
         "waiting for 1 pod(s) to end: default/train",
         "has flipped, too.",
-        "nothing was registered anew.",
+        "nothing was registered again.",
         "Nothing is left behind.",
     ):
         assert told in done.stdout

@@ -166,6 +166,7 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
             "admittedBytes": 4 * BLOCK,
             "fences": ["sweep"],
             "injected": False,
+            "avoidable": [],
             "aboveCap": True,
         }
 

@@ -1,4 +1,4 @@
-"""An agent is killed, and the next one sells something else, long before the kubelet's tick."""
+"""An agent is killed, and the next one offers something else, long before the kubelet's tick."""
 
 import pytest
 
@@ -13,11 +13,11 @@ TICK_SECONDS = 60.0
 async def test_pods_of_the_mode_of_before_wait_rather_than_die() -> None:
     async with embedded_rig(status_tick=TICK_SECONDS) as rig, mode_node(rig) as node:
         await node.want("vgpu")
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         await rig.kill_agent()
         await node.want("pgpu")
         await node.start()
-        await node.sells("pgpu")
+        await node.offers("pgpu")
         late = pod_of("vgpu", "late")
         await node.create(late)
         await unschedulable(rig, late)

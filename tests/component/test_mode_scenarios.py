@@ -52,7 +52,7 @@ class Watch:
                 self.faults.append(f"{gpu} is offered as {sorted(everywhere)}")
 
     def forget(self, rig: EmbeddedRig) -> None:
-        """Lists of an agent that ended, or of a kubelet that was started anew, count no more."""
+        """Lists of an agent that ended, or of a kubelet that was restarted, count no more."""
         for resource in tuple(self._ways):
             if not rig.kubelet.healthy(resource):
                 del self._ways[resource]

@@ -81,7 +81,7 @@ async def test_a_gpu_in_mig_mode_is_not_sold_and_status_says_why() -> None:
         await rig.wait_allocatable(7)
         code, text = await command(rig, "status")
         assert code == 0, text
-        assert "GPU 3: not sold: the GPU is in MIG mode" in text
+        assert "GPU 3: not offered: the GPU is in MIG mode" in text
 
 
 async def test_release_takes_all_gpus_away_and_gives_them_back() -> None:

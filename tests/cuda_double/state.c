@@ -135,7 +135,7 @@ void state_task_done(uint32_t number) {
     fcntl(file, F_SETLK, &range);
 }
 
-/* The sums are made anew from the slots, since the dead owner may have written only one of the two. */
+/* The sums are made again from the slots, since the dead owner may have written only one of the two. */
 static void repair(void) {
     for (uint32_t device = 0; device < mapped->device_count; device++) {
         uint64_t sum = 0;

@@ -1,6 +1,6 @@
 """Kernels in PTX, by hand. Each takes an address and a 32-bit number, so that one launcher serves all.
 
-`sm_70` is the oldest architecture that MPS shares are sold on; the driver compiles for the GPU at hand.
+`sm_70` is the oldest architecture that MPS shares are offered on; the driver compiles for the GPU at hand.
 """
 
 _HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"

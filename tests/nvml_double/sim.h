@@ -19,7 +19,7 @@ struct nvmlDevice_st {
     uint32_t slot;
 };
 
-/* Map the state file. A later call maps it anew where the environment names another file. */
+/* Map the state file. A later call maps it again where the environment names another file. */
 nvmlReturn_t sim_map(void);
 /* The mapping in use, or NULL. It is never unmapped: a hung call may still look at it. */
 struct sim_machine *sim_machine(void);

@@ -70,17 +70,17 @@ async def test_no_mode_flip_under_a_running_init_container(rig: Rig) -> None:
         await node.want("pgpu")
         for mode, entering in NEXT.items():
             await node.applied(mode)
-            await node.sells(mode)
+            await node.offers(mode)
             pods = await holding(node, mode)
             held = len(await gpus_of(rig, *pods))
             assert held == (3 if mode == "pgpu" else 1)
             await node.want(entering)
-            await node.sells(entering, GPUS - held)
+            await node.offers(entering, GPUS - held)
             await unmoved(node, entering, "switching", GPUS - held, pods, LOOKS_SECONDS)
-            await node.sells(entering, GPUS - held)
+            await node.offers(entering, GPUS - held)
             await node.end(*pods)
             await node.applied(entering)
-            await node.sells(entering)
+            await node.offers(entering)
 
 
 async def test_refused_switch_waits_for_a_running_init_container(rig: Rig) -> None:
@@ -88,16 +88,16 @@ async def test_refused_switch_waits_for_a_running_init_container(rig: Rig) -> No
         await node.want("pgpu")
         for mode, entering in NEXT.items():
             await node.applied(mode)
-            await node.sells(mode)
+            await node.offers(mode)
             pods = await holding(node, mode)
             await node.want(entering)
             told = await node.reach("blocked", entering)
             assert all(f"default/{pod.name}" in told["message"] for pod in pods), told["message"]
             await unmoved(node, entering, "blocked", 0, pods, REFUSED_SECONDS)
-            await node.sells(mode)
+            await node.offers(mode)
             await node.end(*pods)
         await node.applied(NEXT["mps"])
-        await node.sells(NEXT["mps"])
+        await node.offers(NEXT["mps"])
 
 
 ALL = (

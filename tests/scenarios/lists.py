@@ -10,7 +10,7 @@ from agent.model.units import REPLICA
 from tests.component.protos import load
 from tests.recording_agent import ENDED, HEADER, OPENED, SENDING, SENT, START
 
-# How a GPU is sold, by the kind of its device IDs. Whole and sliced differ, too: both at once sell it twice.
+# How a GPU is offered, by the kind of its device IDs. Whole and sliced are two: both at once are twice.
 WAYS = {unit: mode.value for unit, mode in MODE_OF_UNIT.items()} | {REPLICA: "slices"}
 Ways = Mapping[str, frozenset[str]]  # GPU -> ways in which a list has IDs of it
 NOTHING: Ways = {}

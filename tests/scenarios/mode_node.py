@@ -37,7 +37,7 @@ COUNTED: Mapping[str, tuple[str, int]] = {"pgpu": (GPU, 1), "vgpu": (VGPU.core, 
 
 
 def pod_of(mode: str, name: str) -> PodSpec:
-    """A pod that asks for a little of what a mode sells."""
+    """A pod that asks for a little of what a mode offers."""
     return PodSpec(name, (ContainerSpec("main", REQUESTS[mode]),))
 
 
@@ -96,13 +96,13 @@ class ModeNode:
             while (await self.rig.node()).conditions.get(CONDITION, ("", "", ""))[:2] != (status, reason):
                 await anyio.sleep(0.1)
 
-    async def sells(self, mode: str, gpus: int = GPUS, deadline: float = 60.0) -> None:
+    async def offers(self, mode: str, gpus: int = GPUS, deadline: float = 60.0) -> None:
         """Wait until the node offers so many GPUs in a mode, and the kubelet with it."""
         resource, each = COUNTED[mode]
         await self.rig.wait_allocatable(gpus * each, resource, deadline)
 
     async def gone(self, resource: str) -> None:
-        """Wait until the node shows no unit of a resource, sold or not."""
+        """Wait until the node shows no unit of a resource, offered or not."""
         with anyio.fail_after(15):
             while await self.rig.capacity(resource):
                 await anyio.sleep(0.1)

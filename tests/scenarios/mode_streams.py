@@ -88,7 +88,7 @@ class Stream:
 async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
     async with mode_node(rig) as node:
         await node.want("pgpu")
-        await node.sells("pgpu")
+        await node.offers("pgpu")
         stream = Stream(rig, ("pgpu",))
         count = switches()
         took: list[float] = []
@@ -126,7 +126,7 @@ async def test_no_admission_error_across_thirty_switches(rig: Rig) -> None:
 async def test_agent_update_under_a_stream_of_pods(rig: Rig) -> None:
     async with mode_node(rig) as node:
         await node.want("pgpu")
-        await node.sells("pgpu")
+        await node.offers("pgpu")
         stream = Stream(rig, ("pgpu",))
         async with anyio.create_task_group() as group:
             group.start_soon(stream.run)
@@ -135,7 +135,7 @@ async def test_agent_update_under_a_stream_of_pods(rig: Rig) -> None:
                 assert await rig.stop_agent() == 0
                 await anyio.sleep(0.5)
                 await node.start()
-                await node.sells("pgpu")
+                await node.offers("pgpu")
             stream.stop()
             await stream.empty()
             stream.end()
@@ -163,7 +163,7 @@ async def test_label_flapping(rig: Rig) -> None:
             await anyio.sleep_until(began + number * 60 / 1000)
         await node.want("vgpu")
         await node.applied("vgpu")
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         assert not await rig.allocatable(GPU)
         seconds = anyio.current_time() - began
         files_after, patches_after = await _usage(node)

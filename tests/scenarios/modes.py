@@ -1,4 +1,4 @@
-"""Switching modes by the node's label: nothing is sold twice, no pod is lost, whatever happens meanwhile.
+"""Switching modes by the node's label: nothing is handed out twice and no pod is lost, whatever happens.
 
 Each runs on a fresh node with 8 GPUs (see `rig.py`), on the embedded kubelet and on the real cluster. In each
 of them every list message that the agent sent is held to the rule that no GPU is in two modes at once.
@@ -32,10 +32,10 @@ LAYOUTS = {
 
 
 async def serving(node: ModeNode, mode: str) -> None:
-    """The node sells all GPUs in a mode."""
+    """The node offers all GPUs in a mode."""
     await node.want(mode)
     await node.applied(mode)
-    await node.sells(mode)
+    await node.offers(mode)
 
 
 async def test_three_modes_in_turn_on_an_idle_node(rig: Rig) -> None:
@@ -64,13 +64,13 @@ async def test_busy_gpus_drain_under_a_backlog(rig: Rig) -> None:
         holders = await node.run("pgpu", "holder-0", "holder-1", "holder-2")
         busy = {await node.index_of(pod) for pod in holders}
         await node.want("vgpu")
-        # Pods of the old mode keep coming, and none of them is sold a GPU that is on its way out.
+        # Pods of the old mode keep coming, and none of them is offered a GPU that is on its way out.
         backlog = [pod_of("pgpu", f"backlog-{number}") for number in range(10)]
         late = backlog[5:]
         told = await node.reach("switching", "vgpu")
         for pod in backlog[:5]:
             await node.create(pod)
-        await node.sells("vgpu", 5)
+        await node.offers("vgpu", 5)
         waits = {index for index, gpu in told["gpus"].items() if gpu.get("waitingFor")}
         assert waits == {str(index) for index in busy}
         await node.condition("False", "Switching")
@@ -79,7 +79,7 @@ async def test_busy_gpus_drain_under_a_backlog(rig: Rig) -> None:
         for number, holder in enumerate(holders):
             await node.create(late[number])
             await node.end(holder)
-            await node.sells("vgpu", 6 + number)
+            await node.offers("vgpu", 6 + number)
         await node.applied("vgpu")
         for name, (phase, *_) in (await rig.all_pods()).items():
             assert (phase is Phase.PENDING) is name.startswith("backlog"), f"{name} is {phase}"
@@ -95,7 +95,7 @@ async def test_three_modes_side_by_side(rig: Rig) -> None:
         await node.want("mixed")
         await node.applied("mixed")
         for mode, gpus in (("pgpu", 3), ("vgpu", 3), ("mps", 2)):
-            await node.sells(mode, gpus)
+            await node.offers(mode, gpus)
         pods = {mode: (await node.run(mode, f"{mode}-a", f"{mode}-b")) for mode in ("pgpu", "vgpu", "mps")}
         allowed = {"pgpu": {0, 1, 2}, "vgpu": {3, 4, 5}, "mps": {6, 7}}
         for mode, some in pods.items():
@@ -104,7 +104,7 @@ async def test_three_modes_side_by_side(rig: Rig) -> None:
         await node.want("vgpu")
         await node.reach("switching", "vgpu")
         await node.end(*pods["pgpu"], *pods["mps"])
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         await node.applied("vgpu")
         assert [await rig.phase(pod) for pod in pods["vgpu"]] == [Phase.RUNNING] * 2
 
@@ -156,7 +156,7 @@ async def draining(rig: Rig) -> AsyncIterator[tuple[ModeNode, list[PodSpec]]]:
         holders = await node.run("pgpu", "holder-0", "holder-1")
         held = [await rig.held_ids(pod, "main") for pod in holders]
         await node.want("vgpu")
-        await node.sells("vgpu", 6)
+        await node.offers("vgpu", 6)
         yield node, holders
         waiting = pod_of("pgpu", "one-more")
         await node.create(waiting)
@@ -166,7 +166,7 @@ async def draining(rig: Rig) -> AsyncIterator[tuple[ModeNode, list[PodSpec]]]:
             while [await rig.held_ids(pod, "main") for pod in holders] != held:
                 await anyio.sleep(0.2)
         await node.end(*holders)
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         await node.applied("vgpu")
         await node.run("vgpu", *(f"new-{number}" for number in range(GPUS)))
         assert await rig.phase(waiting) is Phase.PENDING
@@ -175,7 +175,7 @@ async def draining(rig: Rig) -> AsyncIterator[tuple[ModeNode, list[PodSpec]]]:
 async def test_kubelet_restart_in_mid_switch(rig: Rig) -> None:
     async with draining(rig) as (node, _):
         await rig.restart_kubelet(1.0)
-        await node.sells("vgpu", 6)
+        await node.offers("vgpu", 6)
         assert not await rig.allocatable(GPU)
         assert rig.agent_running()
 
@@ -184,7 +184,7 @@ async def test_agent_kill_in_mid_switch(rig: Rig) -> None:
     async with draining(rig) as (node, holders):
         await rig.kill_agent()
         await node.start()
-        await node.sells("vgpu", 6)
+        await node.offers("vgpu", 6)
         told = await node.reach("switching", "vgpu")
         waits = {index for index, gpu in told["gpus"].items() if gpu.get("waitingFor")}
         assert waits == {str(await node.index_of(pod)) for pod in holders}
@@ -194,7 +194,7 @@ async def test_agent_kill_in_mid_switch(rig: Rig) -> None:
             await anyio.sleep(delay)
             await rig.kill_agent()
             await node.start()
-        await node.sells("vgpu", 6)
+        await node.offers("vgpu", 6)
 
 
 async def test_api_server_outage_in_mid_switch(rig: Rig) -> None:
@@ -221,10 +221,10 @@ async def test_api_server_outage_in_mid_switch(rig: Rig) -> None:
             with anyio.fail_after(20):
                 while (await node.get("/readyz"))[0] != 200:
                     await anyio.sleep(0.1)
-        await node.sells("vgpu", 6)
+        await node.offers("vgpu", 6)
         assert [await rig.phase(pod) for pod in holders] == [Phase.RUNNING] * 2
         await node.end(*holders)
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         await node.applied("vgpu")
         await node.run("vgpu", "after")
 
@@ -237,7 +237,7 @@ async def test_whenbusy_refuse(rig: Rig) -> None:
         told = await node.reach("blocked", "vgpu")
         assert "default/holder" in told["message"]
         assert "whenBusy" in told["message"]
-        # Nothing has changed: the old mode is in force on every GPU and sells on.
+        # Nothing has changed: the old mode is in force on every GPU and offers on.
         assert (await rig.node()).labels[MODE_LABEL] == "pgpu"
         assert (await rig.node()).labels[LABEL] == "vgpu"
         assert await rig.allocatable() == GPUS
@@ -245,7 +245,7 @@ async def test_whenbusy_refuse(rig: Rig) -> None:
         assert "ModeBlocked" in await rig.event_reasons()
         await node.end(holder, *others)
         await node.applied("vgpu")
-        await node.sells("vgpu")
+        await node.offers("vgpu")
 
 
 async def test_unknown_label_changes_nothing(rig: Rig) -> None:
@@ -264,7 +264,7 @@ async def test_unknown_label_changes_nothing(rig: Rig) -> None:
                 await node.start()
                 await node.reach("blocked", word)
                 await rig.wait_allocatable(GPUS)
-        # Another agent's node: nothing more is sold, and the pod that runs is left alone.
+        # Another agent's node: nothing more is offered, and the pod that runs is left alone.
         await rig.wait_allocatable(0)
         assert await rig.phase(pod) is Phase.RUNNING
         await node.want("pgpu")

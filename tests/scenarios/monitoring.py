@@ -25,12 +25,12 @@ Figures = dict[str, Mapping[str, tuple[float, str]]]  # pod -> metric -> value, 
 
 @contextlib.asynccontextmanager
 async def mixed(rig: Rig) -> AsyncIterator[ModeNode]:
-    """Three GPUs sold whole, three in fractions, two as MPS shares."""
+    """Three GPUs offered whole, three in fractions, two as MPS shares."""
     async with mode_node(rig, layouts=LAYOUTS) as node:
         await node.want("mixed")
         await node.applied("mixed")
         for mode, gpus in (("pgpu", 3), ("vgpu", 3), ("mps", 2)):
-            await node.sells(mode, gpus)
+            await node.offers(mode, gpus)
         yield node
 
 

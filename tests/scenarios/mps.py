@@ -111,7 +111,7 @@ def remove_run_folder(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def mps_node(rig: Rig, **settings: Any) -> AsyncIterator[MpsNode]:
-    """The agent runs and sells every GPU as MPS shares."""
+    """The agent runs and offers every GPU as MPS shares."""
     async with node_to_be(rig) as node:
         await rig.start_agent(await node.settings(**settings))
         await rig.wait_allocatable(100 * len(rig.gpu_uuids()), CORE)

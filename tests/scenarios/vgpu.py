@@ -88,16 +88,16 @@ async def gpu_of(rig: Rig, pod: PodSpec, container: str = "main") -> str:
 
 async def check_pairs(rig: Rig, pods: Iterable[PodSpec]) -> dict[str, tuple[int, int]]:
     """Every pair on one GPU, no unit held twice; what each GPU has left, cores and blocks."""
-    sold: Counter[str] = Counter()
+    offered: Counter[str] = Counter()
     left = {gpu: [CORES, BLOCKS] for gpu in rig.gpu_uuids()}
     for pod in pods:
         for container in pod.containers:
             gpu = await gpu_of(rig, pod, container.name)
             for place, resource in enumerate((CORE, MEMORY)):
                 held = await rig.held_ids(pod, container.name, resource)
-                sold.update(held)
+                offered.update(held)
                 left[gpu][place] -= len(held)
-    assert not sold or max(sold.values()) == 1
+    assert not offered or max(offered.values()) == 1
     assert all(min(each) >= 0 for each in left.values()), left
     return {gpu: (cores, blocks) for gpu, (cores, blocks) in left.items()}
 
@@ -159,7 +159,7 @@ async def test_agent_sigkilled_ten_times_in_a_burst(rig: Rig) -> None:
         alive += [pod for pod in burst if await settled(rig, pod) is Phase.RUNNING]
         left = await check_pairs(rig, alive)
         await offered(rig, GPUS * BLOCKS)
-        # The new agent knows to the unit what is left: the whole rest of a GPU is sold, and not one more.
+        # The new agent knows to the unit what is left: the whole rest of a GPU is offered, and not one more.
         cores, blocks = max(left.values())
         rest = (
             share_pod(f"rest-{turn}", cores, blocks)

@@ -167,7 +167,7 @@ def test_one_sentence_for_a_fault_in_the_file(tmp_path: Path, text: str | bytes,
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{a: []}", "layouts.a has no entry; a node that is to sell nothing is labelled disable"),
+        ("{a: []}", "layouts.a has no entry; a node that is to offer nothing is labelled disable"),
         (
             "{a: [{gpus: [-1], mode: vgpu}]}",
             "layouts.a[0] -1 is no GPU index; write 0, or a range such as 0-3",

@@ -155,7 +155,7 @@ class Story:
         stage.machine.restore(uuid)
         health = await self._on_probation(inventory, uuid)
         quiet = (health.until or health.since) - health.since
-        screen.seen(f"It is not sold yet: first {quiet:g} s must pass without a new fault.")
+        screen.seen(f"It is not offered yet: first {quiet:g} s must pass without a new fault.")
         if quiet < stage.patience:
             took = await stage.offers(count)
             stage.check(took >= quiet / 2, f"the GPU was trusted again after {took:.1f} s already")

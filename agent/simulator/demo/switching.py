@@ -58,7 +58,7 @@ class _Act:
         await stage.wait(
             lambda: bool(self._waits(busy)), lambda: f"GPU {busy} does not drain: {self._state()}"
         )
-        screen.seen(f"{took:.0f} ms later {_gpus(rest)} sold as fractions. GPU {busy} drains:")
+        screen.seen(f"{took:.0f} ms later {_gpus(rest)} offered as fractions. GPU {busy} drains:")
         screen.say(f"  {self._state()['message']}")
         stage.check(stage.kubelet.api.allocatable.get(GPU, 0) == 0, "a draining GPU is still offered")
         await stage.delete(train)
@@ -67,9 +67,9 @@ class _Act:
         await self._switched("mps", self._count)
         await self._switched("pgpu", self._count)
         opened = {each.plugin.resource: each.service.stats.streams_opened for each in self._agent.endpoints}
-        stage.check(set(opened.values()) == {1}, f"streams were opened anew: {opened}")
+        stage.check(set(opened.values()) == {1}, f"streams were opened again: {opened}")
         screen.seen(
-            f"{len(opened)} resources, one stream each from first to last: nothing was registered anew."
+            f"{len(opened)} resources, one stream each from first to last: nothing was registered again."
         )
 
     async def _switched(self, mode: str, gpus: int, *, first: bool = False) -> None:
@@ -79,7 +79,7 @@ class _Act:
             lambda: f"the node's label says {self._http.labels.get(MODE_LABEL)}",
         )
         how = "The label says" if first else "Then"
-        self._screen.seen(f"{how} {mode}: {took:.0f} ms later {_gpus(gpus)} sold as {TITLES[mode]}.")
+        self._screen.seen(f"{how} {mode}: {took:.0f} ms later {_gpus(gpus)} offered as {TITLES[mode]}.")
 
     async def _label(self, mode: str, gpus: int) -> float:
         """Label the node; milliseconds until it offers so many GPUs in that mode."""

@@ -36,7 +36,7 @@ def snapshot(pods: PodDevices, healthy: Mapping[str, set[str]]) -> dict[str, Any
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write the whole file anew, mode 0600. Blocks."""
+    """Write the whole file again, mode 0600. Blocks."""
     temporary = folder / f".{FILE_NAME}.new"
     temporary.touch(mode=0o600)
     temporary.write_text(json.dumps({"Data": data, "Checksum": _checksum(data)}), encoding="utf-8")
@@ -54,7 +54,7 @@ def read(folder: Path) -> tuple[PodDevices, tuple[str, ...]] | None:
         return None
     data = document["Data"]
     if document["Checksum"] != _checksum(data):
-        raise ValueError(f"{folder / FILE_NAME}: the checksum does not fit; remove the file to start anew")
+        raise ValueError(f"{folder / FILE_NAME}: the checksum does not fit; remove the file to start again")
     pods = PodDevices()
     for entry in data["PodDeviceEntries"]:
         allocation = Allocation(

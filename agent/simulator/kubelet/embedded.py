@@ -3,7 +3,7 @@
 It speaks real gRPC on unix sockets in a folder laid out like a kubelet's root. What it does and in which
 order is kubelet 1.36's. What it leaves out: NUMA hints (topology policy `none`), CPU and memory, images,
 probes, volumes, and any API server: pods are given to it directly, a small scheduler binds those without a
-node name. After a reboot all containers start anew, whatever the restart policy.
+node name. After a reboot all containers start again, whatever the restart policy.
 """
 
 import random

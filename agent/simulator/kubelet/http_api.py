@@ -165,6 +165,7 @@ class HttpApi:
             "metadata": metadata,
             "spec": {
                 "nodeName": pod.node_name or "",
+                "hostPID": spec.host_pid,
                 "initContainers": [container(each) for each in spec.init_containers],
                 "containers": [container(each) for each in spec.containers],
             },

@@ -50,6 +50,7 @@ class PodSpec:
     annotations: Mapping[str, str] = field(default_factory=dict)
     restart_policy: str = "Never"
     static: bool = False
+    host_pid: bool = False
 
     @property
     def key(self) -> tuple[str, str]:

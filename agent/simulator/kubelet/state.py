@@ -100,7 +100,7 @@ class Tables:
     pods: PodDevices = field(default_factory=PodDevices)
 
     def knows(self, resource: str) -> bool:
-        """Whether a plugin sells, or sold, this resource."""
+        """Whether a plugin offers, or offered, this resource."""
         return resource in self.healthy or resource in self.allocated
 
     def waits_for_a_list(self) -> bool:

@@ -50,7 +50,7 @@ class UnixChannel(Channel):
         return self._chosen_authority
 
     async def __connect__(self) -> H2Protocol:
-        # grpclib would connect anew for a call that comes, or waits for its connection, after close().
+        # grpclib would connect again for a call that comes, or waits for its connection, after close().
         protocol = None if self._closing else await super().__connect__()
         if protocol is None or self._closing:
             super().close()

@@ -52,6 +52,10 @@ system:serviceaccount:{{ .Release.Namespace }}:{{ include "gna.account" . }}
 {{ include "gna.fullname" . }}-cleanup
 {{- end -}}
 
+{{- define "gna.preflightName" -}}
+{{ include "gna.fullname" . }}-preflight
+{{- end -}}
+
 {{- /* Of the agents' pods. */ -}}
 {{- define "gna.agentSelector" -}}
 app.kubernetes.io/name={{ include "gna.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=agent

@@ -39,7 +39,7 @@
 {{- end -}}
 {{- range $name, $entries := $layouts -}}
 {{- if not $entries -}}
-{{- fail (printf "config.layouts.%s has no entry: take it out, and label nodes that are to sell nothing nvidia-device-enable=disable" $name) -}}
+{{- fail (printf "config.layouts.%s has no entry: take it out, and label nodes that are to offer nothing nvidia-device-enable=disable" $name) -}}
 {{- end -}}
 {{- range $entry := $entries -}}
 {{- if and (ne $entry.mode "off") (not (get $v $entry.mode).enabled) -}}

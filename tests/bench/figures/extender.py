@@ -23,7 +23,7 @@ CALLS, WARM_UP = 1000, 50
         "allocation_ratio_110",
         "ratio",
         None,
-        f"GPUs sold of {NODES_FILLED} nodes of 8 when 110 % was asked for, mean of 5 seeds (at least 0.955)",
+        f"GPUs used of {NODES_FILLED} nodes of 8 when 110 % was asked for, mean of 5 seeds (at least 0.955)",
     ),
     Figure("admission_failures_per_1000", "pods", 0, "of those pods, bound where the chosen GPU has no room"),
 )

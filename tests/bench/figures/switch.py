@@ -226,7 +226,7 @@ async def label_to_pod_running(_: Conditions) -> Mapping[str, Taken]:
         await anyio.to_thread.run_sync(cluster.up)
         async with real_rig(cluster) as rig, mode_node(rig) as node:
             await node.want("pgpu")
-            await node.sells("pgpu")
+            await node.offers("pgpu")
             for number in range(LABELS):
                 mode = ("vgpu", "pgpu")[number % 2]
                 pod = pod_of(mode, f"waits-{number}")

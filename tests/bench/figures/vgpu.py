@@ -187,7 +187,7 @@ async def _served(plugin: VgpuPlugin) -> AsyncIterator[Path]:
         "vgpu_list_block_ms",
         "ms",
         5,
-        "longest stall of the event loop while 4,488 memory IDs are built anew and sent; median",
+        "longest stall of the event loop while 4,488 memory IDs are built again and sent; median",
     ),
     Figure("vgpu_list_bytes", "B", 4 * 1024 * 1024, "that list; the budget is gRPC's limit"),
 )

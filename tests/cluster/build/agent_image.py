@@ -1,25 +1,31 @@
 """The agent's image from the project's Dockerfile, without a registry and without an engine.
 
-`python -m tests.cluster.build.agent_image FILE` writes it as an OCI archive, as `ctr images import` takes it.
+`python -m tests.cluster.build.agent_image FILE [ARCHITECTURE]` writes it as an OCI archive, as
+`ctr images import` takes it. For another processor than the machine's own (amd64, arm64) the programs are
+cross-compiled, and the rest of the Dockerfile runs under qemu-user.
 """
 
 import hashlib
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from agent.isolation.clib import build as clib
 from agent.isolation.clib import wheels as clib_wheels
-from tests.cluster.build import base_image, cache, debian
+from tests.cluster.build import base_image, cache, debian, emulation
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
-from tests.cluster.build.container_toolkit import CONTAINER_TOOLKIT, container_toolkit
+from tests.cluster.build.container_toolkit import container_toolkit, toolkit_family
 from tests.cluster.build.errors import BuildError
 
 IMAGE = "localhost/gpu-node-agent:test"
 REPOSITORY = Path(__file__).parents[3]
 TOOLS = {"buildah": "buildah", "debootstrap": "debootstrap"}
+KEPT_SECONDS = 6 * 3600.0
+MANYLINUX = ("manylinux2014", "manylinux_2_17", "manylinux_2_28", "manylinux_2_31", "manylinux_2_36")
+"""Wheels that Debian 12 runs, where pip downloads for another processor."""
 FILES = (
     "Dockerfile",
     ".dockerignore",
@@ -32,22 +38,31 @@ FILES = (
 )
 
 
-def build(report: Report) -> Path:
-    """The archive, built when the sources have changed. Raises BuildError."""
+def build(report: Report, architecture: str = "") -> Path:
+    """The archive, built when the sources have changed. Raises BuildError.
+
+    `architecture` is Debian's name of a processor; empty: the machine's own.
+    """
+    own = emulation.own_architecture()
+    wanted = architecture or own
+    foreign = "" if wanted == own else wanted
     debian.ensure(TOOLS, report)
-    base = base_image.base(report)
-    key = _key(base)
+    base = base_image.base(report, wanted)
+    key = _key(base, foreign)
+    family = f"agent-image{'-' + foreign if foreign else ''}"
 
     def fill(into: Path) -> None:
         context = into / "context"
-        _prepare(context, report)
-        _build(context, base, into, report)
+        _prepare(context, foreign, report)
+        with emulation.emulated(wanted, report):
+            _build(context, base, into, wanted, report)
         shutil.rmtree(context)
 
-    for stale in cache.cache_root().glob("agent-image-*"):
-        if stale.name != f"agent-image-{key}":
+    for stale in cache.cache_root().glob(f"{family}-{'[0-9a-f]' * 12}"):
+        # Not at once: another checkout may be running its tests with it.
+        if stale.name != f"{family}-{key}" and stale.stat().st_mtime < time.time() - KEPT_SECONDS:
             shutil.rmtree(stale, ignore_errors=True)
-    return cache.folder("agent-image", key, fill, report) / "agent.tar"
+    return cache.folder(family, key, fill, report) / "agent.tar"
 
 
 def _sources() -> list[Path]:
@@ -57,16 +72,16 @@ def _sources() -> list[Path]:
     )
 
 
-def _key(base: Path) -> str:
-    recipe = f"{base.name} {CONTAINER_TOOLKIT.key()}"
+def _key(base: Path, foreign: str) -> str:
+    recipe = f"{base.name} {toolkit_family(foreign).key()}"
     digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes())
     for path in _sources():
         digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
-def _prepare(context: Path, report: Report) -> None:
-    """What the Dockerfile copies, and wheels and library, so that the build itself needs no network."""
+def _prepare(context: Path, foreign: str, report: Report) -> None:
+    """What the Dockerfile copies; with wheels, programs and library the build itself needs no network."""
     for path in _sources():
         target = context / path.relative_to(REPOSITORY)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,20 +91,23 @@ def _prepare(context: Path, report: Report) -> None:
     def fill(into: Path) -> None:
         fixed = ["download", "--quiet", "--require-hashes", "--only-binary=:all:", "--no-deps"]
         version = ["--python-version=3.11", "--implementation=cp"]
+        machine = emulation.ARCHITECTURES[foreign] if foreign else ""
+        version += [f"--platform={kind}_{machine}" for kind in MANYLINUX if machine]
         pip = [sys.executable, "-m", "pip", *fixed, *version, f"--dest={into}", f"--requirement={lock}"]
         run("downloading the wheels", pip, timeout=600)
 
     key = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
-    shutil.copytree(cache.folder("wheels", key, fill, report), context / "wheels")
-    shutil.copytree(container_toolkit(report), context / "toolkit")
+    wheels = f"wheels{'-' + foreign if foreign else ''}"
+    shutil.copytree(cache.folder(wheels, key, fill, report), context / "wheels")
+    shutil.copytree(container_toolkit(report, foreign), context / "toolkit")
     (context / "lib").mkdir()
     try:
-        shutil.copy2(clib.cached(), context / "lib")
+        shutil.copy2(clib.cached(emulation.ARCHITECTURES.get(foreign, "")), context / "lib")
     except clib_wheels.BuildError as error:
         raise BuildError(f"building the enforcement library: {error}") from error
 
 
-def _build(context: Path, base: Path, into: Path, report: Report) -> None:
+def _build(context: Path, base: Path, into: Path, architecture: str, report: Report) -> None:
     # vfs and chroot: neither overlay mounts nor namespaces are asked of the machine.
     with tempfile.TemporaryDirectory(prefix="gna-buildah-", dir="/var/tmp") as scratch:
         storage = [f"--root={scratch}/root", f"--runroot={scratch}/run", "--storage-driver=vfs"]
@@ -98,30 +116,31 @@ def _build(context: Path, base: Path, into: Path, report: Report) -> None:
         name = base_image.NAME
         dockerfile = Path(scratch) / f"Dockerfile.{name}"
         dockerfile.write_text(f"FROM scratch\nADD {name}.tar /\n")
-        argv = ["bud", "--isolation=chroot", f"--tag=localhost/{name}", f"--file={dockerfile}", str(base)]
+        chroot = ["bud", "--isolation=chroot", f"--arch={architecture}"]
+        argv = [*chroot, f"--tag=localhost/{name}", f"--file={dockerfile}", str(base)]
         run(f"importing {name}", [*buildah, *argv], timeout=300)
         report("agent image: building")
         argv = [
-            "bud",
-            "--isolation=chroot",
+            *chroot,
             "--pull-never",
             "--squash",
             f"--build-arg=BUILD_BASE=localhost/{name}",
             f"--tag={IMAGE}",
             str(context),
         ]
-        run("building the agent's image", [*buildah, *argv], timeout=600)
+        run("building the agent's image", [*buildah, *argv], timeout=1800)
         destination = f"oci-archive:{into}/agent.tar:{IMAGE}"
         run("writing the image", [*buildah, "push", "--quiet", IMAGE, destination], timeout=300)
 
 
 def main(arguments: list[str]) -> int:
     """Exit code 0; 1 with the reason; 2 for a wrong command line."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m tests.cluster.build.agent_image FILE\n")
+    if len(arguments) not in (1, 2) or not set(arguments[1:]) <= {"", *emulation.ARCHITECTURES}:
+        known = "|".join(emulation.ARCHITECTURES)
+        sys.stderr.write(f"usage: python -m tests.cluster.build.agent_image FILE [{known}]\n")
         return 2
     try:
-        built = build(lambda line: print(line, file=sys.stderr, flush=True))
+        built = build(lambda line: print(line, file=sys.stderr, flush=True), *arguments[1:])
     except BuildError as error:
         sys.stderr.write(f"image: {error}\n")
         return 1

@@ -5,7 +5,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from tests.cluster.build import cache
+from tests.cluster.build import cache, debian, emulation
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
 
@@ -14,21 +14,29 @@ NAME = "build-base"
 INCLUDED = ("python3", "python3-pip", "ca-certificates")
 
 
-def base(report: Report) -> Path:
-    """A folder with `build-base.tar`. Raises BuildError."""
+def base(report: Report, architecture: str) -> Path:
+    """A folder with `build-base.tar` for a processor by Debian's name. Raises BuildError."""
+    foreign = architecture != emulation.own_architecture()
 
     def fill(into: Path) -> None:
         root = into / "root"
         packages = f"--include={','.join(INCLUDED)}"
-        report("base image: debootstrap (a minute)")
-        run("debootstrap", ["debootstrap", "--variant=minbase", packages, SUITE, str(root)], timeout=900)
+        debian.ensure({"debootstrap": "debootstrap"}, report)
+        report(f"base image: debootstrap for {architecture} ({'ten minutes' if foreign else 'a minute'})")
+        argv = ["debootstrap", f"--arch={architecture}", "--variant=minbase", packages]
+        with emulation.emulated(architecture, report):
+            run("debootstrap", [*argv, *(["--foreign"] if foreign else []), SUITE, str(root)], timeout=900)
+            if foreign:
+                second = ["chroot", str(root), "/debootstrap/debootstrap", "--second-stage"]
+                run("debootstrap's second stage", second, timeout=1800)
         shutil.rmtree(root / "var/cache/apt", ignore_errors=True)
         shutil.rmtree(root / "var/lib/apt/lists", ignore_errors=True)
         _pack(root, into / f"{NAME}.tar")
         shutil.rmtree(root)
 
-    key = hashlib.sha256(" ".join((SUITE, *INCLUDED)).encode()).hexdigest()[:12]
-    return cache.folder("agent-debootstrap", key, fill, report)
+    recipe = (SUITE, *INCLUDED, *([architecture] if foreign else []))
+    key = hashlib.sha256(" ".join(recipe).encode()).hexdigest()[:12]
+    return cache.folder(f"agent-debootstrap{'-' + architecture if foreign else ''}", key, fill, report)
 
 
 def _pack(root: Path, archive: Path) -> None:

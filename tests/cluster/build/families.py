@@ -35,6 +35,8 @@ class GoFamily:
     """Link statically against libseccomp (cgo)."""
     cgo: bool = False
     """Link against the machine's libc. Families with neither are built without cgo."""
+    architecture: str = ""
+    """Debian's name of the processor that a cgo family is built for; empty: the machine's own."""
     modules: Path = MODULES
 
     @property
@@ -50,6 +52,7 @@ class GoFamily:
         recipe = (
             f"{self.name} {sorted(self.programs.items())} {self.ldflags} {self.tags} {self.static_seccomp}"
         ) + (" cgo" if self.cgo else "")
+        recipe += f" for {self.architecture}" if self.architecture else ""
         digest = hashlib.sha256(f"{recipe} {platform.machine()}".encode())
         for lock in ("go.mod", "go.sum"):
             digest.update((self.folder / lock).read_bytes())

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.cluster.build import cache, debian
+from tests.cluster.build import cache, debian, emulation
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
 from tests.cluster.build.errors import BuildError
@@ -66,8 +66,7 @@ def compile_family(go: str, family: GoFamily, into: Path, report: Report) -> Non
     env = {"GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly", "GOWORK": "off", "CGO_ENABLED": "0"}
     sysroot = into / "sysroot"
     if family.cgo:
-        debian.ensure({"gcc": "gcc", "/usr/include/stdlib.h": "libc6-dev"}, report)
-        env["CGO_ENABLED"] = "1"
+        env |= _cgo_environment(family.architecture, report)
     if family.static_seccomp:
         env |= _seccomp_environment(sysroot, report)
     argv = [go, "build", "-trimpath", "-tags", family.tags, "-ldflags", f"-s -w {family.ldflags}".strip()]
@@ -81,6 +80,18 @@ def compile_family(go: str, family: GoFamily, into: Path, report: Report) -> Non
     for package, name in family.programs.items():
         _rename(target, package, name)
     shutil.rmtree(sysroot, ignore_errors=True)
+
+
+def _cgo_environment(architecture: str, report: Report) -> dict[str, str]:
+    machine = emulation.ARCHITECTURES.get(architecture, "")
+    if not machine or architecture == emulation.own_architecture():
+        debian.ensure({"gcc": "gcc", "/usr/include/stdlib.h": "libc6-dev"}, report)
+        return {"CGO_ENABLED": "1"}
+    triplet = f"{machine}-linux-gnu"
+    package = f"gcc-{triplet.replace('_', '-')}"
+    headers = {f"/usr/{triplet}/include/stdlib.h": f"libc6-dev-{architecture}-cross"}
+    debian.ensure({f"{triplet}-gcc": package, **headers}, report)
+    return {"CGO_ENABLED": "1", "GOARCH": architecture, "CC": f"{triplet}-gcc"}
 
 
 def _rename(target: Path, package: str, name: str) -> None:

@@ -46,7 +46,7 @@ class Asked:
                 await anyio.sleep(0.02)
 
     async def serves(self) -> None:
-        """Wait until all GPUs are sold and the node object says so."""
+        """Wait until all GPUs are offered and the node object says so."""
         await self.rig.wait_allocatable(8, deadline=WITHIN)
         with anyio.fail_after(WITHIN):
             while "gpu-node-agent.io/mode" not in self.rig.http.labels or not self.rig.http.conditions:

@@ -176,7 +176,7 @@ async def _ready(watched: Watched, without_events: int) -> None:
 
 
 async def _collect(watched: Watched, loaded: settings.Settings) -> None:
-    """The pGPU plugin with all GPUs sold whole, and every list that it publishes."""
+    """The pGPU plugin with all GPUs offered whole, and every list that it publishes."""
     modes: Cell[Assignment] = Cell(Assignment())
     record = HoldingsWatch(PodResources(Path("nobody listens here")))
     plugin = PgpuPlugin(watched.inventory.snapshot, modes, record, Injector(loaded))

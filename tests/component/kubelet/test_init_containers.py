@@ -61,7 +61,7 @@ async def test_a_running_init_container_is_hidden_over_a_restart_too(root: Path)
             ContainerSpec("compile", {GPU: 3}, seconds=2.5),
         ),
     )
-    # The plugin is back before the pods are: a container that has not started yet is checked anew.
+    # The plugin is back before the pods are: a container that has not started yet is checked again.
     kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=0.4))
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():

@@ -48,8 +48,8 @@ class HalfPlugin:
             mode = assignment.of(state.uuid)
             if mode.mode is self._mode:
                 ids = [str(DeviceId(state.uuid, self._unit, number)) for number in range(HALVES)]
-                stays = ids if mode.selling or mode.leaving else [each for each in ids if each in held]
-                yield stays, mode.selling and state.healthy
+                stays = ids if mode.offered or mode.leaving else [each for each in ids if each in held]
+                yield stays, mode.offered and state.healthy
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
         raise Refused("not asked for")

@@ -72,7 +72,7 @@ async def test_empty_gpus_sell_while_others_drain() -> None:
         code, text = await command(rig, "status")
         assert code == 0
         assert words in text
-        # Each holder that ends gives the empty GPUs 60 cores more to sell.
+        # Each holder that ends gives the empty GPUs 60 cores more to offer.
         held = {pod.name: pod for pod in node.pods}
         await node.end(held[drains[0]])
         await told(rig, f"; {3 * CORES} {VGPU.core}")

@@ -64,14 +64,14 @@ async def test_driver_upgrade_finds_neither_nvml_nor_a_daemon() -> None:
         _, text = await command(rig, "status")
         assert "RELEASED for" in text
         assert f"{STATE_LABEL}=pod-restart-required" in text
-        # An agent that is started anew meanwhile keeps its hands off.
+        # An agent that is restarted meanwhile keeps its hands off.
         await rig.kill_agent()
         await node.start()
         await until_metric(node, 1)
         assert not await daemons(rig, node)
 
         await rig.set_labels({STATE_LABEL: "validation-required"})
-        await node.sells("mps")
+        await node.offers("mps")
         await until_daemons(rig, node, len(rig.gpu_uuids()))
         assert await node.metric(RELEASED) == 0
         stages = [each["stage"] for each in await node.logged("driver_upgrade")]
@@ -89,7 +89,7 @@ async def test_driver_pod_that_starts_without_an_upgrade_controller() -> None:
         await rig.wait_allocatable(0, GPU)
         code, text = await command(rig, "release", "--end")  # a person knows better
         assert code == 0, text
-        await node.sells("pgpu")
+        await node.offers("pgpu")
         assert await node.metric(RELEASED) == 0
         assert await rig.held_ids(pod, "main", GPU) == held
 
@@ -100,6 +100,6 @@ async def test_driver_upgrades_are_left_alone_where_that_is_wanted() -> None:
         await serving(node, "pgpu")
         await rig.set_labels({STATE_LABEL: "pod-restart-required"})
         await node.want("vgpu")  # taken up after the label was seen
-        await node.sells("vgpu")
+        await node.offers("vgpu")
         assert await node.metric(RELEASED) == 0
         assert not await node.logged("driver_upgrade")

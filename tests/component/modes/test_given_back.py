@@ -103,7 +103,7 @@ async def test_cordoned_gpu() -> None:
             assert known == 7
         await rig.wait_allocatable(7, GPU)
         code, text = await command(rig, "status")
-        assert f"GPU {index}: not sold: cordoned since 20" in text
+        assert f"GPU {index}: not offered: cordoned since 20" in text
         code, text = await command(rig, "uncordon", str(index))
         assert code == 0, text
         await rig.wait_allocatable(8, GPU)

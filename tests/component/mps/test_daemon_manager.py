@@ -13,7 +13,7 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.mps import daemon_manager as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
@@ -143,8 +143,8 @@ async def test_leftovers_on_gpus_of_another_mode_are_stopped(newest: Program, ru
         await first.set_up(gpu(0))
         await first.set_up(gpu(1))
     second = manager_of(run_folder, newest, modes)
-    sold = {gpu(0).uuid: GpuMode(Mode.PGPU), gpu(1).uuid: GpuMode(Mode.MPS)}
-    async with running(second, Cell(Assignment(sold))):
+    offered = {gpu(0).uuid: GpuMode(Mode.PGPU), gpu(1).uuid: GpuMode(Mode.MPS)}
+    async with running(second, Cell(Assignment(offered))):
         with anyio.fail_after(20):
             while (
                 await daemons(run_folder, gpu(0).uuid) or modes.modes[gpu(0).uuid] is not ComputeMode.DEFAULT
@@ -223,7 +223,7 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
         pid = first.status(one.uuid).pid
     assert pid
     second = manager_of(run_folder, newest, modes, seconds=1.0)
-    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, Sale.CLOSED)})
+    in_use = Assignment({one.uuid: GpuMode(Mode.MPS, Offering.CLOSED)})
     async with running(second, Cell(in_use)):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -115,7 +115,7 @@ def folders_1200_deep(folders: Directories, host: Host) -> None:
 async def test_planted_symlinks_reach_nothing(
     program: Program, run_folder: Path, host: Host, plant: Callable[[Directories, Host], None]
 ) -> None:
-    """It plants before, while and after the daemon is made anew, without a pause where it is done at once."""
+    """It plants before, while and after the daemon is restarted, without a pause where it is done at once."""
     bench = Bench(run_folder, program)
     daemon, neighbour = bench.daemon(), bench.daemon(OTHER)
     async with bench.kept(daemon, neighbour):

@@ -63,7 +63,7 @@ async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
         await anyio.wait_all_tasks_blocked()
         assert scene.events == [("MPSCapsAdvisory", remark)]
         scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.PGPU)}))
-        assert not scene.remarks()  # nothing is sold by them
+        assert not scene.remarks()  # nothing is offered by them
         scene.assignment.publish(Assignment({scene.uuid: GpuMode(Mode.MPS)}))
         scene.seen(NEW)
         await anyio.wait_all_tasks_blocked()

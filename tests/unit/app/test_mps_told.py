@@ -41,7 +41,7 @@ def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the
     ((reason, text, warning),) = told
     assert (reason, warning) == ("MPSFault", True)
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
-    assert "default/one, default/two must be started anew" in text
+    assert "default/one, default/two must be restarted" in text
     assert text.endswith("the log names process 4711")
 
 

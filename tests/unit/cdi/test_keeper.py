@@ -1,4 +1,4 @@
-"""When the specification of the GPUs is made anew, and what stays of it when it cannot be."""
+"""When the specification of the GPUs is made again, and what stays of it when it cannot be."""
 
 import json
 from collections.abc import AsyncIterator

@@ -2,236 +2,286 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
+import anyio
 import pytest
 
-from agent.check import node_files
-from agent.check.node import Grade, Look, look
+from agent.cdi.specification import FILE, KIND, Devices
+from agent.check.host import Host
+from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, verdict
+from agent.check.node import Observed, look
+from agent.check.own_specification import Own, own_specification
+from agent.check.software import NodeFacts
 from agent.cli.main import main
 from agent.plugins.inject import NodeSoftware
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from tests.unit.check.conftest import CONTAINERD, written
 
-GOOD = NodeSoftware("v1.36.3", "containerd://2.4.2")
-CONTAINERD = """
-version = 3
-[plugins."io.containerd.cri.v1.runtime".containerd]
-  default_runtime_name = "{runtime}"
-"""
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """The files of a good node."""
-    files = {
-        "etc/containerd/config.toml": CONTAINERD.format(runtime="nvidia"),
-        "var/lib/kubelet/config.yaml": "kind: KubeletConfiguration\ntopologyManagerPolicy: best-effort\n",
-        "run/cdi/nvidia.json": json.dumps({"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-1"}]}),
-        "kubelet/pod-resources/kubelet.sock": "",
-        "kubelet/plugins_registry/.keep": "",
-        "kubelet/device-plugins/.keep": "",
-        "cgroup/cgroup.controllers": "cpu memory",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    program = tmp_path / "usr/bin/nvidia-cuda-mps-control"
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    return tmp_path
+GOOD_NODE = NodeFacts(NodeSoftware("v1.36.3", "containerd://2.4.2"))
+WITHOUT_CDI = NodeFacts(NodeSoftware("v1.36.3", "containerd://1.7.27"))
+NOTHING_MADE = Own(wanted=True, devices=Devices(problem="nvidia-ctk is missing"))
+UNSEEN = "the API server cannot be reached"
 
 
 def settings(root: Path, *more: str) -> Settings:
-    flags = [
-        f"driver.root={root}",
-        f"kubelet.root={root}/kubelet",
-        f"host.cdi={root}/run/cdi",
-        f"host.cgroups={root}/cgroup",
-        *more,
-    ]
-    return load(None, {}, flags)
+    return load(None, {}, [f"driver.root={root}", *more])
 
 
-def looked(
-    root: Path, *more: str, software: NodeSoftware | None = GOOD, profile: str = "dgx-h200"
-) -> list[Look]:
-    nvml = SimulatedNvml(SimulatedMachine.create(profile))
-    return list(look(settings(root, *more), nvml, software))
+class Node:
+    """One machine and its files; changed by a test, then looked at."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.machine = SimulatedMachine.create("dgx-h200")
+        self.own = Own(wanted=True, devices=Devices(frozenset(self.machine.uuids)))
+        self.host = Host(root, named=True)
+        self.facts: NodeFacts | None = GOOD_NODE
+
+    def looks(self, *more: str) -> list[Look]:
+        seen = Observed(self.host, self.own, self.facts, "" if self.facts else UNSEEN)
+        return list(look(settings(self.root, *more), SimulatedNvml(self.machine), seen))
+
+    def faults(self, *more: str) -> dict[str, str]:
+        return {each.what: each.text for each in self.looks(*more) if each.grade is Grade.FAILED}
+
+    def grades(self, *more: str) -> dict[str, Grade]:
+        return {each.what: each.grade for each in self.looks(*more)}
+
+    def of(self, what: str, *more: str) -> Look:
+        (one,) = [each for each in self.looks(*more) if each.what == what]
+        return one
 
 
-def of(found: list[Look], what: str) -> Look:
-    (one,) = [each for each in found if each.what == what]
-    return one
+@pytest.fixture
+def node(root: Path) -> Node:
+    return Node(root)
 
 
-def test_a_good_node_has_no_fault(root: Path) -> None:
-    found = looked(root)
-    assert not [each.told() for each in found if each.grade is Grade.FAILED]
-    assert of(found, "Topology Manager").grade is Grade.OK
-    assert of(found, "cgroups").text == "version 2"
-    assert "8 x NVIDIA H200" in of(found, "GPUs").text
-    assert of(found, "CDI").grade is Grade.OK
+def test_a_good_node_has_no_fault(node: Node) -> None:
+    looks = node.looks("vgpu.enforcement=report")  # its driver is newer than the baseline of vGPU
+    assert {each.grade for each in looks} == {Grade.OK}, [each.told() for each in looks]
+    assert verdict(looks).text == "this node can offer its GPUs"
+    assert verdict(looks).code == GOOD
+    assert node.of("cgroups").text == "version 2"
+    assert "8 x NVIDIA H200" in node.of("GPUs").text
+    assert "with 8 GPUs" in node.of("GPU specification").text
 
 
-def test_wrong_default_runtime_is_found(root: Path) -> None:
-    (root / "run/cdi/nvidia.json").unlink()
-    (root / "etc/containerd/config.toml").write_text(CONTAINERD.format(runtime="runc"))
-    found = of(looked(root), "default runtime")
-    assert found.grade is Grade.FAILED
-    assert "nvidia-ctk runtime configure" in found.text
-    assert of(looked(root, "injection.deviceNodes=true"), "default runtime").grade is Grade.OK
+def test_nothing_of_nvidia_but_the_driver_is_needed_with_cdi(node: Node) -> None:
+    (node.root / "etc/containerd/config.toml").unlink()
+    assert not node.faults()
+    assert "not needed" in node.of("toolkit").text
+    assert "not needed" in node.of("default runtime").text
 
 
-def test_old_versions_are_found(root: Path) -> None:
-    old = NodeSoftware("v1.24.17", "containerd://1.6.20")
-    found = looked(root, software=old)
-    assert of(found, "kubelet").grade is Grade.FAILED
-    assert "1.25" in of(found, "kubelet").text
-    assert of(found, "CDI").grade is Grade.WARNING
+@pytest.mark.parametrize("wanted", [True, False])
+def test_without_any_specification_runtime_and_toolkit_are_needed(node: Node, wanted: bool) -> None:
+    node.own = NOTHING_MADE if wanted else Own(wanted=False)
+    written(node.root, {"/etc/containerd/config.toml": CONTAINERD.format(runtime="runc")})
+    faults = node.faults()
+    assert set(faults) == {"toolkit", "default runtime"}
+    assert "nvidia-ctk runtime configure" in faults["default runtime"]
+    assert node.grades()["CDI"] is Grade.WARNING
+    assert not node.faults("injection.deviceNodes=true")
+    assert set(node.faults("injection.strategy=cdi")) >= {"CDI"}
 
 
-def test_what_cannot_be_seen_is_said(tmp_path: Path) -> None:
-    found = looked(tmp_path, software=None)
-    unknown = {each.what for each in found if each.grade is Grade.UNKNOWN}
-    assert unknown == {"toolkit", "default runtime", "kubelet", "cgroups", "Topology Manager"}
-    missing = [each for each in found if each.what == "kubelet's folders"]
-    assert {each.grade for each in missing} == {Grade.FAILED}
-    assert "kubelet.root" in missing[0].text
+def test_old_versions_are_found(node: Node) -> None:
+    node.facts = NodeFacts(NodeSoftware("v1.24.17", "containerd://1.6.20"))
+    assert "1.25" in node.faults()["kubelet"]
+    assert node.grades()["CDI"] is Grade.WARNING
 
 
-def test_missing_driver_ends_the_look_at_gpus(root: Path) -> None:
-    machine = SimulatedMachine.create("dgx-h200")
-    machine.library_missing()
-    found = list(look(settings(root), SimulatedNvml(machine), GOOD))
-    assert of(found, "driver").grade is Grade.FAILED
-    assert not [each for each in found if each.what == "GPUs"]
+SWITCH = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = {value}\n'
+FOLDERS = '[plugins."io.containerd.cri.v1.runtime"]\ncdi_spec_dirs = {value}\n'
 
 
-def test_mps_program_is_missed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root / "usr/bin/nvidia-cuda-mps-control").unlink()
-    monkeypatch.setenv("PATH", str(root))
-    assert of(looked(root), "MPS program").grade is Grade.FAILED
-    assert not [each for each in looked(root, "modes.mps=false") if "MPS" in each.what]
+def test_cdi_that_is_switched_off_is_found(node: Node) -> None:
+    written(node.root, {"/etc/containerd/config.toml": SWITCH.format(value="false")})
+    faults = node.faults()
+    assert "enable_cdi = true" in faults["CDI"]
+    # The agent itself does not see the switch, so nothing else would help.
+    assert set(faults) == {"CDI", "toolkit", "default runtime"}
 
 
-def test_numa_without_a_policy_is_a_warning(root: Path) -> None:
-    (root / "var/lib/kubelet/config.yaml").write_text("kind: KubeletConfiguration\n")
-    found = of(looked(root), "Topology Manager")
+@pytest.mark.parametrize(
+    ("strategy", "value", "grade"),
+    [
+        ("auto", "true", Grade.WARNING),
+        ("auto", "false", Grade.FAILED),
+        ("cdi", "true", Grade.OK),
+        ("cdi", "false", Grade.FAILED),
+        ("envvar", "false", Grade.OK),
+    ],
+)
+def test_a_runtime_of_a_version_without_cdi_may_have_it_switched_on(
+    node: Node, strategy: str, value: str, grade: Grade
+) -> None:
+    node.facts = WITHOUT_CDI
+    written(node.root, {"/etc/containerd/config.toml": SWITCH.format(value=value)})
+    assert node.grades(f"injection.strategy={strategy}")["CDI"] is grade
+
+
+def test_cdi_without_a_switch_in_an_old_runtime_is_refused_by_strategy_only(node: Node) -> None:
+    node.facts = WITHOUT_CDI
+    assert node.grades()["CDI"] is Grade.WARNING
+    assert "enable_cdi = true" in node.faults("injection.strategy=cdi")["CDI"]
+
+
+@pytest.mark.parametrize(("folders", "good"), [('["/etc/cdi"]', False), ('["/etc/cdi", "/run/cdi"]', True)])
+def test_a_runtime_that_looks_elsewhere_is_found(node: Node, folders: str, good: bool) -> None:
+    written(node.root, {"/etc/containerd/config.toml": FOLDERS.format(value=folders)})
+    assert ("CDI" in node.faults()) is not good
+
+
+def test_what_cannot_be_seen_is_no_pass(node: Node, tmp_path: Path) -> None:
+    node.facts, node.host = None, Host(None)
+    node.own = Own(wanted=False)
+    folder = tmp_path / "empty"
+    looks = node.looks(f"kubelet.root={tmp_path}/var/lib/kubelet", f"host.cgroups={folder}")
+    unknown = {each.what for each in looks if each.grade is Grade.UNKNOWN}
+    rest = {"kubelet", "other agents", "Topology Manager", "cgroups"}
+    assert unknown == {"toolkit", "default runtime", "CDI"} | rest
+    result = verdict(looks)
+    assert result.code == NOT_SEEN
+    assert "can offer" not in result.text
+    for what in unknown:
+        assert what in result.text
+    assert UNSEEN in next(each.text for each in looks if each.what == "kubelet")
+    assert verdict([*looks, Look("x", Grade.FAILED, "")]).code == WRONG
+
+
+def test_a_missing_kubelet_is_found(node: Node) -> None:
+    (node.root / "var/lib/kubelet/pod-resources/kubelet.sock").unlink()
+    assert "kubelet.root" in node.faults()["kubelet's folders"]
+
+
+def test_a_missing_driver_is_all_that_is_said_of_it(node: Node) -> None:
+    node.machine.library_missing()
+    node.own = NOTHING_MADE  # as nothing can be made without a driver
+    assert set(node.faults()) == {"driver"}
+    assert "GPUs" not in node.grades()
+
+
+def test_mps_program_is_missed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.root / "usr/bin/nvidia-cuda-mps-control").unlink()
+    monkeypatch.setenv("PATH", str(node.root))
+    assert set(node.faults()) == {"MPS program"}
+    assert not [what for what in node.grades("modes.mps=false") if "MPS" in what]
+
+
+def test_numa_without_a_policy_is_a_warning(node: Node) -> None:
+    written(node.root, {"/var/lib/kubelet/config.yaml": "kind: KubeletConfiguration\n"})
+    found = node.of("Topology Manager")
     assert found.grade is Grade.WARNING
     assert "best-effort" in found.text
+    assert verdict(node.looks()).code == GOOD
 
 
-def test_a_node_that_cannot_show_the_enforcement_library_is_found(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_the_specification_lacks_is_found(node: Node) -> None:
+    first, *rest = sorted(node.own.devices.names)
+    node.own = Own(wanted=True, devices=Devices(frozenset(rest)))
+    assert first in node.faults()["GPU specification"]
+
+
+def test_a_specification_that_stands_is_read(node: Node) -> None:
+    devices = [{"name": name, "containerEdits": {}} for name in sorted(node.own.devices.names)]
+    text = json.dumps({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices})
+    written(node.root, {f"/run/cdi/{FILE}": text})
+    node.own = anyio.run(own_specification, settings(node.root), node.host)
+    assert f"{FILE} names 8 GPUs" in node.of("GPU specification").text
+    written(node.root, {f"/run/cdi/{FILE}": "{}"})
+    node.own = anyio.run(own_specification, settings(node.root), node.host)
+    assert node.grades()["GPU specification"] is Grade.WARNING  # NVIDIA's runtime is the default one
+    assert FILE in node.of("GPU specification").text
+
+
+def test_programs_that_the_image_lacks_are_named(node: Node) -> None:
+    missing = settings(node.root, f"injection.toolkit={node.root}/none")
+    made = anyio.run(own_specification, missing, node.host)
+    assert "nvidia-ctk" in str(made.devices.problem)
+
+
+@pytest.mark.parametrize("what", ["vGPU limits", "GPU specification"])
+def test_a_state_folder_without_execution_is_found(
+    node: Node, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = [f"host.state={root}/state/not/made"]
-    assert not [each for each in looked(root, "vgpu.enforcement=off") if each.what == "vGPU limits"]
-    (found,) = [each for each in looked(root, *limits) if each.what == "vGPU limits"]
-    assert found.grade is Grade.OK
+    limits = "vgpu.enforcement=library"
+    assert node.of(what, limits).grade is Grade.OK
 
     class NoExec:
         f_flag = os.ST_NOEXEC
 
     monkeypatch.setattr(os, "statvfs", lambda _: NoExec())
-    (found,) = [each for each in looked(root, *limits) if each.what == "vGPU limits"]
-    assert found.grade is Grade.FAILED
-    assert "mounted noexec" in found.text
+    assert "mounted noexec" in node.faults(limits)[what]
 
 
-def test_other_agents_are_named(root: Path) -> None:
-    (root / "kubelet/device-plugins/vcore.sock").touch()
-    found = looked(root, f"kubelet.devicePlugins={root}/kubelet/device-plugins")
-    assert "gpu-manager" in of(found, "other agents").text
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "name"),
-    [
-        ("etc/docker/daemon.json", '{"default-runtime": "nvidia"}', "nvidia"),
-        ("etc/docker/daemon.json", "{}", "runc"),
-        ("etc/crio/crio.conf.d/99.conf", '[crio.runtime]\ndefault_runtime = "nvidia"\n', "nvidia"),
-        ("etc/containerd/config.toml", "version = 2\n", "runc"),
-    ],
-)
-def test_default_runtimes(tmp_path: Path, file: str, text: str, name: str) -> None:
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).write_text(text)
-    found = node_files.runtimes(tmp_path)
-    assert found is not None
-    assert (found.file, found.default) == (f"/{file}", name)
-
-
-def written(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-@pytest.mark.parametrize("pattern", ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml"])
-def test_a_file_that_containerd_imports_has_the_last_word(tmp_path: Path, pattern: str) -> None:
-    main_file = f'imports = ["{pattern}"]\n' + CONTAINERD.format(runtime="runc")
-    drop_in = CONTAINERD.format(runtime="nvidia")
-    files = {"etc/containerd/config.toml": main_file, "etc/containerd/conf.d/99-nvidia.toml": drop_in}
-    found = node_files.runtimes(written(tmp_path, files))
-    assert found is not None
-    assert (found.file, found.default) == ("/etc/containerd/conf.d/99-nvidia.toml", "nvidia")
-
-
-def test_later_files_of_cri_o_go_over_earlier_ones(tmp_path: Path) -> None:
-    files = {
-        "etc/crio/crio.conf": '[crio.runtime]\ndefault_runtime = "runc"\n',
-        "etc/crio/crio.conf.d/10-crio.conf": '[crio.runtime]\ndefault_runtime = "crun"\n',
-        "etc/crio/crio.conf.d/99-nvidia.conf": '[crio.runtime]\ndefault_runtime = "nvidia"\n',
-    }
-    found = node_files.runtimes(written(tmp_path, files))
-    assert found is not None
-    assert (found.file, found.default) == ("/etc/crio/crio.conf.d/99-nvidia.conf", "nvidia")
-
-
-def test_a_runtime_that_pods_must_name_is_a_warning(root: Path) -> None:
-    runtime = '[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia]\nruntime_type = "x"\n'
-    (root / "run/cdi/nvidia.json").unlink()
-    (root / "etc/containerd/config.toml").write_text(CONTAINERD.format(runtime="runc") + runtime)
-    found = of(looked(root), "default runtime")
+def test_other_agents_are_named_by_their_sockets(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = node.root / "var/lib/kubelet/device-plugins/vcore.sock"
+    monkeypatch.chdir(path.parent)  # a socket's path may be 107 bytes long
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+        server.listen()
+        assert "gpu-manager" in node.faults()["other agents"]
+    # A process that was killed leaves it behind.
+    found = node.of("other agents")
     assert found.grade is Grade.WARNING
-    assert "RuntimeClass" in found.text
+    assert "nobody listens" in found.text
 
 
-def test_toolkit_tells_its_version(tmp_path: Path) -> None:
-    program = tmp_path / "usr/bin/nvidia-ctk"
-    program.parent.mkdir(parents=True)
-    program.write_text("not a program")
-    program.chmod(0o755)
-    assert node_files.toolkit_version(tmp_path) == ("nvidia-ctk", None)
-    assert node_files.toolkit_version(tmp_path / "usr") is None
+@pytest.mark.parametrize(("mode", "bad"), [(None, True), ("none", True), ("pgpu", False)])
+def test_other_agents_are_named_by_what_is_on_offer(node: Node, mode: str | None, bad: bool) -> None:
+    labels = {"gpu-node-agent.io/mode": mode} if mode else {}
+    node.facts = NodeFacts(GOOD_NODE.software, labels, ("nvidia.com/gpu",))
+    assert ("nvidia.com/gpu" in node.faults().get("other agents", "")) is bad
 
 
-def test_compat_without_a_driver_asks_for_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    missing = f"driver.library={tmp_path}/none.so"
-    assert main(["check", "compat", "--runtime", "12.4", "--set", missing]) == 2
-    assert "--driver" in capsys.readouterr().err
+def test_a_node_of_the_dra_driver_is_named(node: Node) -> None:
+    node.facts = NodeFacts(GOOD_NODE.software, {"nvidia-device-enable": "pgpu-dra"})
+    assert "DRA" in node.faults()["other agents"]
 
 
-@pytest.mark.parametrize(("runtime", "code"), [("12.4", 0), ("12.6", 3), ("13.0", 1)])
-def test_compat_tells_by_its_exit_code(runtime: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "compat", "--runtime", runtime, "--driver", "550.144.03"]) == code
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith({0: "allowed", 3: "unstable", 1: "blocked"}[code])
+def test_a_simulated_node_needs_no_runtime(node: Node) -> None:
+    (node.root / "etc/containerd/config.toml").unlink()
+    node.own = Own(wanted=False)
+    looks = node.looks("simulator.profile=dgx-h200")
+    assert verdict(looks).code == GOOD
+    assert "simulated" in node.of("container runtime", "simulator.profile=dgx-h200").text
 
 
-@pytest.mark.parametrize(("enforcement", "code"), [("off", 0), ("report", 0), ("library", 1), ("strict", 1)])
-def test_compat_holds_vgpu_to_the_baseline_where_a_library_is_loaded(enforcement: str, code: int) -> None:
-    asked = ["check", "compat", "--runtime", "12.6", "--driver", "12.8", "--mode", "vgpu"]
-    assert main([*asked, f"--set=vgpu.enforcement={enforcement}"]) == code
+def test_kernels_too_old_for_mps_are_found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = list(os.uname())
+    own[2] = "5.4.0-216-generic"
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(own))
+    assert "5.10" in node.of("kernel").text
+    assert node.grades("modes.mps=false")["kernel"] is Grade.OK
+    monkeypatch.setattr("agent.check.kubelet.kernel_problem", lambda: "Linux 4.18 has none")
+    assert "modes.mps: false" in node.faults()["kernel"]
 
 
-def test_check_alone_is_still_about_the_configuration(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("defaultMode: pgpu\n")
-    assert main(["check", "--config", str(file)]) == 0
-    file.write_text("defaultMode: none of these\n")
-    assert main(["check", "--config", str(file)]) == 2
+def test_cgroups_of_version_1_are_a_warning(node: Node) -> None:
+    (node.root / "sys/fs/cgroup/cgroup.controllers").unlink()
+    assert node.grades()["cgroups"] is Grade.UNKNOWN
+    (node.root / "sys/fs/cgroup/memory").mkdir()
+    assert node.grades()["cgroups"] is Grade.WARNING
+
+
+def test_by_command_line_the_root_must_be_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "node", "--set", "cluster.access=off", "--host-root", str(root / "run")]) == 2
+    assert "--host-root" in capsys.readouterr().err
+
+
+def test_the_summary_holds_what_is_not_ok(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = root / "summary"
+    library = f"driver.library={root}/none.so"
+    options = [f"--host-root={root}", f"--summary={file}", f"--set={library}", "--set=cluster.access=off"]
+    assert main(["check", "node", *options]) == WRONG
+    lines = file.read_text().splitlines()
+    assert lines[-1] == capsys.readouterr().out.splitlines()[-1]
+    assert "driver" in lines[-1]
+    assert lines[0].startswith("failed   driver")
+    assert not [line for line in lines[:-1] if line.startswith("ok ")]

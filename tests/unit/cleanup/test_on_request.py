@@ -178,7 +178,7 @@ async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings
 
 
 def test_no_request_lasts_for_ever() -> None:
-    """One that could be would be in force anew each time that the agent is back."""
+    """One that could be would be in force again each time that the agent is back."""
     assert Request("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
     assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
 

@@ -98,7 +98,7 @@ def test_the_mapping_follows_pods_and_node() -> None:
     cache.reflector.items.publish({"m": mirror("m", "h")})
     assert list(cache.by_cgroup_uid()) == ["h"]
     assert cache.by_cgroup_uid() is cache.by_cgroup_uid()
-    node_uid[0] = "made anew"
+    node_uid[0] = "made again"
     assert list(cache.by_cgroup_uid()) == ["m"]
     cache.reflector.items.publish({})
     assert not cache.by_cgroup_uid()

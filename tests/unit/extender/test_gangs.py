@@ -22,8 +22,8 @@ class Cluster:
         self.gangs = Gangs(self.fleet, 60.0, lambda: self.now)
         self.show()
 
-    def show(self, mode: Mode = Mode.VGPU, *, selling: bool = True, count: int = 2) -> None:
-        gpus = tuple(GpuEntry(f"GPU-{n}", n, mode, 81920, selling=selling) for n in range(count))
+    def show(self, mode: Mode = Mode.VGPU, *, offered: bool = True, count: int = 2) -> None:
+        gpus = tuple(GpuEntry(f"GPU-{n}", n, mode, 81920, offered=offered) for n in range(count))
         self.fleet.set_node("n", NodeInventory(gpus), {})
 
     def keep(self, uid: str = "u", demand: PodDemand = HALF, gpu: int = 0) -> PodClaim:
@@ -71,7 +71,7 @@ def test_what_was_kept_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"selling": False}, {"mode": Mode.MPS}, {"count": 0}], ids=["draining", "mode", "gone"]
+    "change", [{"offered": False}, {"mode": Mode.MPS}, {"count": 0}], ids=["draining", "mode", "gone"]
 )
 def test_a_gpu_that_is_not_to_be_had_any_more_is_not_taken(change: dict[str, object]) -> None:
     """Its node's agent would pass over the choice, and refuse the pod where no other GPU has room."""
@@ -79,4 +79,4 @@ def test_a_gpu_that_is_not_to_be_had_any_more_is_not_taken(change: dict[str, obj
     cluster.keep()
     cluster.show(**change)  # type: ignore[arg-type]
     assert cluster.gangs.take("u", "n", HALF) is None
-    assert cluster.fleet.where("u") is None  # it is chosen anew
+    assert cluster.fleet.where("u") is None  # it is chosen again

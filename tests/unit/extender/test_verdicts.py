@@ -1,4 +1,4 @@
-"""What is kept of earlier judgements never differs from judging anew."""
+"""What is kept of earlier judgements never differs from judging again."""
 
 import random
 

@@ -104,7 +104,7 @@ async def test_containers_are_charged_what_others_showed(node: Node) -> None:
     await node.isolation.admit(Request("uid-b", "default", "b", "main", GPU, units(4), CAP, 30))
     (new,) = set(await anyio.to_thread.run_sync(folders.keys)) - {key}
     assert await charged(new) == CONTEXT
-    # An agent that is started anew has it from those that run.
+    # An agent that is restarted has it from those that run.
     again = Node(node.root)
     await again.isolation.start()
     assert again.isolation.contexts.of(GPU, WHOLE) == CONTEXT

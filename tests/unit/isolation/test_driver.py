@@ -114,7 +114,7 @@ async def test_a_resize_sets_the_driver_s_limit(node: Driven) -> None:
     await node.isolation.resize(KEY, replace_about(about, 9 * BLOCK, units(100, 5)))
     await node.driver.look()
     assert node.nvml.limits == {leaf: 9 * BLOCK}
-    # The hook gives a container that starts anew what it was admitted with.
+    # The hook gives a container that restarts what it was admitted with.
     leaf = await anyio.to_thread.run_sync(node.starts, 2)
     await node.driver.look()
     assert node.nvml.limits[leaf] == 9 * BLOCK

@@ -212,6 +212,7 @@ async def test_owners_are_told_which_fences_hold(node: Node) -> None:
         "admittedBytes": CAP,
         "fences": ["library", "sweep"],
         "injected": None,
+        "avoidable": [],
         "aboveCap": False,
     }
     assert node.publisher.document(("default", "b", "main", GPU)) is None

@@ -48,7 +48,7 @@ def test_every_xid_of_a_class_is_judged_alike(kind: XidClass, state: HealthState
     for number in numbers:
         health = after_xid(number)
         assert health.state is state
-        assert health.sold == (state is not HealthState.UNHEALTHY)
+        assert health.offered == (state is not HealthState.UNHEALTHY)
 
 
 def test_the_application_faults_of_the_vendors_plugin_are_counted_only() -> None:
@@ -68,7 +68,7 @@ def test_recovery_needs_the_quiet_time_and_probes() -> None:
     unhealthy = after_xid(74, at=100)
     probation = probe_passed(unhealthy, RULES, 102)
     assert probation.state is HealthState.PROBATION
-    assert not probation.sold
+    assert not probation.offered
     assert probation.until == 402
     assert probe_passed(probation, RULES, 401) is probation
     assert probe_passed(probation, RULES, 402) is HEALTHY
@@ -142,7 +142,7 @@ def test_a_lost_gpu_is_unhealthy_at_once() -> None:
 def test_one_failed_probe_makes_a_suspect_two_condemn(fault: Fault) -> None:
     once = probe_failed(HEALTHY, fault, "no answer", RULES, 50)
     assert once.state is HealthState.SUSPECT
-    assert once.sold
+    assert once.offered
     assert probe_passed(once, RULES, 52) is HEALTHY
     twice = probe_failed(once, fault, "no answer", RULES, 52)
     assert twice.state is HealthState.UNHEALTHY

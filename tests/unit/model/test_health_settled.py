@@ -45,7 +45,7 @@ def test_a_gpu_first_seen_with_a_failed_remap_is_not_sold() -> None:
 @pytest.mark.parametrize("action", [action for action in RecoveryAction if action.forbids_work])
 def test_what_the_driver_asks_for_takes_a_gpu_out_of_sale(action: RecoveryAction) -> None:
     health = probe_passed(HEALTHY, RULES, 10, action=action)
-    assert not health.sold
+    assert not health.offered
     assert health.cause == action.words
     assert ("reboot" in RULES.remedy(health)) == action.reboots
     assert probe_passed(health, RULES, 12, action=action) is health
@@ -61,13 +61,13 @@ def test_a_driver_that_asks_for_nothing_leaves_a_healthy_gpu_alone(action: Recov
 
 def test_a_harmless_xid_after_which_the_driver_asks_for_a_reset_is_none() -> None:
     assert after_xid(109) is HEALTHY
-    assert not probe_passed(after_xid(109), RULES, 101, action=RESET).sold
+    assert not probe_passed(after_xid(109), RULES, 101, action=RESET).offered
 
 
 @pytest.mark.parametrize("number", [48, 145, 149, 171, 999])
 def test_the_driver_settles_what_the_table_leaves_open(number: int) -> None:
     health = after_xid(number, at=100)
-    assert not health.sold
+    assert not health.offered
     # At once it may not know yet: a B200 asked for a reset 0.4 s after Xid 149.
     early = probe_passed(health, RULES, 101, REMAP_PENDING, action=NONE)
     assert early.state is HealthState.UNHEALTHY
@@ -104,7 +104,7 @@ def test_a_reset_that_the_driver_asks_for_no_more_has_been_made() -> None:
 def test_a_contained_error_stays_contained_whatever_else_tells_of_it(memory: Fault, excuse: int) -> None:
     after = event(event(HEALTHY, memory, RULES, 100), xid(excuse), RULES, 101)
     assert after.state is HealthState.SUSPECT
-    assert event(after, ECC, RULES, 102).sold
+    assert event(after, ECC, RULES, 102).offered
     assert event(after, ECC, RULES, 200).state is HealthState.UNHEALTHY  # another error
 
 
@@ -114,16 +114,16 @@ def test_a_contained_error_told_first_stays_contained() -> None:
         suspect = event(suspect, ECC, RULES, at)
     assert suspect.state is HealthState.SUSPECT
     # A pending remap holds no new work up (NVIDIA, GPU Memory Error Management), unless the driver says so.
-    assert probe_passed(suspect, RULES, 1000, REMAP_PENDING).sold
+    assert probe_passed(suspect, RULES, 1000, REMAP_PENDING).offered
     drained = probe_passed(suspect, RULES, 103, REMAP_PENDING, action=RecoveryAction.DRAIN_AND_RESET)
-    assert not drained.sold
+    assert not drained.offered
     assert event(suspect, xid(95), RULES, 103).state is HealthState.UNHEALTHY
 
 
 def test_an_uncontained_error_is_not_excused() -> None:
     after = event(after_xid(95, at=100), xid(94), RULES, 101)
     assert after.fault == xid(95)
-    assert not after.sold
+    assert not after.offered
 
 
 LINES = [
@@ -165,7 +165,7 @@ def test_the_log_line_closes_what_the_number_left_open() -> None:
 def test_a_harmless_log_line_excuses_nothing_else() -> None:
     for health in (after_xid(79, at=100), after_xid(149, at=100)):
         assert explained(health, xid(145, XidClass.INFORMATIONAL), RULES, 100.2) is health
-    assert not explained(after_xid(145, at=50), xid(145, XidClass.INFORMATIONAL), RULES, 100).sold
+    assert not explained(after_xid(145, at=50), xid(145, XidClass.INFORMATIONAL), RULES, 100).offered
     overridden = Rules(by_line=frozenset())
     numbered = after_xid(145, at=100)
     assert explained(numbered, xid(145, XidClass.INFORMATIONAL), overridden, 100.2) is numbered

@@ -33,7 +33,7 @@ def uuid(number: int) -> str:
 )
 def test_it_reads_what_it_wrote(entries: list[GpuEntry], linked: bool) -> None:
     gpus = tuple(
-        GpuEntry(uuid(n), n, e.mode, e.memory_mib, e.selling, e.trouble, e.replicas, e.clients)
+        GpuEntry(uuid(n), n, e.mode, e.memory_mib, e.offered, e.trouble, e.replicas, e.clients)
         for n, e in enumerate(entries)
     )
     pairs = len(gpus) * (len(gpus) - 1) // 2

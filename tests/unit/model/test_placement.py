@@ -100,7 +100,7 @@ def test_a_tied_share_stays_or_is_refused() -> None:
 
 
 def test_no_gpu_at_all() -> None:
-    with pytest.raises(NoRoom, match="no GPU of this node is sold in this mode now"):
+    with pytest.raises(NoRoom, match="no GPU of this node is offered in this mode now"):
         place({}, Demand(1, 1))
 
 

@@ -141,9 +141,9 @@ class Node:
             self.desired.publish(Desired(name or "layout", mode))
 
     def modes(self) -> list[str]:
-        """The mode in force of each GPU by index; `-` behind it while nothing is sold."""
+        """The mode in force of each GPU by index; `-` behind it while nothing is offered."""
         return [
-            f"{found.mode.value}{'' if found.selling else '-'}"
+            f"{found.mode.value}{'' if found.offered else '-'}"
             for state in self.inventory.value.gpus
             for found in [self.assignment.value.of(state.uuid)]
         ]

@@ -1,4 +1,4 @@
-"""GPUs taken out of sale by hand: what the annotation may say, and what the switcher makes of it."""
+"""Cordoned GPUs by hand: what the annotation may say, and what the switcher makes of it."""
 
 from functools import partial
 from pathlib import Path

@@ -171,7 +171,7 @@ async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
                 accepted.publish(desired)
                 while await memory.read() != desired:
                     await anyio.sleep(0.005)
-            # Nobody's: an agent that starts while the API server is away must not sell it.
+            # Nobody's: an agent that starts while the API server is away must not offer it.
             accepted.publish(Desired("pgpu-dra", everywhere(Mode.OFF), problem="claimed"))
             while await memory.read() != Desired("none", everywhere(Mode.OFF)):
                 await anyio.sleep(0.005)

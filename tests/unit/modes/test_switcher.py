@@ -16,7 +16,7 @@ from tests.unit.node.test_telling import OwnNode
 
 
 def never_in_two_modes(node: Node) -> None:
-    """No two neighbouring lists sell a GPU in two modes without one between them that sells it in none."""
+    """No two neighbouring lists offer a GPU in two modes without one between them that offers it in none."""
     for before, after in zip(node.lists.history, node.lists.history[1:], strict=False):
         for uuid, new in after.gpus.items():
             old = before.of(uuid)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.model.modes import OFF, GpuMode, Mode, Sale
+from agent.model.modes import OFF, GpuMode, Mode, Offering
 from agent.modes.transition import (
     WORKING,
     ModeState,
@@ -15,8 +15,8 @@ from agent.modes.transition import (
     failed,
     first_seen,
     looked,
+    offered,
     set_up,
-    sold,
     stopped,
     torn_down,
     tried_again,
@@ -27,8 +27,8 @@ PGPU, VGPU, MPS = GpuMode(Mode.PGPU), GpuMode(Mode.VGPU), GpuMode(Mode.MPS)
 SLICED = GpuMode(Mode.PGPU, replicas=4)
 
 
-def selling(mode: GpuMode) -> ModeState:
-    return sold(set_up(wanted(first_seen(None), mode)))
+def standing(mode: GpuMode) -> ModeState:
+    return offered(set_up(wanted(first_seen(None), mode)))
 
 
 def stages(state: ModeState, *events: Callable[[ModeState], ModeState]) -> list[Stage]:
@@ -49,34 +49,34 @@ def held(state: ModeState) -> ModeState:
 
 
 def test_an_idle_gpu_goes_from_mode_to_mode() -> None:
-    way = stages(selling(PGPU), lambda state: wanted(state, MPS), free, torn_down, set_up, sold)
+    way = stages(standing(PGPU), lambda state: wanted(state, MPS), free, torn_down, set_up, offered)
     assert way == [
-        Stage.SELLING,
+        Stage.OFFERED,
         Stage.CLOSING,
         Stage.TEARING_DOWN,
         Stage.SETTING_UP,
         Stage.READY,
-        Stage.SELLING,
+        Stage.OFFERED,
     ]
 
 
 def test_no_free_id_leaves_a_list_while_an_allocation_may_be_under_way() -> None:
-    closing = wanted(selling(PGPU), VGPU)
-    assert closing.listed == GpuMode(Mode.PGPU, Sale.CLOSING, closing.listed.reason)
+    closing = wanted(standing(PGPU), VGPU)
+    assert closing.listed == GpuMode(Mode.PGPU, Offering.CLOSING, closing.listed.reason)
     assert looked(closing, held=True, granted=True) is closing
     draining = held(closing)
-    assert (draining.stage, draining.listed.sale) == (Stage.DRAINING, Sale.CLOSED)
+    assert (draining.stage, draining.listed.offering) == (Stage.DRAINING, Offering.CLOSED)
     assert held(draining) is draining
     assert free(draining).stage is Stage.TEARING_DOWN
 
 
 def test_a_wish_that_is_taken_back_before_anything_ended_sells_at_once() -> None:
-    for state in (wanted(selling(MPS), PGPU), held(wanted(selling(MPS), PGPU))):
-        assert wanted(state, MPS) == selling(MPS)
+    for state in (wanted(standing(MPS), PGPU), held(wanted(standing(MPS), PGPU))):
+        assert wanted(state, MPS) == standing(MPS)
 
 
 def test_a_set_up_that_nobody_wants_any_more_is_taken_down() -> None:
-    setting_up = torn_down(free(wanted(selling(PGPU), MPS)))
+    setting_up = torn_down(free(wanted(standing(PGPU), MPS)))
     assert (setting_up.stage, setting_up.running) == (Stage.SETTING_UP, Mode.MPS)
     for state in (setting_up, set_up(setting_up)):
         ending = wanted(state, VGPU)
@@ -86,7 +86,7 @@ def test_a_set_up_that_nobody_wants_any_more_is_taken_down() -> None:
 
 
 def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
-    setting_up = torn_down(free(wanted(selling(SLICED), MPS)))
+    setting_up = torn_down(free(wanted(standing(SLICED), MPS)))
     back = failed(setting_up, "no program")
     assert (back.stage, back.running, back.failure) == (Stage.GOING_BACK, Mode.PGPU, "no program")
     again = set_up(back)
@@ -94,8 +94,8 @@ def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
     assert not again.reached
     assert wanted(again, MPS) is again  # nothing new
     assert tried_again(again).stage is Stage.CLOSING
-    done = sold(set_up(torn_down(free(tried_again(again)))))
-    assert done == selling(MPS)
+    done = offered(set_up(torn_down(free(tried_again(again)))))
+    assert done == standing(MPS)
     off = failed(back, "no memory")
     assert (off.stage, off.listed.reason) == (Stage.OFF, "no program; and back again: no memory")
     assert tried_again(off).stage is Stage.SETTING_UP
@@ -106,19 +106,19 @@ def test_pods_of_before_keep_their_ids_listed_whatever_fails() -> None:
     seen = first_seen(MPS)
     assert seen.listed.mode is Mode.MPS
     setting_up = wanted(seen, MPS)
-    assert (setting_up.stage, setting_up.listed.sale) == (Stage.SETTING_UP, Sale.CLOSED)
+    assert (setting_up.stage, setting_up.listed.offering) == (Stage.SETTING_UP, Offering.CLOSED)
     resting = failed(setting_up, "it hangs")
     assert (resting.stage, resting.listed.mode, resting.resting) == (Stage.DRAINING, Mode.MPS, True)
     assert free(resting) is resting
-    assert sold(set_up(tried_again(resting))) == selling(MPS)
+    assert offered(set_up(tried_again(resting))) == standing(MPS)
     # What runs for them is ended, though nobody knows by then whether anything does.
     assert free(wanted(resting, PGPU)).running is Mode.MPS
 
 
 def test_an_agent_that_stops_keeps_its_ids_listed() -> None:
-    ending = stopped(selling(PGPU))
-    assert ending.listed == GpuMode(Mode.PGPU, Sale.CLOSING, "the agent is stopping")
-    assert stopped(wanted(selling(PGPU), OFF)).stage is Stage.CLOSING
+    ending = stopped(standing(PGPU))
+    assert ending.listed == GpuMode(Mode.PGPU, Offering.CLOSING, "the agent is stopping")
+    assert stopped(wanted(standing(PGPU), OFF)).stage is Stage.CLOSING
 
 
 TARGETS = [OFF, PGPU, SLICED, VGPU, MPS, GpuMode(reason="cordoned", refused=True)]
@@ -131,7 +131,7 @@ EVENTS: list[Callable[[ModeState], ModeState]] = [
     set_up,
     lambda state: failed(state, "no"),
     tried_again,
-    sold,
+    offered,
 ]
 
 
@@ -145,10 +145,10 @@ def test_any_order_of_events_ends_in_the_last_wish(
 ) -> None:
     for event in events:
         before, state = state, event(state)
-        # Never from one list to another without being on none; what is sold runs.
+        # Never from one list to another without being on none; what is offered runs.
         if before.mode is not Mode.OFF:
             assert state.mode in (before.mode, Mode.OFF)
-        if state.stage is Stage.SELLING:
+        if state.stage is Stage.OFFERED:
             assert state.running is state.mode is not Mode.OFF
         if state.stage is Stage.OFF:
             assert (state.mode, state.running) == (Mode.OFF, Mode.OFF)
@@ -156,14 +156,14 @@ def test_any_order_of_events_ends_in_the_last_wish(
             assert state.running is not Mode.OFF
     state = wanted(state, target)
     for _ in range(3):
-        for event in (tried_again, free, torn_down, set_up, sold):
+        for event in (tried_again, free, torn_down, set_up, offered):
             state = event(state)
     assert state.reached
-    assert (state.listed.mode, state.listed.selling) == (target.mode, True)
+    assert (state.listed.mode, state.listed.offered) == (target.mode, True)
     assert replace(state, target=OFF).failure == ""
 
 
-@pytest.mark.parametrize("event", [torn_down, set_up, sold, tried_again, free, held])
+@pytest.mark.parametrize("event", [torn_down, set_up, offered, tried_again, free, held])
 def test_what_concerns_another_stage_changes_nothing(event: Callable[[ModeState], ModeState]) -> None:
-    state = selling(PGPU)
+    state = standing(PGPU)
     assert event(state) is state

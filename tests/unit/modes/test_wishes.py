@@ -88,7 +88,7 @@ def test_a_node_that_another_agent_claims_sells_nothing(labels: Mapping[str, str
     desired = WORDS.of_labels(labels)
     assert {entry.mode for entry in desired.entries} == {Mode.OFF}
     assert desired.problem is not None
-    assert "two agents cannot sell the same GPUs" in desired.problem
+    assert "two agents cannot offer the same GPUs" in desired.problem
 
 
 def test_modes_that_are_turned_off_cannot_be_asked_for() -> None:

@@ -11,7 +11,7 @@ import pytest
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import INVENTORY, decode
 from agent.model.topology import Topology
 from agent.modes.resources import ResourceSet
@@ -26,9 +26,9 @@ def modes(*given: GpuMode) -> Assignment:
 
 
 def test_mode_capacity_draining_and_slices_are_told() -> None:
-    assignment = modes(GpuMode(Mode.VGPU, Sale.CLOSED), GpuMode(Mode.MPS), GpuMode(Mode.PGPU, replicas=4))
+    assignment = modes(GpuMode(Mode.VGPU, Offering.CLOSED), GpuMode(Mode.MPS), GpuMode(Mode.PGPU, replicas=4))
     found = inventory_of(snapshot_of(gpu(0), gpu(1), gpu(2)), assignment)
-    assert [(one.mode, one.selling, one.replicas, one.clients) for one in found.gpus] == [
+    assert [(one.mode, one.offered, one.replicas, one.clients) for one in found.gpus] == [
         (Mode.VGPU, False, 1, 0),
         (Mode.MPS, True, 1, 48),
         (Mode.PGPU, True, 4, 0),

@@ -8,7 +8,7 @@ import anyio
 
 from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell
-from agent.model.modes import GpuMode, Mode, Sale
+from agent.model.modes import GpuMode, Mode, Offering
 from agent.modes.state import GpuSwitch, Phase, SwitchState
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, NodeStateWriter, encode
 
@@ -73,7 +73,7 @@ STATE = SwitchState(
     "mps",
     "waiting for 1 pod(s) to end: default/train",
     (
-        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, Sale.CLOSED), GpuMode(Mode.MPS), ("default/train",)),
+        GpuSwitch(0, "GPU-a", GpuMode(Mode.PGPU, Offering.CLOSED), GpuMode(Mode.MPS), ("default/train",)),
         GpuSwitch(1, "GPU-b", GpuMode(Mode.MPS), GpuMode(Mode.MPS)),
     ),
     "pgpu",

@@ -23,12 +23,12 @@ GPU, CORE = "nvidia.com/gpu", "tencent.com/vcuda-core"
 READ_SECONDS = 0.01  # until the kubelet has read a list
 
 
-def selling(mode: Mode) -> Assignment:
+def all_in(mode: Mode) -> Assignment:
     """Eight GPUs, all of them in one mode."""
     return Assignment({f"GPU-{index}": GpuMode(mode) for index in range(8)})
 
 
-PGPU, VGPU, NOTHING = selling(Mode.PGPU), selling(Mode.VGPU), Assignment()
+PGPU, VGPU, NOTHING = all_in(Mode.PGPU), all_in(Mode.VGPU), Assignment()
 
 
 def lists(assignment: Assignment) -> Amounts:

@@ -194,7 +194,7 @@ class KubeletModel(PodSource):
     def listed(self, member: PairMember) -> frozenset[str]:
         """All healthy IDs."""
         pools = self.pairing.ledger.pools.values()
-        return frozenset().union(*(pool.id_set(member) for pool in pools if pool.sellable))
+        return frozenset().union(*(pool.id_set(member) for pool in pools if pool.offerable))
 
     async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
         """Take a pod up and give its containers devices. Raises Refused, AgentKilled; then it holds nothing.

@@ -8,7 +8,7 @@ from agent._proto import v1beta1
 from agent.kubelet.api import Refused
 from agent.model.demand import Stage
 from agent.model.ledger import PairMember
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.pairing.ports import PairRefused
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import Sharing, plugins_of
@@ -131,7 +131,7 @@ async def test_a_gpu_that_drains_keeps_its_holders_under_a_restarted_kubelet() -
     await kubelet.admit(pod("a", share("prepare", 60, 30, Stage.INIT), share("main", 10, 5)))
     await kubelet.told()
     first = kubelet.inventory.value.gpus[0].uuid
-    drains = GpuMode(Mode.VGPU, Sale.CLOSED, reason="drains")
+    drains = GpuMode(Mode.VGPU, Offering.CLOSED, reason="drains")
     kubelet.modes.publish(Assignment({**kubelet.modes.value.gpus, first: drains}))
     await kubelet.told()
     before = kubelet.figures()

@@ -7,7 +7,7 @@ import pytest
 
 from agent.model.demand import MPS, Container, Pod, Stage
 from agent.model.ledger import PairMember
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.placement import ASSIGNED, Policy
 from agent.pairing.ports import Cause, PairRefused
 from tests.unit.pairing.asking import Told, index, told
@@ -72,12 +72,12 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
 
     def drain(step: int) -> None:
         if step == 1:
-            kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, Sale.CLOSED)}))
+            kubelet.modes.publish(Assignment({gpu: GpuMode(Mode.VGPU, Offering.CLOSED)}))
             kubelet.shares.restock()
 
     kubelet.listed = kubelet.pairing.ledger.pools[gpu].id_set  # type: ignore[method-assign]
     await kubelet.admit(pod("a", share("main", 10, 5)), drain)
-    with pytest.raises(PairRefused, match="no GPU of this node is sold in this mode now"):
+    with pytest.raises(PairRefused, match="no GPU of this node is offered in this mode now"):
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 

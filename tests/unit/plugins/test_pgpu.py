@@ -14,7 +14,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.api import PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.gpu import Gpu
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.plugins.inject import Injector
 from agent.plugins.pgpu import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 from agent.settings import Injection, Settings
@@ -119,7 +119,7 @@ def test_gpus_of_other_modes_are_not_listed(mode: GpuMode) -> None:
 def test_what_is_held_of_a_draining_gpu_stays_listed_as_unhealthy() -> None:
     parts = Parts(3)
     for number in (0, 1):
-        parts.set_mode(number, GpuMode(Mode.PGPU, Sale.CLOSED))
+        parts.set_mode(number, GpuMode(Mode.PGPU, Offering.CLOSED))
     parts.hold("GPU-0")
     assert [(one, health) for one, health, _ in parts.listed()] == [
         ("GPU-0", "Unhealthy"),
@@ -165,7 +165,7 @@ async def test_gpus_are_handed_out_as_asked() -> None:
         ),
         ("", "is empty or longer than 63 characters"),
         ("x" * 5000, "is empty or longer than 63 characters"),
-        ("GPU-0::r0", "GPU GPU-0 (index 0) is not sold as nvidia.com/gpu now"),
+        ("GPU-0::r0", "GPU GPU-0 (index 0) is not offered as nvidia.com/gpu now"),
     ],
 )
 async def test_what_is_not_ours_is_refused(device_id: str, told: str) -> None:
@@ -188,14 +188,14 @@ async def test_a_sick_gpu_is_refused_with_its_cause() -> None:
 async def test_a_gpu_of_another_mode_is_refused_with_the_reason() -> None:
     parts = Parts(2)
     parts.set_mode(0, GpuMode(Mode.MPS))
-    assert "is not sold as nvidia.com/gpu now: it is in mode mps" in str(await parts.refusal("GPU-0"))
+    assert "is not offered as nvidia.com/gpu now: it is in mode mps" in str(await parts.refusal("GPU-0"))
     parts.set_mode(0, GpuMode(reason="MIG is on"))
     assert str(await parts.refusal("GPU-0")).endswith("now: MIG is on")
 
 
 async def test_a_draining_gpu_honours_what_was_being_admitted() -> None:
     parts = Parts(1)
-    parts.set_mode(0, GpuMode(Mode.PGPU, Sale.CLOSED))
+    parts.set_mode(0, GpuMode(Mode.PGPU, Offering.CLOSED))
     assert await parts.allocate("GPU-0") == "GPU-0"
 
 
@@ -224,7 +224,7 @@ async def test_time_slices_spread_over_the_least_shared_gpus() -> None:
     chosen = await parts.plugin.prefer(PreferenceRequest(free, (), 2))
     assert chosen == ["GPU-1::r0", "GPU-0::r1"]
     assert await parts.allocate("GPU-1::r0", "GPU-1::r2") == "GPU-1"
-    assert "is not sold" in str(await parts.refusal("GPU-1"))
+    assert "is not offered" in str(await parts.refusal("GPU-1"))
 
 
 async def test_more_than_one_slice_may_be_refused() -> None:
@@ -338,7 +338,7 @@ async def test_lists_stay_as_they_were_while_nobody_can_say_who_holds_what() -> 
     parts = Parts(2)
     parts.hold("GPU-0")
     for number in range(2):
-        parts.set_mode(number, GpuMode(Mode.PGPU, Sale.CLOSED))
+        parts.set_mode(number, GpuMode(Mode.PGPU, Offering.CLOSED))
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]
     parts.cell.publish(None)
     assert parts.listed() == [("GPU-0", "Unhealthy", [0])]

@@ -12,7 +12,7 @@ from tests.unit.plugins.test_pgpu import Parts
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda parts: parts.set_mode(0, GpuMode(Mode.VGPU)), "is not sold as nvidia.com/gpu now"),
+        (lambda parts: parts.set_mode(0, GpuMode(Mode.VGPU)), "is not offered as nvidia.com/gpu now"),
         (lambda parts: parts.fall_ill(0), "is unhealthy: Xid 79"),
     ],
     ids=["mode", "health"],

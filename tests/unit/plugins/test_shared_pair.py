@@ -11,7 +11,7 @@ from agent.inventory.snapshot import GpuState
 from agent.kubelet.api import Allocation, Mount, PreferenceRequest, Refused
 from agent.model.demand import VGPU, Stage
 from agent.model.ledger import PairMember
-from agent.model.modes import Assignment, GpuMode, Mode, Sale
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.plugins import encode
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.shared_pair import Sharing
@@ -130,7 +130,7 @@ async def test_a_draining_gpu_lists_what_is_held_as_unhealthy() -> None:
     node = Node(1)
     holding = pod("a", share("main", 30, 10))
     await node.kubelet.admit(holding)
-    node.set_mode(0, GpuMode(Mode.VGPU, Sale.CLOSED))
+    node.set_mode(0, GpuMode(Mode.VGPU, Offering.CLOSED))
     assert (node.listed(PairMember.CORE), node.listed(PairMember.MEMORY)) == ({0: (30, 0)}, {0: (10, 0)})
     node.kubelet.end(holding.key)
     await node.kubelet.pairing.reconcile()
@@ -152,7 +152,7 @@ async def test_figures_foretell_an_assignment() -> None:
     node = Node()
     await node.kubelet.admit(pod("a", share("main", 30, 10)))
     uuids = [state.uuid for state in node.kubelet.inventory.value.gpus]
-    ahead = Assignment({uuids[0]: GpuMode(Mode.VGPU, Sale.CLOSED), uuids[1]: GpuMode(Mode.VGPU)})
+    ahead = Assignment({uuids[0]: GpuMode(Mode.VGPU, Offering.CLOSED), uuids[1]: GpuMode(Mode.VGPU)})
     assert node.plugins[PairMember.CORE].figures(ahead) == (CORES + 30, CORES)
     assert node.plugins[PairMember.MEMORY].figures(ahead) == (BLOCKS + 10, BLOCKS)
     assert node.listed(PairMember.CORE)[0] == (CORES, CORES)

@@ -112,7 +112,7 @@ def test_one_reason_for_many_gpus_is_one_line() -> None:
     unsold = [gpu(number) for number in range(3)]
     for one in unsold:
         one["mode"] = one["mode"] | {"active": "off", "wanted": "off", "reason": "no mode is set"}
-    assert render(report(*unsold)).splitlines()[-1] == "GPU 0, 1, 2: not sold: no mode is set"
+    assert render(report(*unsold)).splitlines()[-1] == "GPU 0, 1, 2: not offered: no mode is set"
 
 
 def test_a_switch_shows_from_and_to_and_whom_it_waits_for() -> None:

@@ -1,0 +1,152 @@
+"""`gpu-node-agent check nodes`: what the pods of a preflight DaemonSet found, node by node (`helm test`)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+
+from agent.check.look import GOOD, NOT_SEEN, WRONG
+from agent.cluster.api import ApiUnavailable, KubeApi
+
+Say = Callable[[str], None]
+
+POLL_SECONDS = 1.0
+
+
+class _Named(msgspec.Struct):
+    name: str = ""
+    uid: str = ""
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    uid: str = ""
+    generation: int = 0
+    owner_references: list[_Named] = msgspec.field(default_factory=list)
+
+
+class _DaemonSetStatus(msgspec.Struct, rename="camel"):
+    observed_generation: int = -1
+    desired_number_scheduled: int = 0
+
+
+class _DaemonSet(msgspec.Struct):
+    metadata: _Metadata
+    status: _DaemonSetStatus = msgspec.field(default_factory=_DaemonSetStatus)
+
+
+class _State(msgspec.Struct, rename="camel"):
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class _States(msgspec.Struct):
+    waiting: _State | None = None
+    terminated: _State | None = None
+
+
+class _Container(msgspec.Struct, rename="camel"):
+    state: _States = msgspec.field(default_factory=_States)
+    last_state: _States = msgspec.field(default_factory=_States)
+
+
+class _Status(msgspec.Struct, rename="camel"):
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    container_statuses: list[_Container] = msgspec.field(default_factory=list)
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    node_name: str = ""
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Metadata
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class _PodList(msgspec.Struct):
+    items: list[_Pod]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One look at all pods."""
+
+    wanted: int | None  # nodes that are to have one; None: not known yet
+    ended: Mapping[str, _State]  # by node
+    waiting: Mapping[str, str]  # by node or pod: the reasons
+
+    @property
+    def complete(self) -> bool:
+        """Whether every node has answered."""
+        return self.wanted is not None and len(self.ended) >= self.wanted
+
+
+async def collect(api: KubeApi, namespace: str, daemonset: str, seconds: float, say: Say) -> int:
+    """Wait until each pod has looked at its node, and tell of all; the exit code. Raises ApiError."""
+    found = Round(None, {}, {})
+    with anyio.move_on_after(seconds):
+        while not found.complete:
+            try:
+                found = await _look(api, namespace, daemonset)
+            except ApiUnavailable as error:
+                say(f"asks again: {error}")
+            if not found.complete:
+                await anyio.sleep(POLL_SECONDS)
+    for node, state in sorted(found.ended.items()):
+        say(f"{node}:")
+        for line in state.message.splitlines() or [f"exit code {state.exit_code}, and no word of it"]:
+            say(f"  {line}")
+    for node, reason in sorted(found.waiting.items()):
+        say(f"{node}: has not answered within {seconds:g} s: {reason}")
+    return _result(found, say)
+
+
+def _result(found: Round, say: Say) -> int:
+    if not found.wanted:
+        say("no node is chosen for an agent: see nodeSelector and affinity, or label a node with a mode")
+        return WRONG
+    good = sum(state.exit_code == GOOD for state in found.ended.values())
+    say(f"{good} of {found.wanted} nodes can offer their GPUs")
+    if good >= found.wanted:
+        return GOOD
+    codes = {state.exit_code for state in found.ended.values()} - {GOOD}
+    return NOT_SEEN if codes == {NOT_SEEN} and found.complete else WRONG
+
+
+async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
+    path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{daemonset}"
+    owner = msgspec.json.decode(await api.get(path), type=_DaemonSet)
+    query = {"labelSelector": "app.kubernetes.io/component=preflight"}
+    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=_PodList)
+    ended: dict[str, _State] = {}
+    waiting: dict[str, str] = {}
+    for pod in pods.items:
+        # A DaemonSet of the same name before this one may still have pods.
+        if owner.metadata.uid not in {each.uid for each in pod.metadata.owner_references}:
+            continue
+        if state := _ended(pod):
+            ended[pod.spec.node_name] = state
+        else:
+            waiting[pod.spec.node_name or pod.metadata.name] = _reasons(pod)
+    seen = owner.status.observed_generation >= owner.metadata.generation
+    return Round(owner.status.desired_number_scheduled if seen else None, ended, waiting)
+
+
+def _ended(pod: _Pod) -> _State | None:
+    """How the container ended; pods of a DaemonSet start theirs again and again."""
+    for container in pod.status.container_statuses:
+        return container.state.terminated or container.last_state.terminated
+    return None
+
+
+def _reasons(pod: _Pod) -> str:
+    states = [each.state.waiting for each in pod.status.container_statuses if each.state.waiting]
+    told = [(pod.status.reason, pod.status.message), *((each.reason, each.message) for each in states)]
+    words = [": ".join(part for part in each if part) for each in told]
+    return "; ".join(word for word in words if word) or pod.status.phase or "Pending"

@@ -1,0 +1,83 @@
+"""Looks at the driver, its GPUs, and what the modes need of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.check.look import Grade, Look
+from agent.model.compat import hooked, vgpu_warning
+from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, told
+from agent.model.gpu import Driver, Gpu
+from agent.mps.binary import find
+from agent.mps.errors import ProgramMissing
+from agent.nvml.errors import NvmlError
+from agent.nvml.port import NvmlPort
+from agent.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What NVML says."""
+
+    driver: Driver | None
+    gpus: tuple[Gpu, ...]
+    looks: tuple[Look, ...]
+
+
+def look_at_machine(nvml: NvmlPort) -> Machine:
+    """Ask NVML once. Blocks."""
+    try:
+        driver = nvml.open()
+    except NvmlError as error:
+        return Machine(None, (), (Look("driver", Grade.FAILED, f"{error}"),))
+    looks = [Look("driver", Grade.OK, f"{driver.version}, serves CUDA {told(driver.cuda_version)}")]
+    gpus = []
+    try:
+        for index in range(nvml.count()):
+            try:
+                gpus.append(nvml.describe(index))
+            except NvmlError as error:
+                looks.append(Look("GPUs", Grade.WARNING, f"GPU {index} cannot be described: {error}"))
+    except NvmlError as error:
+        looks.append(Look("GPUs", Grade.FAILED, f"the driver does not say how many there are: {error}"))
+        return Machine(driver, (), tuple(looks))
+    finally:
+        nvml.close()
+    if gpus:
+        products = ", ".join(sorted({gpu.product for gpu in gpus}))
+        looks.append(Look("GPUs", Grade.OK, f"{len(gpus)} x {products}"))
+    else:
+        looks.append(Look("GPUs", Grade.FAILED, "the driver knows no GPU; see dmesg and nvidia-smi"))
+    return Machine(driver, tuple(gpus), tuple(looks))
+
+
+def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
+    """What MIG, mode vgpu and mode mps find on these GPUs. Blocks on files."""
+    if machine.driver is None or not machine.gpus:
+        return
+    if mig := [str(gpu.index) for gpu in machine.gpus if gpu.mig_enabled]:
+        yield Look(
+            "MIG",
+            Grade.WARNING,
+            f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
+        )
+    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement)
+    if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
+        yield Look("mode vgpu", Grade.WARNING, warning)
+    if settings.modes.mps:
+        yield from _mps(settings, machine.driver, machine.gpus)
+
+
+def _mps(settings: Settings, driver: Driver, gpus: tuple[Gpu, ...]) -> Iterator[Look]:
+    if driver.cuda_version < MPS_CUDA:
+        text = f"needs a driver for CUDA {told(MPS_CUDA)} or later"
+        yield Look("mode mps", Grade.FAILED, f"{text}: get a newer driver, or set modes.mps: false")
+    elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < MPS_CAPABILITY]:
+        text = f"GPU {', '.join(old)} is older than Volta ({told(MPS_CAPABILITY)}): not offered as MPS shares"
+        yield Look("mode mps", Grade.WARNING, text)
+    try:
+        explicit = settings.mps.control_program
+        program = find(Path(settings.driver.root), Path(explicit) if explicit else None)
+        yield Look("MPS program", Grade.OK, str(program.path))
+    except ProgramMissing as error:
+        yield Look("MPS program", Grade.FAILED, str(error))

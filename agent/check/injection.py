@@ -1,0 +1,167 @@
+"""Looks at how containers would get their GPUs: NVIDIA's toolkit, the runtime, and its CDI switch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.cdi.specification import Devices
+from agent.check.host import Host
+from agent.check.look import Grade, Look
+from agent.check.own_specification import Own
+from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
+from agent.check.software import NodeFacts
+from agent.kit.inside import inside
+from agent.plugins.inject import cdi_problem, choose, toolkit_devices
+from agent.settings import Settings
+
+OLDEST_TOOLKIT = (1, 7, 0)
+NOT_SEEN = "cannot be seen from here (--host-root names where the node's root is mounted)"
+SWITCH_ON = "set enable_cdi = true there and restart containerd"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What is known of it."""
+
+    settings: Settings
+    host: Host
+    facts: NodeFacts | None
+    own: Devices  # of the agent's own specification
+    runtime: Runtimes | None
+    toolkit: frozenset[str]  # devices of the toolkit's specification
+
+    @property
+    def by_cdi(self) -> bool:
+        """Whether the agent would answer CDI devices, and the runtime injects them."""
+        software = self.facts.software if self.facts else None
+        chosen = choose(self.settings, software, self.toolkit, self.own).cdi
+        return chosen and not (self.runtime and self.runtime.cdi is False)
+
+    @property
+    def worst(self) -> Grade:
+        """Of NVIDIA's runtime where it would not serve: CDI may, where nobody says that it does not."""
+        undecided = self.facts is None and self.settings.injection.strategy == "auto"
+        return Grade.UNKNOWN if undecided else Grade.FAILED
+
+
+def way_of(settings: Settings, host: Host, facts: NodeFacts | None, own: Own, *, driver: bool) -> Way:
+    """Read the node's files. Blocks."""
+    folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
+    # The missing driver alone is to be named as missing, not what follows from it.
+    devices = own.devices if driver or not own.wanted else Devices(frozenset({"GPU-"}))
+    return Way(settings, host, facts, devices, runtimes(host), toolkit_devices(folders))
+
+
+def look_at_injection(way: Way) -> Iterator[Look]:
+    """Toolkit, default runtime, CDI. Blocks."""
+    if way.settings.simulator.profile:
+        text = "any will do: the GPUs are simulated, and containers get no device"
+        yield Look("container runtime", Grade.OK, text)
+        return
+    unneeded = None
+    if way.by_cdi:
+        unneeded = "not needed: GPUs are injected as CDI devices"
+    elif way.settings.injection.device_nodes:
+        unneeded = "not needed: injection.deviceNodes names the nodes"
+    yield _toolkit(way, unneeded)
+    yield Look("default runtime", Grade.OK, unneeded) if unneeded else _runtime(way)
+    yield _cdi(way)
+
+
+def _toolkit(way: Way, unneeded: str | None) -> Look:
+    found = toolkit_version(way.host)
+    if found is None:
+        if unneeded:
+            return Look("toolkit", Grade.OK, unneeded)
+        if way.host.root is None:
+            return Look("toolkit", Grade.UNKNOWN, f"NVIDIA's container toolkit is needed, and {NOT_SEEN}")
+        return Look(
+            "toolkit",
+            way.worst,
+            "NVIDIA's container toolkit is not on the node, and without it nothing but CDI gives containers "
+            "the driver: install 1.7.0 or later, or see what keeps CDI from it (below)",
+        )
+    program, version = found
+    if version is None:
+        text = f"{program} is there and does not tell its version"
+        if unneeded:
+            return Look("toolkit", Grade.OK, f"{text}; {unneeded}")
+        return Look("toolkit", Grade.UNKNOWN, f"{text}: run {program} --version there, 1.7.0 is needed")
+    text = f"{program} {'.'.join(map(str, version))}"
+    if version < OLDEST_TOOLKIT and not unneeded:
+        return Look("toolkit", Grade.FAILED, f"{text}: update NVIDIA's container toolkit to 1.7.0 or later")
+    return Look("toolkit", Grade.OK, text)
+
+
+def _runtime(way: Way) -> Look:
+    what = "default runtime"
+    found = way.runtime
+    if found is None and way.host.root is None:
+        remedy = "it must be nvidia, or pods must name a RuntimeClass that leads to it"
+        return Look(what, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
+    if found is None:
+        found = Runtimes("its defaults, without a configuration file", "runc")
+    if found.default == "nvidia":
+        return Look(what, Grade.OK, f"nvidia, by {found.file}")
+    seen = f"{found.default} by {found.file}"
+    if "nvidia" in found.names:
+        return Look(
+            what,
+            Grade.WARNING,
+            f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "
+            "nvidia-ctk runtime configure --set-as-default, or CDI, serves all pods",
+        )
+    return Look(
+        what,
+        way.worst,
+        f"{seen}: pods would start without their GPUs; nvidia-ctk runtime configure --set-as-default and a "
+        "restart of the runtime set it, or use CDI (below)",
+    )
+
+
+def _cdi(way: Way) -> Look:
+    strategy = way.settings.injection.strategy
+    if strategy == "envvar":
+        return Look("CDI", Grade.OK, "not used: injection.strategy is envvar")
+    if way.facts is None:
+        return Look("CDI", Grade.UNKNOWN, "needs kubelet 1.29 and containerd 2.0 or CRI-O 1.23; see kubelet")
+    found = way.runtime
+    if found is None and way.host.root is None:
+        return Look("CDI", Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}, which may switch CDI off")
+    if found and found.cdi is False:
+        text = f"{found.file} switches it off, and pods that get CDI devices start without them or not at all"
+        return Look("CDI", Grade.FAILED, f"{text}: {SWITCH_ON}, or set injection.strategy: envvar")
+    if problem := cdi_problem(way.facts.software):
+        return _by_version(way, problem)
+    folders = found.cdi_folders if found else None
+    if found and folders is not None and not _reads(way, folders):
+        text = f"{found.file} has specifications read from {', '.join(folders)} alone"
+        return Look("CDI", Grade.FAILED, f"{text}: add {way.settings.host.cdi} to its cdi_spec_dirs")
+    if way.own.names:
+        return Look("CDI", Grade.OK, "kubelet and runtime take the devices of the agent's own specification")
+    if way.toolkit:
+        return Look("CDI", Grade.OK, f"kubelet and runtime take {len(way.toolkit)} devices of the toolkit's")
+    grade = Grade.FAILED if strategy == "cdi" else Grade.WARNING
+    return Look("CDI", grade, "kubelet and runtime support it, but there is no specification of the GPUs")
+
+
+def _by_version(way: Way, problem: str) -> Look:
+    switched = way.runtime is not None and way.runtime.cdi is True
+    if way.settings.injection.strategy == "cdi":
+        if switched:
+            return Look("CDI", Grade.OK, "switched on in the runtime's configuration")
+        text = f"{problem}, and injection.strategy is cdi: {SWITCH_ON}, or use injection.strategy: auto"
+        return Look("CDI", Grade.FAILED, text)
+    more = "; it is switched on there, so injection.strategy: cdi would use it" if switched else ""
+    return Look("CDI", Grade.WARNING, f"{problem}: NVIDIA's runtime and its variable are used instead{more}")
+
+
+def _reads(way: Way, folders: tuple[str, ...]) -> bool:
+    """Whether the runtime looks where the agent writes; /var/run is a link to /run on most nodes."""
+    root = way.host.root or Path("/")
+    try:
+        wanted = inside(root, way.settings.host.cdi)
+        there = [inside(root, folder) for folder in folders]
+        return wanted in there or any(each.exists() and wanted.samefile(each) for each in there)
+    except OSError:
+        return False

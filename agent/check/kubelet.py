@@ -1,0 +1,119 @@
+"""Looks at the kubelet's side: version, folders, other agents, Topology Manager; at kernel and cgroups."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent.check.host import Host
+from agent.check.kubelet_files import foreign_agents, topology_manager
+from agent.check.look import Grade, Look
+from agent.check.software import NodeFacts
+from agent.model.modes import FOREIGN_VALUES
+from agent.modes.desired import LABEL
+from agent.mps.processes import kernel_problem
+from agent.settings import Settings
+
+OLDEST_KUBELET = (1, 25)
+# Mounts whose links nobody follows, which MPS shares have (docs/mps.md).
+KERNEL_FOR_MPS = (5, 10)
+
+
+def look_at_kubelet(settings: Settings, host: Host, facts: NodeFacts | None, unread: str) -> Iterator[Look]:
+    """`unread` says why there are no facts. Blocks."""
+    yield _version(facts, unread)
+    kubelet = host.folder(settings.kubelet.root)
+    for path, use in (
+        (kubelet / "plugins_registry", "registration"),
+        (kubelet / "pod-resources" / "kubelet.sock", "who holds what"),
+    ):
+        if path.exists():
+            yield Look("kubelet's folders", Grade.OK, f"{path} ({use})")
+        else:
+            text = f"{path} ({use}) is not there; set kubelet.root to the kubelet's --root-dir"
+            yield Look("kubelet's folders", Grade.FAILED, text)
+    yield from _other_agents(settings, host, facts, unread)
+    yield _topology(host)
+
+
+def _version(facts: NodeFacts | None, unread: str) -> Look:
+    if facts is None:
+        return Look("kubelet", Grade.UNKNOWN, f"its version is in the Node object: {unread}")
+    digits = facts.software.kubelet.removeprefix("v").split(".")
+    version = tuple(int(part) for part in digits[:2] if part.isdigit())
+    text = f"{facts.software.kubelet}, {facts.software.runtime}"
+    if version < OLDEST_KUBELET:
+        return Look("kubelet", Grade.FAILED, f"{text}: Kubernetes 1.25 or later is needed")
+    return Look("kubelet", Grade.OK, text)
+
+
+def _other_agents(settings: Settings, host: Host, facts: NodeFacts | None, unread: str) -> Iterator[Look]:
+    what = "other agents"
+    remedy = "the same GPUs would be given twice: take it off this node first (docs/migration.md)"
+    seen = False
+    folder = host.folder(settings.device_plugins_folder)
+    for each in foreign_agents(folder, host.folder(settings.kubelet.root) / "plugins_registry"):
+        seen = True
+        if each.listening:
+            yield Look(what, Grade.FAILED, f"{each.owner} listens at {each.socket}: {remedy}")
+        else:
+            text = f"{each.socket} of {each.owner} is there and nobody listens: the agent has ended"
+            yield Look(what, Grade.WARNING, f"{text}; a restart of the kubelet removes it")
+    if facts and (label := FOREIGN_VALUES.get(facts.labels.get(LABEL, ""))):
+        seen = True
+        yield Look(what, Grade.FAILED, f"the label {LABEL} gives this node to {label}: {remedy}")
+    if facts and (offered := facts.offered_by_others):
+        seen = True
+        text = f"{', '.join(offered)} on offer, and not by an agent of this product"
+        yield Look(what, Grade.FAILED, f"{text}; {remedy}")
+    if not seen and facts is None:
+        yield Look(what, Grade.UNKNOWN, f"what is on offer here is in the Node object: {unread}")
+    elif not seen:
+        yield Look(what, Grade.OK, "none offers GPUs here")
+
+
+def _topology(host: Host) -> Look:
+    what = "Topology Manager"
+    found = topology_manager(host)
+    if found is None:
+        text = "the kubelet's configuration was not found or cannot be read"
+        if host.root is None:
+            text = "the kubelet's configuration cannot be seen from here (--host-root)"
+        return Look(what, Grade.UNKNOWN, f"{text}; with its policy none, NUMA is not kept")
+    where, policy = found
+    if policy == "none":
+        return Look(
+            what,
+            Grade.WARNING,
+            f"policy none, by {where}: hints about NUMA do nothing; topologyManagerPolicy: "
+            "best-effort keeps CPUs and GPUs together",
+        )
+    return Look(what, Grade.OK, f"policy {policy}, by {where}")
+
+
+def look_at_kernel(settings: Settings, host: Host) -> Iterator[Look]:
+    """Kernel and cgroups. Blocks."""
+    release = os.uname().release
+    digits = [part for part in release.replace("-", ".").split(".")[:2] if part.isdigit()]
+    if settings.modes.mps and (problem := kernel_problem()):
+        yield Look("kernel", Grade.FAILED, f"{problem}, or set modes.mps: false")
+    elif settings.modes.mps and tuple(map(int, digits)) < KERNEL_FOR_MPS:
+        text = "links in shared memory of MPS pods are followed before Linux 5.10 (docs/mps.md)"
+        yield Look("kernel", Grade.WARNING, f"{release}: {text}")
+    else:
+        yield Look("kernel", Grade.OK, f"{release}, {os.uname().machine}")
+    folder = host.folder("/sys/fs/cgroup") if host.named else Path(settings.host.cgroups)
+    version = cgroup_version(folder)
+    if version == 1:
+        text = "the driver's own memory limits (r615) need version 2, and kubelets from 1.35 on want it, too"
+        yield Look("cgroups", Grade.WARNING, f"version 1: {text}")
+    elif version is None:
+        yield Look("cgroups", Grade.UNKNOWN, f"none at {folder}")
+    else:
+        yield Look("cgroups", Grade.OK, f"version {version}")
+
+
+def cgroup_version(folder: Path) -> int | None:
+    """1 or 2; None: no cgroups are mounted there."""
+    if (folder / "cgroup.controllers").exists():
+        return 2
+    return 1 if (folder / "memory").is_dir() or (folder / "cpu").is_dir() else None

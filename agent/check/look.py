@@ -1,0 +1,55 @@
+"""One thing of a node that was looked at, and what all of them come to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+# Exit codes, docs/names.md.
+GOOD, WRONG, NOT_SEEN = 0, 1, 3
+
+
+class Grade(Enum):
+    """How a look came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One thing that was looked at; `text` says what was seen, and the remedy."""
+
+    what: str
+    grade: Grade
+    text: str
+
+    def told(self) -> str:
+        """One line."""
+        return f"{self.grade.value:8} {self.what:18} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the looks come to: the last line, and the exit code."""
+
+    text: str
+    code: int
+
+
+def verdict(looks: Sequence[Look]) -> Verdict:
+    """Only a node of which everything was seen can be called good."""
+    failed = _named(looks, Grade.FAILED)
+    unknown = _named(looks, Grade.UNKNOWN)
+    unseen = f"{len(unknown)} could not be looked at: {', '.join(unknown)}"
+    if failed:
+        text = f"{len(failed)} in the way of offering GPUs: {', '.join(failed)}"
+        return Verdict(f"{text}; {unseen}" if unknown else text, WRONG)
+    if unknown:
+        return Verdict(f"nothing was found in the way of offering GPUs, but {unseen}", NOT_SEEN)
+    return Verdict("this node can offer its GPUs", GOOD)
+
+
+def _named(looks: Sequence[Look], grade: Grade) -> list[str]:
+    return list(dict.fromkeys(each.what for each in looks if each.grade is grade))

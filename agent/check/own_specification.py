@@ -1,0 +1,83 @@
+"""The CDI specification of the GPUs that the agent makes: as it stands, or whether one can be made here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio.to_thread
+
+from agent.cdi import programs
+from agent.cdi.errors import BadSpecification, CdiError
+from agent.cdi.hook import obstacle
+from agent.cdi.specification import FILE, Devices, parse
+from agent.cdi.toolkit import MOST_BYTES, Places, Toolkit
+from agent.check.driver import Machine
+from agent.check.host import Host
+from agent.check.look import Grade, Look
+from agent.kit import small_file
+from agent.settings import Settings
+
+WHAT = "GPU specification"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What containers can get by it."""
+
+    wanted: bool  # whether the agent makes one at all, with this configuration
+    devices: Devices = field(default_factory=Devices)
+    file: Path | None = None  # None: none is there yet
+
+
+async def own_specification(settings: Settings, host: Host) -> Own:
+    """The one that stands there; without it what NVIDIA's program would make, without writing anything."""
+    injection = settings.injection
+    if injection.strategy == "envvar" or not injection.toolkit or settings.simulator.profile:
+        return Own(wanted=False)
+    if standing := await anyio.to_thread.run_sync(_standing, settings, host):
+        return standing
+    folder = Path(injection.toolkit)
+    if not await anyio.to_thread.run_sync(programs.present, folder):
+        missing = f"{programs.CTK} and {programs.HOOK} are not in {folder}"
+        return Own(True, Devices(problem=f"{missing}; use an image that holds them (injection.toolkit)"))
+    hook = Path(settings.host.state) / programs.FOLDER
+    root = Path(injection.driver_root or settings.driver.root)
+    places = Places(folder, root, Path(injection.host_driver_root or root), hook)
+    try:
+        made = await Toolkit(places).specification(hook / programs.HOOK)
+    except CdiError as error:
+        return Own(True, Devices(problem=str(error)))
+    return Own(True, Devices(made.names))
+
+
+def _standing(settings: Settings, host: Host) -> Own | None:
+    file = Path(settings.host.cdi) / FILE
+    try:
+        file = host.folder(settings.host.cdi) / FILE
+        text = small_file.read_text(file, MOST_BYTES)
+        return Own(True, Devices(parse(text.encode()).names), file)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, BadSpecification) as error:
+        return Own(True, Devices(problem=f"{file}: {str(error)[:200]}"), file)
+
+
+def look_at_specification(
+    settings: Settings, host: Host, own: Own, machine: Machine, *, needed: bool
+) -> Iterator[Look]:
+    """Whether it names every GPU, and its hook can be run; `needed`: containers get GPUs by it. Blocks."""
+    if not own.wanted or machine.driver is None:
+        return  # without a driver there is nothing to make one of, and that is said already
+    worst = Grade.FAILED if needed else Grade.WARNING
+    if own.devices.problem:
+        yield Look(WHAT, worst, own.devices.problem)
+        return
+    missing = [gpu.uuid for gpu in machine.gpus if not gpu.mig_enabled and gpu.uuid not in own.devices.names]
+    if problem := obstacle(host.folder(Path(settings.host.state) / programs.FOLDER)):
+        yield Look(WHAT, worst, problem)
+    elif missing:
+        remedy = "the check and the agent need the device nodes of all GPUs (docs/injection.md)"
+        yield Look(WHAT, worst, f"it lacks {', '.join(missing)}; {remedy}")
+    else:
+        how = f"{own.file} names" if own.file else "the agent can make one, with"
+        yield Look(WHAT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")

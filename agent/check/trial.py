@@ -1,0 +1,175 @@
+"""`gpu-node-agent try`: a pod asks for a share, says what it sees, and is taken away whatever happens."""
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM
+from agent.check.share_pod import CONTAINER, NothingOffered, Share, TrialOptions, choose, manifest, share_of
+from agent.check.trial_objects import NodeList, Pod, PodList, told
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
+from agent.cluster.node import Node
+from agent.node.labels import SIMULATED_LABEL
+
+Say = Callable[[str], None]
+
+POLL_SECONDS = 0.5
+DELETE_SECONDS = 10.0
+MOST_LOG_BYTES = 64 << 10
+LIST_SECONDS = 30.0
+AGENTS = "app.kubernetes.io/name=gpu-node-agent,app.kubernetes.io/component=agent"
+FORBIDDEN, NOT_FOUND = 403, 404
+FINAL = ("Succeeded", "Failed")
+# A registry that is slow to answer says so, too, and then brings the image all the same.
+HOPELESS = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
+
+
+class TrialFailed(Exception):
+    """It could not be tried, or the container saw no GPU; the text says why."""
+
+
+async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
+    """Try it, line by line. Raises TrialFailed, ApiError."""
+    nodes = await _nodes(api, options)
+    share = _share(options, nodes)
+    image = None if options.image else await _agents_image(api, options.node)
+    pod = manifest(options, share, image)
+    name = pod["metadata"]["name"]
+    path = f"/api/v1/namespaces/{options.namespace}/pods/{name}"
+    say(f"pod {options.namespace}/{name} asks for {share.told()} (mode {share.mode.value})")
+    there = True
+    try:
+        # Not to be given up half-way: whether there is a pod to take away would not be known.
+        with anyio.CancelScope(shield=True):
+            try:
+                await api.post(path.rpartition("/")[0], pod)
+            except ApiRefused:
+                there = False
+                raise
+        ended = await _ended(api, path, options.seconds, say)
+        query = {"container": CONTAINER, "limitBytes": f"{MOST_LOG_BYTES}"}
+        text = (await api.get(f"{path}/log", query)).decode(errors="replace")
+    finally:
+        if there:
+            with anyio.CancelScope(shield=True):
+                await _take_away(api, path, say)
+    lines = text.splitlines()
+    for line in lines:
+        say(f"  {line}")
+    for key, value in sorted(ended.metadata.annotations.items()):
+        if key.startswith(("gpu-node-agent.io/", "tencent.com/")):
+            say(f"  annotation: {key}={value}")
+    node = next((each for each in nodes or () if each.metadata.name == ended.spec.node_name), None)
+    say(_verdict(ended, lines, simulated=node is not None and SIMULATED_LABEL in node.metadata.labels))
+
+
+def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
+    """What it comes to. Raises TrialFailed."""
+    where = f"on node {ended.spec.node_name}"
+    devices = [line.removeprefix(DEVICE) for line in lines if line.startswith(DEVICE)]
+    program = next((line for line in reversed(lines) if line.startswith(DRIVER_PROGRAM)), None)
+    if ended.status.phase != "Succeeded" or program is None:
+        raise TrialFailed(f"the container {where} did not do what it is for: {told(ended.status)}")
+    if simulated:
+        return f"the share was given {where}; its GPUs are simulated, so the container has no device"
+    if not devices:
+        raise TrialFailed(
+            f"the share was given {where}, but the container has no device of NVIDIA's: docs/injection.md; "
+            "on the node, gpu-node-agent check node says what is missing"
+        )
+    answer = program.removeprefix(DRIVER_PROGRAM)
+    if answer == NO_PROGRAM:
+        return f"the share was given {where}: {len(devices)} devices; the driver brings no nvidia-smi to run"
+    if answer != "ended with 0":
+        raise TrialFailed(f"the share was given {where}, but nvidia-smi {answer}")
+    return f"the share was given {where}: {len(devices)} devices, and nvidia-smi ran"
+
+
+async def _nodes(api: KubeApi, options: TrialOptions) -> list[Node] | None:
+    """All nodes, or the one that is to be tried; None: this account may not list them."""
+    query = {"fieldSelector": f"metadata.name={options.node}"} if options.node else None
+    try:
+        data = await api.get("/api/v1/nodes", query, LIST_SECONDS)
+    except ApiRefused as error:
+        if error.status == FORBIDDEN:
+            return None
+        raise
+    return msgspec.json.decode(data, type=NodeList).items
+
+
+def _share(options: TrialOptions, nodes: list[Node] | None) -> Share:
+    if nodes is None:
+        if options.mode is None:
+            raise TrialFailed(
+                "this account may not list nodes, so that no mode can be chosen: name one (--mode)"
+            )
+        return share_of(options.mode)
+    if options.node and not nodes:
+        raise TrialFailed(f"there is no node {options.node}")
+    try:
+        where = f"on node {options.node}" if options.node else "on any node"
+        return choose(options.mode, (each.status.allocatable for each in nodes), where)
+    except NothingOffered as error:
+        raise TrialFailed(str(error)) from error
+
+
+async def _agents_image(api: KubeApi, node: str | None) -> str:
+    """The image of an agent that runs: the nodes that offer GPUs have it. Raises TrialFailed."""
+    remedy = "name an image with a shell (--image)"
+    try:
+        data = await api.get("/api/v1/pods", {"labelSelector": AGENTS}, LIST_SECONDS)
+    except ApiRefused as error:
+        if error.status != FORBIDDEN:
+            raise
+        raise TrialFailed(f"this account may not look for the agents and their image: {remedy}") from error
+    found = msgspec.json.decode(data, type=PodList).items
+    for pod in sorted(found, key=lambda each: each.spec.node_name != node):
+        for container in pod.spec.containers:
+            if container.name == "agent" and container.image:
+                return container.image
+    raise TrialFailed(f"no agent of this product runs in the cluster, whose image would serve: {remedy}")
+
+
+async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
+    """The pod once it has ended. Raises TrialFailed after `seconds`, or as soon as waiting is of no use."""
+    last = ""
+    with anyio.move_on_after(seconds):
+        while True:
+            try:
+                pod = msgspec.json.decode(await api.get(path), type=Pod)
+            except ApiUnavailable as error:
+                last = str(error)
+                await anyio.sleep(POLL_SECONDS)
+                continue
+            status = pod.status
+            if status.phase in FINAL and status.container_statuses:
+                return pod
+            if status.phase in FINAL:  # the kubelet did not take it in
+                raise TrialFailed(f"node {pod.spec.node_name} refused the pod: {told(status)}")
+            reasons = told(status)
+            if reasons != last:
+                say(f"  waits: {reasons}")
+                last = reasons
+            if any(reason in reasons for reason in HOPELESS):
+                raise TrialFailed(f"the container cannot start: {reasons}")
+            await anyio.sleep(POLL_SECONDS)
+    raise TrialFailed(f"after {seconds:g} s the pod has not ended: {last}; docs/troubleshooting.md")
+
+
+async def _take_away(api: KubeApi, path: str, say: Say) -> None:
+    """Delete it, and wait until it is gone, but not for ever."""
+    _, _, _, _, namespace, _, name = path.split("/")
+    try:
+        with anyio.fail_after(DELETE_SECONDS):
+            await api.delete(path, {"gracePeriodSeconds": "1"})
+            while True:
+                await api.get(path)
+                await anyio.sleep(POLL_SECONDS)
+    except ApiRefused as error:
+        if error.status == NOT_FOUND:
+            return
+        problem = str(error)
+    except (ApiError, TimeoutError) as error:
+        problem = str(error) or f"it is still there after {DELETE_SECONDS:g} s"
+    say(f"the pod could not be taken away ({problem}): kubectl -n {namespace} delete pod {name}")

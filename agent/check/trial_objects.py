@@ -1,0 +1,104 @@
+"""A pod and its node as the API server shows them, as far as `try` looks at them."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from agent.cluster.node import Node
+
+
+class NodeList(msgspec.Struct):
+    """Nodes."""
+
+    items: list[Node]
+
+
+class State(msgspec.Struct, rename="camel"):
+    """Why a container waits or has ended."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerState(msgspec.Struct):
+    """Waiting, ended, or neither: it runs."""
+
+    waiting: State | None = None
+    terminated: State | None = None
+
+
+class ContainerStatus(msgspec.Struct):
+    """Of one container."""
+
+    state: ContainerState = msgspec.field(default_factory=ContainerState)
+
+
+class Condition(msgspec.Struct):
+    """One of `status.conditions`."""
+
+    type: str
+    status: str = ""
+    message: str = ""
+
+
+class Status(msgspec.Struct, rename="camel"):
+    """`status`."""
+
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    conditions: list[Condition] = msgspec.field(default_factory=list)
+    container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+
+
+class Container(msgspec.Struct):
+    """A container of the specification."""
+
+    name: str
+    image: str = ""
+
+
+class Spec(msgspec.Struct, rename="camel"):
+    """`spec`."""
+
+    node_name: str = ""
+    containers: list[Container] = msgspec.field(default_factory=list)
+
+
+class Metadata(msgspec.Struct):
+    """ObjectMeta."""
+
+    name: str
+    namespace: str = ""
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Pod(msgspec.Struct):
+    """A pod, as far as it is looked at."""
+
+    metadata: Metadata
+    spec: Spec = msgspec.field(default_factory=Spec)
+    status: Status = msgspec.field(default_factory=Status)
+
+
+class PodList(msgspec.Struct):
+    """Pods."""
+
+    items: list[Pod]
+
+
+def told(status: Status) -> str:
+    """The reasons that Kubernetes gives, in one line."""
+    return "; ".join(dict.fromkeys(" ".join(text.split()) for text in _reasons(status) if text.strip(": ")))
+
+
+def _reasons(status: Status) -> Iterator[str]:
+    yield f"{status.reason}: {status.message}" if status.reason or status.message else ""
+    for condition in status.conditions:
+        if condition.type == "PodScheduled" and condition.status != "True":
+            yield condition.message
+    for container in status.container_statuses:
+        for state in (container.state.waiting, container.state.terminated):
+            if state:
+                yield f"{state.reason}: {state.message}".strip(": ")
+    yield status.phase

@@ -1,0 +1,27 @@
+"""Arguments that several commands have."""
+
+import argparse
+import os
+from pathlib import Path
+
+from agent.status.table import parse_duration
+
+
+def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
+    """Add --kubeconfig."""
+    parser.add_argument("--kubeconfig", type=Path, help="(default: $KUBECONFIG, else the service account)")
+
+
+def kubeconfig(options: argparse.Namespace) -> Path | None:
+    """The file to use; None: the pod's service account."""
+    known = os.environ.get("KUBECONFIG")
+    given: Path | None = options.kubeconfig
+    return given or (Path(known) if known else None)
+
+
+def duration(text: str) -> float:
+    """Seconds of 90s, 10m or 2h, as a type of an argument."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,90 @@
+"""`gpu-node-agent try`: arguments, output, exit codes.
+
+Exit codes: 0 the container saw its share, 1 it did not or it could not be tried, 2 bad arguments,
+130 interrupted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from agent.cli.arguments import add_kubeconfig, duration, kubeconfig
+from agent.cli.interrupting import until_interrupted
+from agent.model.modes import OFFERED_MODES, Mode
+
+if TYPE_CHECKING:
+    from agent.check.share_pod import TrialOptions
+
+INTERRUPTED = 130
+
+
+def add_commands(commands: Any) -> None:  # noqa: ANN401  argparse names no type for it
+    """Add `try`."""
+    parser = commands.add_parser("try", help="have a pod ask for a share, and say what it sees")
+    modes = [mode.value for mode in OFFERED_MODES]
+    parser.add_argument("--mode", choices=modes, help="default: the first that a node offers")
+    parser.add_argument("-n", "--namespace", default="default", help="of the pod (default: %(default)s)")
+    parser.add_argument("--node", help="the node to try (default: any)")
+    parser.add_argument(
+        "--image", help="one with a shell (default: the agent's own, which the nodes have already)"
+    )
+    parser.add_argument("--runtime-class", metavar="NAME", help="where pods with GPUs need one")
+    parser.add_argument(
+        "--timeout", type=duration, default=120.0, metavar="TIME", help="for the pod (default: 2m)"
+    )
+    add_kubeconfig(parser)
+    # What the pod runs.
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(command=_try)
+
+
+def _try(options: argparse.Namespace) -> int:
+    if options.inside:
+        from agent.check.probe import seen  # noqa: PLC0415  not needed by the agent itself
+
+        for line in seen():
+            print(line, flush=True)
+        return 0
+    from agent.check.share_pod import TrialOptions  # noqa: PLC0415  as above
+
+    chosen = TrialOptions(
+        Mode(options.mode) if options.mode else None,
+        options.namespace,
+        options.node,
+        options.image,
+        options.runtime_class,
+        options.timeout,
+    )
+
+    async def act() -> int:
+        return await _attempt(chosen, kubeconfig(options))
+
+    code = anyio.run(until_interrupted, act)
+    if code is None:
+        print("interrupted", file=sys.stderr)
+    return INTERRUPTED if code is None else code
+
+
+async def _attempt(chosen: "TrialOptions", config: Path | None) -> int:
+    import msgspec  # noqa: PLC0415  as above
+
+    from agent.check.trial import TrialFailed, attempt  # noqa: PLC0415  loads the API client
+    from agent.cluster.api import ApiError, connect  # noqa: PLC0415
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+
+    try:
+        api = await connect(config)
+    except NoClusterAccess as error:
+        print(f"{error}; name a kubeconfig with --kubeconfig", file=sys.stderr)
+        return 1
+    try:
+        await attempt(api, chosen, lambda line: print(line, flush=True))
+    except (TrialFailed, ApiError, msgspec.DecodeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        await api.close()
+    return 0

@@ -1,0 +1,136 @@
+"""`.ci/release` on a copy of the files that it reads: nothing unfinished is released."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    *("pyproject.toml", "CHANGELOG.md", "README.md", "agent/__init__.py", "docs/install.md"),
+    *("charts/gpu-node-agent/Chart.yaml", "charts/gpu-node-agent/values.yaml"),
+)
+NAMES = (
+    *("--registry", "localhost:5000/team", "--source", "https://git.test/gpu"),
+    *("--maintainer", "A Team", "--contact", "team@git.test"),
+)
+PLACEHOLDERS = (
+    "registry.example.com/gpu/",
+    "https://example.com/gpu-node-agent",
+    "Nobody Yet",
+    "nobody@example.com",
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree of version 7.8.9 that is ready but for its placeholders."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    now = _version(tmp_path)
+    for name in ("pyproject.toml", "agent/__init__.py", "charts/gpu-node-agent/Chart.yaml"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace(now, "7.8.9"))
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## [7.8.9] - 2026-11-22\n\n- All of it.\n\n## [1.0.0]\n"
+    )
+    return tmp_path
+
+
+def _version(root: Path) -> str:
+    (line,) = [
+        each for each in (root / "pyproject.toml").read_text().splitlines() if each.startswith("version")
+    ]
+    return line.split('"')[1]
+
+
+def release(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / ".ci/release"), *arguments],
+        env={**os.environ, "RELEASE_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_placeholders_are_refused_until_they_have_names(tree: Path) -> None:
+    refused = release(tree, "check")
+    assert refused.returncode == 1
+    for placeholder in PLACEHOLDERS:
+        assert repr(placeholder) in refused.stderr
+    assert release(tree, "name", *NAMES).returncode == 0
+    assert release(tree, "check").returncode == 0
+    assert release(tree, "registry").stdout == "localhost:5000/team\n"
+    assert (
+        "repository: localhost:5000/team/gpu-node-agent\n"
+        in (tree / "charts/gpu-node-agent/values.yaml").read_text()
+    )
+    # Each is named alone, too; what was not given stays refused.
+    assert release(tree, "check", "v7.8.9").returncode == 0
+
+
+def test_a_name_that_is_missing_stays_refused(tree: Path) -> None:
+    assert release(tree, "name", *NAMES[:6]).returncode == 0
+    refused = release(tree, "check")
+    assert refused.returncode == 1
+    assert "nobody@example.com" in refused.stderr
+    assert "registry.example.com" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("agent/__init__.py", "agent/__init__.py is 7.8.10"),
+        ("charts/gpu-node-agent/Chart.yaml", "Chart.yaml's version is 7.8.10"),
+    ],
+)
+def test_versions_that_differ_are_refused(tree: Path, name: str, named: str) -> None:
+    release(tree, "name", *NAMES)
+    (tree / name).write_text((tree / name).read_text().replace("7.8.9", "7.8.10"))
+    refused = release(tree, "check")
+    assert refused.returncode == 1
+    assert named in refused.stderr
+
+
+def test_another_tag_and_a_missing_section_are_refused(tree: Path) -> None:
+    release(tree, "name", *NAMES)
+    refused = release(tree, "check", "v7.9.0")
+    assert refused.returncode == 1
+    assert "the tag is 7.9.0" in refused.stderr
+    (tree / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n- All of it.\n")
+    refused = release(tree, "check")
+    assert refused.returncode == 1
+    assert "## [7.8.9] - YYYY-MM-DD" in refused.stderr
+
+
+def test_notes_are_the_section_of_the_version(tree: Path) -> None:
+    assert release(tree, "notes").stdout == "- All of it.\n"
+
+
+def test_nothing_is_published_that_is_not_ready(tree: Path) -> None:
+    refused = release(tree, "publish", str(tree / "image.tar"))
+    assert refused.returncode == 1
+    assert "placeholder" in refused.stderr
+
+
+def test_placeholders_stand_only_where_the_release_looks() -> None:
+    """In tests, too, they may stand; and where the script itself says them."""
+    tracked = subprocess.run(
+        ["git", "grep", "-lF", *(word for each in PLACEHOLDERS for word in ("-e", each)), "--", ":!tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    ).stdout.split()
+    assert set(tracked) <= {*FILES, ".ci/release"}
+
+
+def test_versions_of_this_tree_are_one() -> None:
+    refused = release(ROOT, "check").stderr
+    assert "make them one" not in refused
