@@ -319,6 +319,7 @@ async def test_agent_update_keeps_limits(pods: CappedPods, newer_library: Path) 
     await until(again, "the container was started again", 60)
     assert await pods.process("before") != first
     assert await pods.mounts("before") == before
+    await pods.learn_contexts("before")  # what was learned before a reboot is forgotten
     assert await pods.ask_cuda("before", f"init({gpu})", *FILL) == FULL
 
     # The old library goes with the last container that has it.
