@@ -13,16 +13,16 @@ from agent.app.avoidance import Avoidance
 from agent.app.build_compute import build_compute, percents_of
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
-from agent.isolation.admission import Request
 from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.library import IMAGE_FILE
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation, Policy
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
@@ -115,7 +115,8 @@ async def build_isolation(
     publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
+        ends = settings.vgpu.above_cap == "end"
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends)
         group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))

@@ -9,7 +9,8 @@ import structlog
 
 from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
@@ -27,7 +28,7 @@ class Fence(Enum):
 
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
-    SWEEP = "sweep"  # whoever is above its cap is reported
+    SWEEP = "sweep"  # containers above their cap are reported
 
 
 class Owners(Protocol):
@@ -52,6 +53,7 @@ class Publisher:
         self._owners = owners
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
+        self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -85,7 +87,7 @@ class Publisher:
 
     @property
     def sweeps(self) -> bool:
-        """Whether the driver tells of containers process by process; nobody knows while there are none."""
+        """Whether the driver reports containers process by process; nobody knows while there are none."""
         return bool(self._watch and self._watch.seen.value.measured)
 
     # As agent.telemetry.limits.Limits
@@ -105,6 +107,15 @@ class Publisher:
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
+
+    def grown(self) -> Mapping[str, int]:
+        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
+        found: dict[str, int] = {}
+        for about in (each.about for each in self._isolation.containers.value.values()):
+            if about.grown:
+                size = len(about.grown) * VGPU.block_bytes
+                found[about.namespace] = found.get(about.namespace, 0) + size
+        return found
 
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits, by their specifications."""
@@ -178,6 +189,19 @@ class Publisher:
         limits = self._of(place)
         pod = Pod(namespace, name, (), limits.about.uid if limits else "")
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
+
+    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
+        """An event and a line in the log, and a count."""
+        namespace, name, container, gpu = place
+        self.ends["failed" if problem else "ended"] += 1
+        used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
+        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
+        log.warning(
+            "container_above_cap_ended", pod=f"{namespace}/{name}", container=container, problem=problem
+        )
+        pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        reason = "ContainerNotEnded" if problem else "ContainerEnded"
+        self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
         """An event and a line in the log."""

@@ -5,8 +5,7 @@ The kubelet's record says which containers there are; this room keeps no list of
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,12 +14,12 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation import library as libraries
-from agent.isolation.admission import Admission, Bind, Request
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
+from agent.isolation.limits import Admission, Bind, ContainerLimits, Policy, Request
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -31,29 +30,6 @@ LOOK_SECONDS = 5.0
 # The kubelet's record shows what was granted within some milliseconds, and is read soon after. Until then a
 # container must not lose its folder because the one before it, which had the same units, has gone.
 GRACE_SECONDS = 10.0
-
-
-class Policy(Enum):
-    """What is done to keep containers to their memory; each includes the ones before it."""
-
-    OFF = "off"
-    REPORT = "report"  # whoever uses more than its cap is reported
-    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
-    STRICT = "strict"  # no container starts without it, and what it does not know is refused
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """Limits of a running container.
-
-    `injected` None: no process of it was seen on the GPU yet. `limited`: what the driver says of a container
-    that it is to hold to its cap; None: it was not asked yet.
-    """
-
-    about: About
-    memory_bytes: int
-    injected: bool | None = None
-    limited: bool | None = None
 
 
 class Isolation:
@@ -279,7 +255,8 @@ class Isolation:
             self.folders.prepare()
             keys = self.folders.keys()
         except FolderUnusable as error:
-            self.problem, self._library = str(error), None
+            self.problem = str(error)
+            self._library = None
             return found, frozenset()
         for key in keys:
             try:
@@ -333,9 +310,9 @@ class Isolation:
                 log.info("usage_unreadable", problem=str(error))
 
     def _remove_libraries(self) -> None:
+        used = {each.about.build for each in self.containers.value.values()}
         if self._library:
-            used = {self._library.build, *(each.about.build for each in self.containers.value.values())}
             try:
-                libraries.remove_unused(self._state, used)
+                libraries.remove_unused(self._state, {*used, self._library.build})
             except OSError as error:
                 log.warning("libraries_not_removed", problem=str(error))

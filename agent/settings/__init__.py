@@ -182,7 +182,7 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
-    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "library"
     # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
@@ -190,6 +190,8 @@ class Vgpu(Section, frozen=True):
     compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
+    # Containers that are measured above their cap for long: report them, or end them.
+    above_cap: Literal["report", "end"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.

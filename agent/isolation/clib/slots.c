@@ -65,10 +65,6 @@ static bool lock_slots(void) {
     return true;
 }
 
-static size_t place_of(const void *entry) {
-    return (size_t)((const char *)entry - (const char *)gna_usage);
-}
-
 /* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie, and
  * not only the first thread, which may end before the others: field 20 counts it and those that are left. */
 static uint64_t start_of(uint32_t pid, bool *gone) {
@@ -97,12 +93,9 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
     return at == NULL ? 0 : strtoull(at + 2, NULL, 10);
 }
 
-/* `entry`: its slot or member. The pid of another namespace means nothing here, and that of a container which was started
- * again has another one: there the lock counts that each process has on a byte of its entry. One that closes all its files
- * loses it, so that nobody is judged by it alone who can be looked up. */
-static bool is_dead(const void *entry, uint32_t pid, uint64_t start, uint64_t namespace, bool thorough) {
+static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thorough) {
     if (namespace != self.namespace) {
-        return !gna_usage_held(place_of(entry));
+        return false; /* its pid means nothing here */
     }
     if (kill((pid_t)pid, 0) && errno == ESRCH) {
         return true;
@@ -113,6 +106,14 @@ static bool is_dead(const void *entry, uint32_t pid, uint64_t start, uint64_t na
     bool gone;
     uint64_t now = start_of(pid, &gone);
     return gone || (now != 0 && start != 0 && now != start);
+}
+
+/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
+static bool has_died(const struct gna_usage_slot *slot, unsigned number, bool thorough) {
+    if (slot->namespace != self.namespace) {
+        return slot->held && !gna_living_held(number);
+    }
+    return is_dead(slot->pid, slot->start, slot->namespace, thorough);
 }
 
 /* Slots are locked. What the slot had charged goes back, device by device. */
@@ -144,14 +145,18 @@ static void sweep_shared(bool thorough) {
     if (slot->state != GNA_SLOT_SHARED) {
         return;
     }
-    for (unsigned number = 0; number < GNA_MEMBERS; number++) {
+    if (slot->held && gna_living_held(GNA_SHARED_SLOT)) {
+        return;
+    }
+    for (unsigned number = 0; number < GNA_MEMBERS && !slot->held; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
-        if (member->pid != 0 && !is_dead(member, member->pid, member->start, slot->namespace, thorough)) {
+        if (member->pid != 0 && !is_dead(member->pid, member->start, slot->namespace, thorough)) {
             return;
         }
     }
     if (lock_slots()) {
-        if (slot->state == GNA_SLOT_SHARED && empty(slot)) {
+        bool joined = slot->held && gna_living_held(GNA_SHARED_SLOT); /* meanwhile */
+        if (slot->state == GNA_SLOT_SHARED && !joined && empty(slot)) {
             memset(gna_usage->member, 0, sizeof(gna_usage->member));
             slot->state = GNA_SLOT_FREE;
         }
@@ -175,7 +180,7 @@ void gna_sweep(bool thorough) {
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
         /* Looked at without the lock, and again under it. */
-        if (seen.state != GNA_SLOT_PROCESS || !is_dead(slot, seen.pid, seen.start, seen.namespace, thorough) || !lock_slots()) {
+        if (seen.state != GNA_SLOT_PROCESS || !has_died(&seen, number, thorough) || !lock_slots()) {
             continue;
         }
         if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && empty(slot)) {
@@ -226,7 +231,7 @@ static struct gna_usage_slot *claim_own(void) {
     if (free_slot == NULL) {
         return NULL;
     }
-    gna_usage_hold(place_of(free_slot)); /* first: who sees the slot looks for the lock */
+    self.held = gna_living_hold((unsigned)(free_slot - gna_usage->slot));
     *free_slot = (struct gna_usage_slot){0};
     *free_slot = self;
     if (free_slot == &gna_usage->slot[used]) {
@@ -243,19 +248,20 @@ static struct gna_usage_slot *join_shared(void) {
         return NULL;
     }
     if (slot->state == GNA_SLOT_FREE) {
-        *slot = (struct gna_usage_slot){.state = GNA_SLOT_SHARED, .namespace = self.namespace};
+        *slot = (struct gna_usage_slot){.state = GNA_SLOT_SHARED, .namespace = self.namespace, .held = 1};
     }
     if (slot->namespace != self.namespace) {
-        slot->namespace = 0; /* of several: their locks alone count */
+        slot->namespace = 0; /* of several: their pids tell nobody when all are dead */
     }
     for (unsigned number = 0; number < GNA_MEMBERS; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
-        if (member->pid == 0 || is_dead(member, member->pid, member->start, slot->namespace, false)) {
-            gna_usage_hold(place_of(member));
+        if (member->pid == 0 || is_dead(member->pid, member->start, slot->namespace, false)) {
             *member = (struct gna_usage_member){.pid = self.pid, .start = self.start};
+            slot->held = slot->held && gna_living_hold(GNA_SHARED_SLOT);
             return slot;
         }
     }
+    gna_complain(GNA_USAGE_NAME, "more processes use the GPU than can be counted", "run fewer than 10,000 at once");
     return NULL;
 }
 

@@ -8,9 +8,9 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import layout
-from agent.isolation.admission import Request
 from agent.isolation.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts
 from agent.isolation.folders import USAGE
+from agent.isolation.limits import Request
 from tests.unit.isolation.made_up import GPU, units
 from tests.unit.isolation.test_watch import CAP, MIB, Node
 

@@ -7,12 +7,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.isolation.admission import Admission, Request
 from agent.isolation.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.isolation.folders import LIMITS, key_of
+from agent.isolation.limits import Admission, Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
-from agent.isolation.room import Policy
 from agent.nvml.errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine

@@ -7,10 +7,10 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import library as libraries
-from agent.isolation.admission import Admission, Request
 from agent.isolation.errors import FolderUnusable, LibraryUnusable
 from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
-from agent.isolation.room import GRACE_SECONDS, Isolation, Policy
+from agent.isolation.limits import Admission, Policy, Request
+from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU

@@ -1,7 +1,19 @@
-"""What a container that is being admitted asks for, and what it is given."""
+"""What is asked for a container that is admitted, and what it has then: plain values."""
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+
+from agent.isolation.folders import About
+
+
+class Policy(Enum):
+    """What is done to keep containers to their memory; each includes the ones before it."""
+
+    OFF = "off"
+    REPORT = "report"  # containers that use more than their cap are reported
+    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
+    STRICT = "strict"  # no container starts without it, and what it does not know is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +47,17 @@ class Admission:
 
     binds: tuple[Bind, ...] = ()
     driver: bool = False  # whether the driver is to be given the limit
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLimits:
+    """Limits of a running container.
+
+    `injected` None: no process of it was seen on the GPU yet. `limited`: what the driver says of a container
+    that it is to hold to its cap; None: it was not asked yet.
+    """
+
+    about: About
+    memory_bytes: int
+    injected: bool | None = None
+    limited: bool | None = None
