@@ -16,8 +16,11 @@ BAD = {
     "no surge": ("maxUnavailable=0", ["maxUnavailable"]),
     "bad duration": ('metrics.podMonitor.interval="soon"', ["metrics.podMonitor.interval"]),
     "bad account": ('policies.choicesAllowed=["it\'s"]', ["policies.choicesAllowed"]),
+    "resizers of nothing": (
+        ['vgpu.resizers=["alice"]', 'config.vgpu.enforcement="off"'],
+        ["vgpu.resizers", "set config.vgpu.enforcement"],
+    ),
     "bad resizer": ('vgpu.resizers=["it\'s"]', ["vgpu.resizers"]),
-    "resizers of nothing": ('vgpu.resizers=["alice"]', ["vgpu.resizers", "set config.vgpu.enforcement"]),
     "resize by everybody": ("config.vgpu.resize=true", ["config.vgpu.resize", "vgpu.resizers"]),
     "compute without the library": (
         ['config.vgpu.compute="hard"', 'config.vgpu.enforcement="report"'],
@@ -154,7 +157,7 @@ def test_default_namespace_is_guarded() -> None:
 
 
 def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
-    wanted = ['vgpu.resizers=["alice"]', 'config.vgpu.enforcement="library"']
+    wanted = ['vgpu.resizers=["alice"]']
     with pytest.raises(HelmRefused, match=r"vgpu\.resizers needs Kubernetes 1\.30"):
         helm.template(settings=wanted, kubernetes="1.29.0")
 

@@ -32,7 +32,7 @@
 {{- fail "vgpu.resizers needs Kubernetes 1.30 or newer, where a policy keeps all other accounts from resizing pods: leave it empty" -}}
 {{- end -}}
 {{- $compute := toString (dig "vgpu" "compute" "off" $v.config) -}}
-{{- if and (has $compute (list "hard" "soft")) (not (has (toString (dig "vgpu" "enforcement" "off" $v.config)) (list "library" "strict"))) -}}
+{{- if and (has $compute (list "hard" "soft")) (not (has (toString (dig "vgpu" "enforcement" "library" $v.config)) (list "library" "strict"))) -}}
 {{- fail "config.vgpu.compute is kept by the enforcement library: set config.vgpu.enforcement to library or strict, or compute to off" -}}
 {{- end -}}
 {{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (or $v.attribution.enabled $v.mps.enabled)) -}}
