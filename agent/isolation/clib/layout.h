@@ -87,7 +87,7 @@ struct gna_limit_record {
 #define GNA_LIMITS_GATE 4608u
 struct gna_limits_gate {
     uint32_t compute; /* 4608  0: no GPU of the container has GNA_FLAG_COMPUTE */
-    uint32_t changes; /* 4612  another number, and a futex woken, after each change: waiting launches look again */
+    uint32_t changes; /* 4612  another number after each change; who waits for a share looks again within 100 ms */
 };
 
 /* ---------------------------------------------------------------------------------------------------------------

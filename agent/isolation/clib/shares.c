@@ -10,7 +10,7 @@
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change that woke nobody is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
 
-static const uint32_t closed = 1, open_ = 0;
+static const uint32_t closed = 1;
 const uint32_t *gna_gate = &closed; /* until the files are open: the first launch looks */
 _Atomic int gna_captures;
 
@@ -76,8 +76,11 @@ static bool armed(void) {
         return true;
     }
     const struct gna_limits_gate *gate = gna_limits_gate();
-    __atomic_store_n(&gna_gate, gate == NULL ? &open_ : &gate->compute, __ATOMIC_RELAXED);
-    return gate != NULL && !gna_gate_open();
+    if (gate == NULL) {
+        return false; /* without sound files there is no context, and so nothing to launch */
+    }
+    __atomic_store_n(&gna_gate, &gate->compute, __ATOMIC_RELAXED);
+    return !gna_gate_open();
 }
 
 static void nap(struct gna_usage_device *device, uint64_t now, uint64_t until) {
