@@ -16,7 +16,15 @@ from tests.cluster.audit import AuditLog
 from tests.cluster.install_fixtures import audit, delete_pods, installation, open_cluster
 from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.interrupting import hook_process, second_node, wait_cleaned
-from tests.cluster.moving import MIGRATION, follow, held, hold, plugin_pods, with_nvidia_plugin
+from tests.cluster.moving import (
+    MIGRATION,
+    follow,
+    held,
+    hold,
+    in_the_wrong_order,
+    plugin_pods,
+    with_nvidia_plugin,
+)
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import REPORT as WRITE
 from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
@@ -338,4 +346,8 @@ def test_move_from_nvidia_plugin_and_back(installation: Installation) -> None:
         assert {**containers(cluster), **running} == containers(cluster)
         assert {**held(cluster), **taken} == held(cluster)
         assert len(frozenset().union(*held(cluster).values())) == len(installation.node.machine.uuids)
+        delete_pods(cluster)
+
+        in_the_wrong_order(installation)
+        hold(cluster, "again", len(installation.node.machine.uuids))
         delete_pods(cluster)
