@@ -42,10 +42,11 @@ test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=f
 	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
 
-storm: venv ## seeded faults over the real agent in virtual time (SEED=first SEEDS=count STEPS=events of each)
+storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),1) --steps $(or $(STEPS),150) \
-		--report build/storm.json
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),400) \
+		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --report build/storm.json
+	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
 	@mkdir -p build

@@ -18,10 +18,11 @@ from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.library import IMAGE_FILE
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused

@@ -44,7 +44,7 @@ class Tls(Section, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # null: not served
     certificate: AbsolutePath = "/etc/gpu-node-agent/tls/tls.crt"
     key: AbsolutePath = "/etc/gpu-node-agent/tls/tls.key"
-    # Whoever calls must show a certificate of this authority ...
+    # Callers must show a certificate of this authority ...
     client_authority: AbsolutePath = "/etc/gpu-node-agent/tls/ca.crt"
     # ... with one of these common names.
     client_names: Annotated[list[Name], Meta(min_length=1)] = field(

@@ -1,7 +1,7 @@
 """Holds containers to their shares of compute: allots them, and corrects what the library has learned.
 
 What a container does shows in its usage region, of which a few bytes are read: who launches, or waits to. On
-GPUs where somebody's share depends on that, they are read every `POLL_SECONDS`, so that whoever was promised
+GPUs where somebody's share depends on that, they are read every `POLL_SECONDS`, so that a container promised
 compute and comes back finds it free; elsewhere once a second. What a container writes there can make it look
 busy or idle, and so cost or give its neighbours what is free, never what they were promised.
 
@@ -24,7 +24,8 @@ from agent.isolation.allotment import Claim, allot, claim, elastic
 from agent.isolation.correction import Observed, corrected
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import PERCENT, About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
 from agent.kit.cell import Cell
 
@@ -218,7 +219,7 @@ class Compute:
     def _allot(self, group: list[_Followed]) -> None:
         working = {each.claim.key for each in group if self._working(each)}
         found = allot([each.claim for each in group], working)
-        # Whoever gets less comes first, so that no two have the same in between.
+        # Containers that get less come first, so that no two have the same in between.
         for each in sorted(group, key=lambda one: found[one.claim.key] * PERCENT - one.share):
             share = int(found[each.claim.key] * PERCENT)
             if share != each.share:

@@ -26,7 +26,7 @@ class NotEnded(IsolationError):
 def end(pids: Collection[int], proc: Path) -> int:
     """End the containers that these processes are in; how many processes were ended. Blocks.
 
-    Raises NotEnded. A process in no pod, or in one whose container cannot be told, is left alone.
+    Raises NotEnded. A process in no pod, or in one whose container is unknown, is left alone.
     """
     containers = {ref for pid in pids if (ref := _container(pid, proc)) and ref.container_id}
     ended: set[int] = set()
@@ -53,7 +53,7 @@ def _kill(pid: int, containers: Collection[ContainerRef], proc: Path) -> bool:
     except OSError as error:
         raise NotEnded(f"process {pid} cannot be named to the kernel: {error.strerror}") from error
     try:
-        # Looked at again: the descriptor stays that process's, whoever gets the number meanwhile.
+        # Looked at again: the descriptor stays that process's, even if the number is used again meanwhile.
         if _container(pid, proc) not in containers:
             return False
         with suppress(ProcessLookupError):

@@ -52,7 +52,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
 
 
 def key_of(ids: Collection[str]) -> str:
-    """The folder of whoever holds these units; all lie on one GPU."""
+    """The folder of the container that holds these units; all are on one GPU."""
     units = sorted(ids)
     digest = hashlib.sha256("\n".join(units).encode()).hexdigest()[:24]
     return f"{units[0].partition(SEPARATOR)[0]}-{digest}"
@@ -87,7 +87,7 @@ class LimitFolders:
     def create(self, about: About, context_bytes: int = 0) -> str:
         """Make a container's folder whole, or not at all; the key. Raises FolderUnusable.
 
-        One that another pod left behind gives way: whoever had it mounted keeps the old files.
+        One that another pod left behind gives way: a container that had it mounted keeps the old files.
         """
         key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
         limits = _limits(about, context_bytes)

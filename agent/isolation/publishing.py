@@ -9,7 +9,8 @@ import structlog
 
 from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
@@ -27,7 +28,7 @@ class Fence(Enum):
 
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
-    SWEEP = "sweep"  # whoever is above its cap is reported
+    SWEEP = "sweep"  # containers above their cap are reported
 
 
 class Owners(Protocol):
@@ -86,7 +87,7 @@ class Publisher:
 
     @property
     def sweeps(self) -> bool:
-        """Whether the driver tells of containers process by process; nobody knows while there are none."""
+        """Whether the driver reports containers process by process; nobody knows while there are none."""
         return bool(self._watch and self._watch.seen.value.measured)
 
     # As agent.telemetry.limits.Limits

@@ -18,7 +18,8 @@ import structlog
 from agent.isolation.ending import NotEnded, end
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation, Policy
+from agent.isolation.limits import ContainerLimits, Policy
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ _MOST_REPORTED = 1000
 
 
 def wish_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> Wish:
-    """The wish of a container's pod. What cannot be understood is left out, and the log says so once."""
+    """The request of a container's pod. What cannot be understood is left out, and the log says so once."""
     burst, priority = annotations.get(BURST), annotations.get(PRIORITY)
     percent = _percent(burst) if burst is not None and may_burst else None
     if burst is not None and may_burst and percent is None:

@@ -65,7 +65,7 @@ class PodList:
     holdings: tuple[Holding, ...]
     # Every container that the kubelet lists, holding or not: (namespace, pod, container).
     containers: tuple[tuple[str, str, str], ...]
-    # UIDs of pods that the API server tells to be over; the kubelet knows nothing of it.
+    # UIDs of pods that are over by the API server; the kubelet knows nothing of it.
     ended: frozenset[str] = frozenset()
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)

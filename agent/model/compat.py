@@ -19,7 +19,7 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     """
     if driver is None or driver.cuda_version[0] == VGPU_BASELINE[0]:
         return None
-    baseline, served = _told(VGPU_BASELINE), _told(driver.cuda_version)
+    baseline, served = _dotted(VGPU_BASELINE), _dotted(driver.cuda_version)
     if driver.cuda_version < VGPU_BASELINE:
         return (
             f"driver {driver.version} serves CUDA {served}, older than the baseline {baseline} of vGPU: "
@@ -31,5 +31,5 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     )
 
 
-def _told(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"

@@ -12,7 +12,7 @@ from typing import Final
 
 
 class XidClass(Enum):
-    """What kind of trouble an Xid tells of."""
+    """The kind of fault that an Xid reports."""
 
     APPLICATION = "application"  # a program's fault; the GPU serves the next one
     RESET = "needs_reset"

@@ -175,7 +175,7 @@ class SharedPairPlugin:
             self.lists.publish(encoded)
 
     def _refresh_if_changed(self) -> None:
-        """A switch has refreshed the list itself before the cells wake whoever follows them."""
+        """A switch has refreshed the list itself before the cells wake their readers."""
         if self._versions() != self._seen:
             self.refresh()
 

@@ -182,7 +182,7 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
-    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "off"
     # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,

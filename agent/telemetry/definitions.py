@@ -23,7 +23,7 @@ class Definition:
 
     @property
     def unit(self) -> str:
-        """The unit that the name ends in, as OpenMetrics wants it told; empty where it has none."""
+        """The unit that the name ends in, as OpenMetrics declares it; empty where it has none."""
         return next((unit for unit in _UNITS if self.name.endswith(f"_{unit}")), "")
 
     @property
@@ -121,7 +121,7 @@ GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),
     "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
-    "among them), and of processes that cannot be told apart (unknown). Missing while the GPU cannot be "
+    "among them), and of processes that cannot be attributed (unknown). Missing while the GPU cannot be "
     "read.",
 )
 GPU_SAMPLE_FAILURES = _counter(
@@ -184,7 +184,7 @@ CONTAINER_CORE_LIMIT = _gauge(
     "Share of the GPU's computing power that the container was given; missing where only memory was.",
 )
 CONTAINER_PROCESSES = _gauge(
-    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be told apart."
+    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
 )
 CONTAINERS = (
     CONTAINER_MEMORY_USED,

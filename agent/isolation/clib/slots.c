@@ -108,7 +108,7 @@ static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thoro
     return gone || (now != 0 && start != 0 && now != start);
 }
 
-/* Of processes of another PID namespace, nested or not, the lock on the region tells alone. */
+/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
 static bool has_died(const struct gna_usage_slot *slot, unsigned number, bool thorough) {
     if (slot->namespace != self.namespace) {
         return slot->held && !gna_living_held(number);

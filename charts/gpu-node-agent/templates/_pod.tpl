@@ -6,7 +6,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if and .Values.affinity (not .Values.simulator.enabled) }}
-# Not with simulated GPUs: no node has a label that tells of GPUs then.
+# Not with simulated GPUs: no node has a label that names GPUs then.
 affinity:
   {{- toYaml .Values.affinity | nindent 2 }}
 {{- end }}
@@ -43,7 +43,7 @@ allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
   {{- if include "gna.ends" . }}
-  # To end containers above their cap, whoever their processes belong to.
+  # To end containers above their cap, also with processes of other users.
   add: [KILL]
   {{- end }}
 seccompProfile:

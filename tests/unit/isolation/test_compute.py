@@ -13,7 +13,8 @@ from agent.isolation import layout
 from agent.isolation.compute import Compute, Wish, release
 from agent.isolation.correction import LEAST, MOST, Observed, corrected
 from agent.isolation.folders import About, LimitFolders, key_of
-from agent.isolation.room import ContainerLimits, Isolation, Policy
+from agent.isolation.limits import ContainerLimits, Policy
+from agent.isolation.room import Isolation
 from agent.isolation.wishes import wish_of
 from agent.kit.cell import Cell
 from tests.unit.isolation.made_up import GPU, about

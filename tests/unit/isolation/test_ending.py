@@ -10,7 +10,7 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation.ending import end
-from agent.isolation.room import Policy
+from agent.isolation.limits import Policy
 from agent.isolation.watch import CONTEXT_BYTES, END_READINGS, READINGS, tolerance
 from agent.settings import Settings
 from tests.unit.isolation.test_watch import CAP, Node

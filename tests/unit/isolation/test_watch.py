@@ -10,8 +10,9 @@ import pytest
 from agent.isolation import layout
 from agent.isolation import library as libraries
 from agent.isolation.folders import USAGE, About, LimitFolders, key_of
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, Publisher
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place, loads, tolerance
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
