@@ -42,7 +42,7 @@ class Endpoint:
         self.service = DevicePluginService(plugin, allocated)
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._obstacle: str | None = "it has not been tried yet"
-        self._again = anyio.Event()  # set: somebody wants it registered anew
+        self._again = anyio.Event()  # set: it is to be registered again
         self._logged: set[str] = set()  # the obstacles since the kubelet listened last
         vendor, _, name = plugin.resource.partition("/")
         self.path = kubelet_root / "plugins_registry" / f"gna-{vendor.split('.')[0]}-{name}.sock"
@@ -62,7 +62,7 @@ class Endpoint:
         return f"{self.plugin.resource} is not registered with the kubelet: {why}"
 
     def register_again(self) -> None:
-        """Take the socket away and put it back, so that the kubelet makes up its mind anew."""
+        """Take the socket away and put it back, so that the kubelet registers the resource again."""
         self._again.set()
 
     async def run(self) -> None:
@@ -130,7 +130,7 @@ class Endpoint:
             group.start_soon(self._until_silent, group.cancel_scope)
             group.start_soon(self._until_socket_gone, server, group.cancel_scope)
             await self._again.wait()
-            log.warning("registered_anew", resource=self.plugin.resource)
+            log.warning("registered_again", resource=self.plugin.resource)
             group.cancel_scope.cancel()
 
     async def _until_silent(self, done: anyio.CancelScope) -> None:

@@ -100,7 +100,7 @@ class ResourceSet:
                 group.start_soon(endpoint.service.delivered)
 
     def register_again(self, names: frozenset[str]) -> None:
-        """Have the kubelet register these resources anew."""
+        """Have the kubelet register these resources again."""
         for endpoint in self.endpoints:
             if endpoint.plugin.resource in names:
                 endpoint.register_again()

@@ -33,7 +33,7 @@ ARRIVE_SECONDS = 10.0  # what a busy kubelet is given
 UNASKED_SECONDS = 0.1
 ASK_SECONDS = 0.02  # until the kubelet is asked again whether it has; its socket takes 100 calls a second
 LONGEST_PAUSE_SECONDS = 0.5
-# Between two tries to be registered anew: a kubelet that is only slow must not be held up by them.
+# Between two tries to be registered again: a kubelet that is only slow must not be held up by them.
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 60.0, 600.0
 GONE_SECONDS = 5.0  # how long more is held back for a taint that is to go
 
@@ -54,7 +54,7 @@ class Offer:
     # How many healthy devices the kubelet knows of each resource; None: it has no such call.
     # Raises KubeletMute.
     taken_in: Callable[[], Awaitable[Mapping[str, int] | None]]
-    # Have the kubelet register these resources anew.
+    # Have the kubelet register these resources again.
     register_again: Callable[[frozenset[str]], None]
 
     def now(self) -> Amounts:
@@ -155,7 +155,7 @@ class Capacity:
         return await self.patch(more) if more else None
 
     async def _register_lost(self) -> None:
-        """Have resources registered anew of which the kubelet knows no device, though it listens to them.
+        """Have resources registered again of which the kubelet knows no device, though it listens to them.
 
         It takes a resource for gone when an agent that had its name before ends its stream, also where
         another one has registered the name since (kubelet 1.36, `devicemanager.PluginDisconnected`).
