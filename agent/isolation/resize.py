@@ -136,7 +136,7 @@ class Resizer:
     async def _resize_cores(self, key: str, about: About, cores: int) -> None:
         if not about.compute:
             raise BadResize(
-                f"container {about.container} is not held to cores: set vgpu.compute, and start its pod anew"
+                f"container {about.container} is not held to cores: set vgpu.compute, and start its pod again"
             )
         if cores > about.cores:
             raise BadResize(
