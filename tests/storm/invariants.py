@@ -58,6 +58,7 @@ class Invariants:
             self._units_have_one_holder,
             self._gpus_have_one_mode,
             self._nothing_is_taken,
+            self._grown_units_are_nobody_elses,
             self._processes_live,
             self._tasks_live,
             self._taint_goes,
@@ -103,6 +104,15 @@ class Invariants:
             mode = self._modes.get(each.uuid)
             if mode is not None and each.active.mode not in (mode, Mode.OFF):
                 raise Violation(f"{each.uuid} is held as {mode.value} and was made {each.active.mode.value}")
+
+    def _grown_units_are_nobody_elses(self) -> None:
+        agent = self._world.running
+        if agent is None or agent.limits is None or not agent.grown.value:
+            return
+        held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
+        for gpu in agent.grown.value:
+            if both := agent.limits.units_grown(gpu) & held:
+                raise Violation(f"{min(both)} is held, and a container has grown by it")
 
     def _processes_live(self) -> None:
         world = self._world

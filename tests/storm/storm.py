@@ -91,7 +91,9 @@ async def storm(
                     invariants.look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
-                await check_calm(made, rng.choice((Mode.VGPU, Mode.PGPU)))
+                await check_calm(
+                    made, rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
+                )
                 invariants.look()
             except Violation as violation:
                 outcome.violation = str(violation)
