@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import anyio
 
+from agent.app.build_isolation import LimitParts
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -107,11 +108,12 @@ class Invariants:
 
     def _grown_units_are_nobody_elses(self) -> None:
         agent = self._world.running
-        if agent is None or agent.limits is None or not agent.grown.value:
+        limits = agent.limits if agent else None
+        if not isinstance(limits, LimitParts) or not limits.isolation.grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
-        for gpu in agent.grown.value:
-            if both := agent.limits.units_grown(gpu) & held:
+        for ids in limits.isolation.grown.values():
+            if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
 
     def _processes_live(self) -> None:

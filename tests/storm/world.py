@@ -83,6 +83,7 @@ class World:
         self.current: AgentRun | None = None
         self.runs: list[AgentRun] = []  # that may not have ended
         self.lives = 0
+        self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
@@ -139,6 +140,7 @@ class World:
 
     async def kill_agent(self) -> None:
         """SIGKILL."""
+        self.killed += 1
         for run in self.runs:
             await run.kill()
 
