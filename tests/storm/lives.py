@@ -11,6 +11,7 @@ from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.storm import seams
+from tests.storm.cheaper import NvmlFaults
 
 STOP_SECONDS = 10.0  # between SIGTERM and the end; an agent that withdraws takes 7.5 s of them at most
 
@@ -53,7 +54,8 @@ class AgentRun:
         with anyio.move_on_after(STOP_SECONDS):
             await self.ended.wait()
             return
-        self.overdue = not self.life.dead
+        # A call to NVML that hangs is waited for, so that nobody closes NVML under it.
+        self.overdue = not self.life.dead and not NvmlFaults.standing
         await self.kill()
 
     async def kill(self) -> None:

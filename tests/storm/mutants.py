@@ -49,6 +49,13 @@ OTHERS = {
     "outdated_watch_is_resumed": Hunt(2, 150, "should be on offer", "api refuses,api away"),
     "hung_call_stops_the_lane": Hunt(1, 150, "rounds of the loop", "nvml"),
     "pod_uids_are_forgotten": Hunt(1, 200, "is held as", "kubelet,labels"),
+    "agent_gives_up_waiting": Hunt(1, 100, "another agent serves", "agent updated,api slow,labels"),
+    "torn_checkpoint_is_a_surprise": Hunt(1, 100, "task holdings failed", "files torn"),
+    "torn_verdicts_are_a_surprise": Hunt(1, 100, "the agent ended by itself", "files torn,gpus"),
+    "watches_are_called_without_a_pause": Hunt(1, 100, "rounds of the loop", "api away"),
+    "events_expect_no_failure": Hunt(1, 100, "task events failed", "api away,gpus"),
+    "scanner_expects_no_failure": Hunt(2, 100, "task scanner failed", "nvml,gpus"),
+    "compute_mode_is_never_set": Hunt(1, 100, "EXCLUSIVE_PROCESS", "mps daemons,labels"),
 }
 HUNTS = NAMED | OTHERS
 
