@@ -61,7 +61,7 @@ def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
             Grade.WARNING,
             f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
         )
-    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement)
+    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement, settings.vgpu.library)
     if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
         yield Look("mode vgpu", Grade.WARNING, warning)
     if settings.modes.mps:

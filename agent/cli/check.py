@@ -115,7 +115,7 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    hooked = compat.hooked(settings.vgpu.enforcement)
+    hooked = compat.hooked(settings.vgpu.enforcement, settings.vgpu.library)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(

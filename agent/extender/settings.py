@@ -9,6 +9,7 @@ from msgspec import Meta, field
 
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
+from agent.kit.logs import Logging
 from agent.model.fragmentation import USUAL
 
 ENVIRONMENT_PREFIX = "GPU_NODE_EXTENDER_"
@@ -19,13 +20,6 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 Name = Annotated[str, Meta(min_length=1)]
 Size = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 Weight = Annotated[float, Meta(ge=0, le=1e6)]
-
-
-class Logging(Section, frozen=True):
-    """How the extender writes its log."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "json", "console"] = "auto"
 
 
 class Http(Section, frozen=True):

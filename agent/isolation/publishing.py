@@ -108,6 +108,15 @@ class Publisher:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
+    def grown(self) -> Mapping[str, int]:
+        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
+        found: dict[str, int] = {}
+        for about in (each.about for each in self._isolation.containers.value.values()):
+            if about.grown:
+                size = len(about.grown) * VGPU.block_bytes
+                found[about.namespace] = found.get(about.namespace, 0) + size
+        return found
+
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits, by their specifications."""
         return sum(bool(each.about.avoidable) for each in self._isolation.containers.value.values())

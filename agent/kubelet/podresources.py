@@ -288,10 +288,3 @@ def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[bytes], 
             ids.append(data[low:high])
             begin = low if high == end and len(ids) == 1 else 0
     return resource, ids, begin
-
-
-def by_id(holdings: tuple[Holding, ...]) -> Iterator[tuple[str, Holding]]:
-    """Each held device ID with its holder."""
-    for holding in holdings:
-        for device in holding.ids:
-            yield device, holding

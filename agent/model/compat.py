@@ -6,9 +6,13 @@ from agent.model.gpu import Driver
 VGPU_BASELINE = (12, 4)
 
 
-def hooked(enforcement: str) -> bool:
-    """Whether `vgpu.enforcement` puts a library into containers: the baseline is that library's."""
-    return enforcement in ("library", "strict")
+def hooked(enforcement: str, library: str | None) -> bool:
+    """Whether `vgpu.enforcement` puts another library than the agent's own into containers.
+
+    The baseline is that of the product's library. The agent's own is made from the headers of CUDA 11.8, 12
+    and 13.
+    """
+    return enforcement in ("library", "strict") and library is not None
 
 
 def vgpu_warning(driver: Driver | None) -> str | None:

@@ -89,7 +89,8 @@ def findings(
     found = _base(runtime, driver)
     if mode == "vgpu" and not hooked:
         text = (
-            f"no library is loaded (vgpu.enforcement), so the baseline {dotted(VGPU_BASELINE)} does not apply"
+            f"no library with the baseline {dotted(VGPU_BASELINE)} is loaded "
+            "(vgpu.enforcement, vgpu.library): it does not apply"
         )
         found.append(Finding(Level.ALLOWED, "product", text))
     elif mode == "vgpu" and runtime[0] == driver.cuda[0] and driver.cuda[0] == VGPU_BASELINE[0]:

@@ -4,7 +4,7 @@ Neutral to the mode: vGPU is made of it here, MPS hands its own conditions and a
 NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
@@ -264,8 +264,3 @@ class SharedPairPlugin:
             else:
                 self._chunks[pool.gpu] = known
         return known
-
-
-def plugins_of(shares: SharedPair, injector: Injector) -> Mapping[PairMember, SharedPairPlugin]:
-    """The two resources of a pair."""
-    return {member: SharedPairPlugin(shares, member, injector) for member in PairMember}

@@ -279,6 +279,11 @@ GROWN_MEMORY = _gauge(
     _GPU,
     "Memory that vGPU containers were resized to beyond what their pods asked for.",
 )
+NAMESPACE_GROWN_MEMORY = _gauge(
+    "namespace_grown_memory_bytes",
+    ("namespace",),
+    "The same by namespace; namespaces that nothing has grown in are left out. Quotas do not count it.",
+)
 CONTAINERS_ABOVE_CAP = _gauge(
     "containers_above_cap", (), "vGPU containers that are measured above their memory cap."
 )

@@ -35,6 +35,9 @@ class Limits(Protocol):
     def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
         """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
 
+    def grown(self) -> Mapping[str, int]:
+        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
+
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits."""
 
@@ -52,6 +55,7 @@ def limits_collector(
         sizes, known = grown.value, indices()
         shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
+        by_namespace = limits.grown()
         avoidable, ends = limits.avoidable(), dict(limits.ends)
 
         def add(series: Add) -> None:
@@ -59,6 +63,8 @@ def limits_collector(
                 series(d.LIMITED_CONTAINERS, count, (fence,))
             for gpu, index in known.items():
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
+            for namespace, size in by_namespace.items():
+                series(d.NAMESPACE_GROWN_MEMORY, size, (namespace,))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
             for place, share in shares.items():

@@ -13,6 +13,7 @@ from tests.chart.documents import commands
 
 ROOT = helm.CHART.parents[1]
 README = ROOT / "README.md"
+PUBLISHED = "oci://registry.example.com/gpu/charts/gpu-node-agent"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -30,7 +31,8 @@ def test_helm_takes_its_commands(document: Path) -> None:
         if words[0] != "helm":
             assert rendered(words)
         elif words[2] != "...":
-            assert words[2:6] == ["gpu-node-agent", "charts/gpu-node-agent", "--namespace", "gpu-node-agent"]
+            assert words[3] in ("charts/gpu-node-agent", PUBLISHED)
+            assert [words[2], *words[4:6]] == ["gpu-node-agent", "--namespace", "gpu-node-agent"]
             assert rendered(words[6:])
 
 
