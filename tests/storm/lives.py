@@ -7,6 +7,7 @@ import anyio
 
 from agent.app import run as app
 from agent.app.agent import Agent
+from agent.kit.supervise import FatalError
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
@@ -41,8 +42,10 @@ class AgentRun:
                 ) as self.agent:
                     await self._stop.wait()
         except BaseException as error:
+            # One that waits for the lock of an agent whose calls to NVML hang gives up: it is started again.
+            gave_up = isinstance(error, FatalError) and NvmlFaults.standing
             if not self.life.dead and not isinstance(error, asyncio.CancelledError):
-                self.failure = error
+                self.failure = None if gave_up else error
             elif isinstance(error, asyncio.CancelledError):
                 raise
         finally:
