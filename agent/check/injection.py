@@ -38,6 +38,14 @@ class Way:
         return chosen and not (self.runtime and self.runtime.cdi is False)
 
     @property
+    def by_own_alone(self) -> bool:
+        """Whether nothing would serve instead of the agent's specification: no other one, no variable."""
+        if self.toolkit:
+            return False
+        by_nodes = self.settings.injection.device_nodes
+        return self.by_cdi or not (by_nodes or _runtime(self).grade is not Grade.FAILED)
+
+    @property
     def worst(self) -> Grade:
         """Of NVIDIA's runtime where it would not serve: CDI may, where nobody says that it does not."""
         undecided = self.facts is None and self.settings.injection.strategy == "auto"

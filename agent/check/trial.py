@@ -149,7 +149,7 @@ async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
                 raise TrialFailed(f"node {pod.spec.node_name} refused the pod: {told(status)}")
             reasons = told(status)
             if reasons != last:
-                say(f"  waits: {reasons}")
+                say(f"  pod: {reasons}")
                 last = reasons
             if any(reason in reasons for reason in HOPELESS):
                 raise TrialFailed(f"the container cannot start: {reasons}")
