@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
 
-.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs lock image chart clean venv \
+.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs pictures lock image chart clean venv \
 	venv-runtime
 
 help: ## list the verbs
@@ -42,10 +42,11 @@ test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=f
 	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
 
-storm: venv ## seeded faults over the real agent in virtual time (SEED=first SEEDS=count STEPS=events of each)
+storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),1) --steps $(or $(STEPS),150) \
-		--report build/storm.json
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),400) \
+		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --report build/storm.json
+	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
 	@mkdir -p build
@@ -63,6 +64,9 @@ format: venv ## put the code into the house's format
 
 proto: venv ## generate agent/_proto from proto/*.proto
 	$(PYTHON_IN_VENV) proto/generate.py agent/_proto
+
+pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
+	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
 docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md

@@ -324,7 +324,7 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
 
 
 async def _follow_node_software(node: "NodeObject", injector: Injector) -> None:
-    """Tell the injector the versions of kubelet and runtime whenever the Node object tells new ones."""
+    """Pass the versions of kubelet and runtime to the injector whenever the Node object shows new ones."""
     async for _ in node.reflector.items.values():
         if node.value:
             info = node.value.status.node_info

@@ -10,16 +10,19 @@ from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
 from agent.app.avoidance import Avoidance
+from agent.app.build_compute import build_compute, percents_of
 from agent.app.driver_fence import DriverFence
 from agent.cdi import memory_limits
+from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.library import IMAGE_FILE
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured
 from agent.kit.cell import Cell
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
@@ -105,13 +108,16 @@ async def build_isolation(
         Policy(settings.vgpu.enforcement),
         agent.holdings.cell,
         _namespaces(agent, group),
+        compute=settings.vgpu.compute != "off",
     )
     await isolation.start()
-    publisher = Publisher(isolation, recorder or Recorder())
+    compute = await build_compute(agent, isolation, group)
+    publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
     group.start_soon(spawn, "limits", isolation.run)
     if agent.sources and agent.sources.uses:
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc))
-        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch)
+        ends = settings.vgpu.above_cap == "end"
+        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends)
+        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
         group.start_soon(spawn, "limits published", publisher.follow, watch)
     agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
     driver = DriverFence(agent, injector)
@@ -217,9 +223,11 @@ def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:
     return {uid: text for uid, text in found.items() if text is not None}
 
 
-async def _sweep(uses: Cell[Uses], watch: LimitWatch) -> None:
+async def _sweep(uses: Cell[Uses], watch: LimitWatch, compute: Compute | None) -> None:
     """Have each round of samples looked at, for ever."""
     async for now in uses.values():
+        if compute:
+            compute.measured(percents_of(now))
         await watch.look(round_of(now))
 
 

@@ -1,4 +1,4 @@
-"""Builds MPS: the daemons, their resources, what the switcher needs of them, and who is told what."""
+"""Builds MPS: the daemons, their resources, what the switcher needs of them, and their events."""
 
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ async def build_mps(
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
     compute = NvmlComputeModes(nvml, agent.calls)
     manager = DaemonManager(
-        Path(settings.host.run), _finder(settings), compute, _Told(agent), _options(settings)
+        Path(settings.host.run), _finder(settings), compute, _MpsEvents(agent), _options(settings)
     )
     await manager.look()
     clients = ClientWatch(
@@ -84,7 +84,7 @@ async def build_mps(
         _pod_facts(agent),
         proc=Path(settings.host.proc),
         exceeding=_exceeding(agent),
-        report=_Told(agent),
+        report=_MpsEvents(agent),
     )
     pairing, conditions, plugins = mps.build(
         settings,
@@ -164,7 +164,7 @@ def _options(settings: Settings) -> Options:
     )
 
 
-class _Told:
+class _MpsEvents:
     """Reports as events of the node, with the pods that they concern."""
 
     def __init__(self, agent: Agent) -> None:
@@ -243,7 +243,7 @@ class _RootCheck:
     def named(self, namespace: str, pod: str, container: str) -> str | None:
         """See agent.plugins.mps.RootCheck.
 
-        The kubelet hands an init container's units to an app container, and tells of that one alone: any
+        The kubelet hands an init container's units to an app container, and names that one alone: any
         container of the pod that asks for cores may be the one that starts.
         """
         if self._agent.cluster is None:

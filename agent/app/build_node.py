@@ -48,7 +48,7 @@ def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]
         except PodResourcesUnavailable as error:
             if error.unsupported:
                 return None
-            raise KubeletMute from error  # the holdings watch tells why
+            raise KubeletMute from error  # the holdings watch says why
 
     return taken_in
 

@@ -1,4 +1,4 @@
-"""What works less well than it should, though pods are served: told by /readyz and status."""
+"""Degradations while pods are served, as /readyz and status show them."""
 
 from agent.app.agent import Agent
 from agent.modes.state import Phase

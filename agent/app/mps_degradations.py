@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 def advisory_caps(agent: Agent, injector: Injector, assignment: Cell[Assignment]) -> str | None:
-    """What is to be told of caps that a pod can undo; None: they hold, or nothing is offered by them."""
+    """Why caps do not hold, since a pod can undo them; None: they hold, or nothing is offered by them."""
     problem = injector.caps_problem
     if problem is None or not any(each.mode is Mode.MPS for each in assignment.value.gpus.values()):
         return None

@@ -39,7 +39,7 @@ FORGET_SECONDS = 1.0
 
 
 class StoppedEarly(Exception):
-    """The agent was told to stop before it had begun."""
+    """The agent was asked to stop before it had begun."""
 
 
 @asynccontextmanager
@@ -51,10 +51,10 @@ async def running(
 ) -> AsyncIterator[Agent]:
     """Run the node agent while the context is open; leaving it stops everything in order.
 
-    `stop` cuts a start short that is under way; whoever sets it leaves the context. `withdrawn` is called
-    when nothing is offered any more: what is left then leaves nothing behind if cut off. A fatal task that
-    fails cancels the body and leaves as an exception group. Raises FatalError when another agent
-    serves this node, StoppedEarly when `stop` was set while waiting for it to go.
+    `stop` cuts a start short that is under way; its setter leaves the context. `withdrawn` is called when
+    nothing is offered any more: what is left then leaves nothing behind if cut off. A fatal task that fails
+    cancels the body and leaves as an exception group. Raises FatalError when another agent serves this
+    node, StoppedEarly when `stop` was set while waiting for it to go.
     """
     stop = stop or anyio.Event()
     agent = Agent(

@@ -40,7 +40,7 @@ class SpecificationKeeper:
         held: Cell[PodList | None],
         problem: str | None = None,
     ) -> None:
-        """`held` tells whose devices stay in the file although the machine has them no more."""
+        """`held` says whose devices stay in the file although the machine has them no more."""
         self.devices: Cell[Devices] = Cell(Devices(problem=problem))
         self.generations = 0
         self.failures = 0

@@ -75,7 +75,7 @@ class Toolkit:
     async def _transformed(self, text: bytes) -> bytes:
         """With the host's paths in place of ours."""
         places = self._places
-        # What it writes to its output is YAML, whatever it read; a file is of the format that its name tells.
+        # What it writes to its output is YAML, whatever it read; a file has the format of its name.
         async with anyio.TemporaryDirectory(prefix="gpu-node-agent-") as scratch:
             file = Path(scratch) / "transformed.json"
             await self._run(

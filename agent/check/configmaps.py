@@ -82,7 +82,7 @@ class Found:
         """Whether it is a device label; else it defines a resource."""
         return CONFIG_LABEL in self.labels or self.name.endswith(CONFIG_SUFFIX)
 
-    def told(self, fault: str) -> str:
+    def placed(self, fault: str) -> str:
         """A fault with its place."""
         return f"{self.source}: {self.name or '(no name)'}: {fault}"
 
@@ -98,12 +98,12 @@ def concerns(content: Mapping[str, Any]) -> bool:
 
 def faults(objects: Sequence[Found]) -> list[str]:
     """Every fault of every object, and of all of them together."""
-    told = []
+    found = []
     for each in objects:
         rules = _config_faults(each) if each.is_config else _resource_faults(each)
-        told += [each.told(fault) for fault in (*_common_faults(each), *rules)]
+        found += [each.placed(fault) for fault in (*_common_faults(each), *rules)]
     return (
-        told
+        found
         + list(_joint_faults([each for each in objects if not each.is_config]))
         + list(_twice([each for each in objects if each.is_config]))
     )
@@ -208,16 +208,16 @@ def _joint_faults(objects: Sequence[Found]) -> Iterator[str]:
     for each in objects:
         key = str(each.data.get("key", ""))
         if key and key in by_key:
-            yield each.told(f"data.key {key} is defined by {by_key[key].name} already")
+            yield each.placed(f"data.key {key} is defined by {by_key[key].name} already")
         by_key.setdefault(key, each)
     for each in objects:
         for name in names(str(each.data.get("relatedResources", ""))):
             other = by_key.get(name)
             if other is None:
                 if not _resource_fault(name):
-                    yield each.told(f"data.relatedResources names {name}, which no object here defines")
+                    yield each.placed(f"data.relatedResources names {name}, which no object here defines")
             elif other.data.get("group") != each.data.get("group"):
-                yield each.told(
+                yield each.placed(
                     f"data.relatedResources names {name} of another group; used together, they share one"
                 )
 
@@ -227,7 +227,9 @@ def _twice(configs: Sequence[Found]) -> Iterator[str]:
     for each in configs:
         label = (str(each.data.get("nodeLabelKey")), str(each.data.get("nodeLabelValue")))
         if label in seen:
-            yield each.told(f"the node label {label[0]}={label[1]} is offered by {seen[label].name} already")
+            yield each.placed(
+                f"the node label {label[0]}={label[1]} is offered by {seen[label].name} already"
+            )
         seen.setdefault(label, each)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agent.check.look import Grade, Look
 from agent.model.compat import hooked, vgpu_warning
-from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, told
+from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, dotted
 from agent.model.gpu import Driver, Gpu
 from agent.mps.binary import find
 from agent.mps.errors import ProgramMissing
@@ -30,7 +30,7 @@ def look_at_machine(nvml: NvmlPort) -> Machine:
         driver = nvml.open()
     except NvmlError as error:
         return Machine(None, (), (Look("driver", Grade.FAILED, f"{error}"),))
-    looks = [Look("driver", Grade.OK, f"{driver.version}, serves CUDA {told(driver.cuda_version)}")]
+    looks = [Look("driver", Grade.OK, f"{driver.version}, serves CUDA {dotted(driver.cuda_version)}")]
     gpus = []
     try:
         for index in range(nvml.count()):
@@ -61,7 +61,7 @@ def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
             Grade.WARNING,
             f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
         )
-    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement)
+    vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement, settings.vgpu.library)
     if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
         yield Look("mode vgpu", Grade.WARNING, warning)
     if settings.modes.mps:
@@ -70,10 +70,10 @@ def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
 
 def _mps(settings: Settings, driver: Driver, gpus: tuple[Gpu, ...]) -> Iterator[Look]:
     if driver.cuda_version < MPS_CUDA:
-        text = f"needs a driver for CUDA {told(MPS_CUDA)} or later"
+        text = f"needs a driver for CUDA {dotted(MPS_CUDA)} or later"
         yield Look("mode mps", Grade.FAILED, f"{text}: get a newer driver, or set modes.mps: false")
     elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < MPS_CAPABILITY]:
-        text = f"GPU {', '.join(old)} is older than Volta ({told(MPS_CAPABILITY)}): not offered as MPS shares"
+        text = f"GPU {', '.join(old)} is older than Volta ({dotted(MPS_CAPABILITY)}): no MPS shares"
         yield Look("mode mps", Grade.WARNING, text)
     try:
         explicit = settings.mps.control_program

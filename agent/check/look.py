@@ -25,7 +25,7 @@ class Look:
     grade: Grade
     text: str
 
-    def told(self) -> str:
+    def line(self) -> str:
         """One line."""
         return f"{self.grade.value:8} {self.what:18} {self.text}"
 

@@ -25,7 +25,7 @@ DOCKER = "/etc/docker/daemon.json"
 
 
 def toolkit_version(host: Host) -> tuple[str, tuple[int, ...] | None] | None:
-    """NVIDIA's container toolkit: the program found, its version where it tells one; None: none is there."""
+    """NVIDIA's container toolkit: the program found, its version where it has one; None: none is there."""
     for name in TOOLKIT:
         for folder in FOLDERS:
             program = host.file(f"{folder}/{name}")
@@ -63,15 +63,15 @@ class Runtimes:
 
     file: str  # the one that had the last word
     default: str
-    names: frozenset[str] = frozenset()  # what a RuntimeClass may lead to, as far as it is told
+    names: frozenset[str] = frozenset()  # what a RuntimeClass may lead to, as far as it is known
     cdi: bool | None = None  # containerd's switch; None: as its version has it
     cdi_folders: tuple[str, ...] | None = None  # where it looks for specifications; None: where all do
 
 
 def runtimes(host: Host) -> Runtimes | None:
     """Of containerd, Docker or CRI-O, whichever is found first; None: no configuration is seen."""
-    told = host.flags("containerd") or {}
-    named = [told[flag] for flag in ("config", "c") if told.get(flag)]
+    flags = host.flags("containerd") or {}
+    named = [flags[flag] for flag in ("config", "c") if flags.get(flag)]
     for name in (*named, *CONTAINERD):
         if (found := _toml(host, name)) is not None:
             # nvidia-ctk writes a file of its own since 1.18, which comes in by `imports`.

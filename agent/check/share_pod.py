@@ -39,7 +39,7 @@ class Share:
     mode: Mode
     limits: Mapping[str, int]
 
-    def told(self) -> str:
+    def text(self) -> str:
         """As in a manifest."""
         return ", ".join(f"{name}: {amount}" for name, amount in self.limits.items())
 

@@ -7,7 +7,7 @@ import msgspec
 
 from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM
 from agent.check.share_pod import CONTAINER, NothingOffered, Share, TrialOptions, choose, manifest, share_of
-from agent.check.trial_objects import NodeList, Pod, PodList, told
+from agent.check.trial_objects import NodeList, Pod, PodList, reasons_of
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
 from agent.cluster.node import Node
 from agent.node.labels import SIMULATED_LABEL
@@ -37,7 +37,7 @@ async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
     pod = manifest(options, share, image)
     name = pod["metadata"]["name"]
     path = f"/api/v1/namespaces/{options.namespace}/pods/{name}"
-    say(f"pod {options.namespace}/{name} asks for {share.told()} (mode {share.mode.value})")
+    say(f"pod {options.namespace}/{name} asks for {share.text()} (mode {share.mode.value})")
     there = True
     try:
         # Not to be given up half-way: whether there is a pod to take away would not be known.
@@ -70,7 +70,7 @@ def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
     devices = [line.removeprefix(DEVICE) for line in lines if line.startswith(DEVICE)]
     program = next((line for line in reversed(lines) if line.startswith(DRIVER_PROGRAM)), None)
     if ended.status.phase != "Succeeded" or program is None:
-        raise TrialFailed(f"the container {where} did not do what it is for: {told(ended.status)}")
+        raise TrialFailed(f"the container {where} did not do what it is for: {reasons_of(ended.status)}")
     if simulated:
         return f"the share was given {where}; its GPUs are simulated, so the container has no device"
     if not devices:
@@ -146,8 +146,8 @@ async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
             if status.phase in FINAL and status.container_statuses:
                 return pod
             if status.phase in FINAL:  # the kubelet did not take it in
-                raise TrialFailed(f"node {pod.spec.node_name} refused the pod: {told(status)}")
-            reasons = told(status)
+                raise TrialFailed(f"node {pod.spec.node_name} refused the pod: {reasons_of(status)}")
+            reasons = reasons_of(status)
             if reasons != last:
                 say(f"  pod: {reasons}")
                 last = reasons

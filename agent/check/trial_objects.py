@@ -87,7 +87,7 @@ class PodList(msgspec.Struct):
     items: list[Pod]
 
 
-def told(status: Status) -> str:
+def reasons_of(status: Status) -> str:
     """The reasons that Kubernetes gives, in one line."""
     return "; ".join(dict.fromkeys(" ".join(text.split()) for text in _reasons(status) if text.strip(": ")))
 

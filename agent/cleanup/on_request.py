@@ -26,11 +26,11 @@ def utc_now() -> datetime:
 
 
 async def answer(node: NodeObject, request: Request, state: State, message: str = "") -> None:
-    """Report to whoever asked, unless that is what the node says already. Raises ApiError."""
+    """Answer the request, unless the node shows this answer already. Raises ApiError."""
     report = Report(request.id, state, message)
-    told = exchange.answering(report)
-    if node.value is None or node.value.metadata.annotations.get(exchange.REPORT) != told[exchange.REPORT]:
-        await node.patch_metadata(annotations=told)
+    answer = exchange.answering(report)
+    if node.value is None or node.value.metadata.annotations.get(exchange.REPORT) != answer[exchange.REPORT]:
+        await node.patch_metadata(annotations=answer)
 
 
 class Requests:

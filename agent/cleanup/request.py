@@ -1,7 +1,7 @@
 """How the uninstall hook and the agents speak with each other: two annotations of each node, as JSON.
 
 The hook writes REQUEST, the node's agent answers in REPORT. A request carries the time at which it ends, so
-that agents go back into service by themselves when whoever asked was killed.
+that agents go back into service by themselves when the caller was killed.
 """
 
 from collections.abc import Mapping

@@ -50,7 +50,7 @@ async def stand_by(
         return
     supervisor = Supervisor()
     http = HttpServer(settings.http.address, settings.http.port)
-    Probes(supervisor, lambda: [_told(request)]).add_to(http)
+    Probes(supervisor, lambda: [_status_line(request)]).add_to(http)
     own = NodeObject(api, name)
     pods = PodCache(api, name, lambda: own.uid)
     try:
@@ -72,7 +72,7 @@ async def stand_by(
         log.info("back_in_service")
 
 
-def _told(request: Request) -> str:
+def _status_line(request: Request) -> str:
     return (
         f"this node was cleaned up for an uninstall (annotation {exchange.REQUEST}); the agent serves again "
         f"when that is called off, or at {request.until.isoformat()}"

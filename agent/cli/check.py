@@ -115,12 +115,12 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    hooked = compat.hooked(settings.vgpu.enforcement)
+    hooked = compat.hooked(settings.vgpu.enforcement, settings.vgpu.library)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(
-        f"{verdict.name.lower()}: CUDA {cuda.told(options.runtime)} in mode {options.mode} on a driver for "
-        f"CUDA {cuda.told(driver.cuda)}"
+        f"{verdict.name.lower()}: CUDA {cuda.dotted(options.runtime)} in mode {options.mode} on a driver for "
+        f"CUDA {cuda.dotted(driver.cuda)}"
     )
     for finding in findings:
         print(f"  {finding.level.name.lower():8}  {finding.rule:7}  {finding.text}")
@@ -139,12 +139,12 @@ def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> in
     seen = anyio.run(observe, settings, host_of(settings, root.absolute() if root else None))
     looks = []
     for each in look(settings, nvml(settings), seen):
-        print(each.told(), flush=True)
+        print(each.line(), flush=True)
         looks.append(each)
     result = verdict(looks)
     print(result.text)
     if options.summary:
-        worse = [each.told() for each in looks if each.grade is not Grade.OK]
+        worse = [each.line() for each in looks if each.grade is not Grade.OK]
         options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")
     return result.code
 

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="serve this node until told to stop")
+    run = commands.add_parser("run", help="serve this node until a signal ends it")
     _configuration_arguments(run)
     run.add_argument(
         "--mode-file",

@@ -131,7 +131,7 @@ async def _in_service(
             timer.cancel()
         gc.unfreeze()
     elif not stop.is_set():
-        raise FatalError("the agent ended though nobody had told it to")
+        raise FatalError("the agent ended though nothing had asked it to")
     return left
 
 

@@ -104,9 +104,9 @@ def _clear(path: Path, options: argparse.Namespace) -> str:
 
 def _cordon(path: Path, options: argparse.Namespace) -> str:
     done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
-    told = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
+    text = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
     pods = ", ".join(done["waitingFor"])
-    return f"{told}; pods on it go on until they end: {pods}" if pods else told
+    return f"{text}; pods on it go on until they end: {pods}" if pods else text
 
 
 def _uncordon(path: Path, options: argparse.Namespace) -> str:

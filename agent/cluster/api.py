@@ -39,7 +39,7 @@ class ApiRefused(ApiError):
 
 
 class _Status(msgspec.Struct):
-    """A v1 Status object, as far as it is told on."""
+    """A v1 Status object, as far as it is passed on."""
 
     message: str = ""
     code: int = 0

@@ -1,7 +1,7 @@
 """How a pod could get around limits that stand in files which the agent mounts into its containers: pure.
 
-Told by its specification alone, as an admission policy would. What root in an unprivileged container can do
-to itself is not among it (docs/vgpu.md): that cannot be told from here.
+Judged by its specification alone, as an admission policy would. What root in an unprivileged container can do
+to itself is not among it (docs/vgpu.md): that cannot be seen from here.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,7 +29,7 @@ def ways_around(pod: Pod, resource: str, files: Collection[str], folders: Collec
     for volume in pod.spec.volumes:
         if volume.host_path and volume.name in used and _meets(volume.host_path.path, folders):
             found.append(f"the pod mounts {volume.host_path.path[:LONGEST_NAME]} of the host")
-    # A volume above a file is enough: whoever has it, too, removes the file there, and the mount with it.
+    # A volume above a file is enough: another holder of it removes the file there, and the mount with it.
     found += [
         f"container {each.name} mounts a volume at {mount.mount_path[:LONGEST_NAME]}"
         for each in containers

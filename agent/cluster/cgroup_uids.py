@@ -1,7 +1,7 @@
 """From the UID in a pod's cgroups to the pod: pure.
 
 The kubelet names the cgroups of a static pod by a UID of its own, which the API server does not know; the
-object that mirrors it tells that UID in the annotation `kubernetes.io/config.hash` (the kubelet's
+object that mirrors it carries that UID in the annotation `kubernetes.io/config.hash` (the kubelet's
 pkg/kubelet/pod/mirror_client.go). Any tenant may write that annotation, and `kubernetes.io/config.mirror`
 beside it: it counts only where the object is owned by this Node, and never for a UID that is another pod's.
 """

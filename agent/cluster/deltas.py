@@ -1,4 +1,4 @@
-"""List and watch for many objects: each is turned into something small at once and told one by one.
+"""List and watch for many objects: each is turned into something small at once and passed on one by one.
 
 A `Reflector` keeps whole copies and publishes a new mapping for each change, which is right for one node's
 pods. For a cluster's it would copy a hundred thousand entries per event.
@@ -22,7 +22,7 @@ class Kept(NamedTuple, Generic[T]):
 
 
 class Listener(Protocol[T_contra]):
-    """Who is told, by UID."""
+    """The receiver, by UID."""
 
     def replaced(self, values: Mapping[str, T_contra]) -> None:
         """These are all there are."""

@@ -40,13 +40,13 @@ class Event:
     reason: str  # CamelCase, one of docs/names.md
     message: str
     warning: bool = False
-    # With one: the object has at most one event of this reason and key while the API server keeps it, whoever
-    # writes it and how often. For what is found again with each attempt, in other figures.
+    # With one: the object has at most one event of this reason and key while the API server keeps it, from
+    # any writer and however often. For what is found again with each attempt, in other figures.
     key: str = ""
 
 
 class EventRecorder:
-    """Sends events in the background. Whoever emits never waits."""
+    """Sends events in the background; emitting never waits."""
 
     def __init__(self, api: KubeApi, node: str, reporter: str = REPORTER) -> None:
         """`node`: the node or pod that reports, `reporter`: the component."""

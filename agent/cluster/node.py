@@ -83,7 +83,7 @@ class NodeObject:
         return self.value.metadata.uid if self.value else None
 
     async def seen(self) -> None:
-        """Return once the watch has told of our last write; bound it with a cancel scope."""
+        """Return once the watch has shown our last write; bound it with a cancel scope."""
         await self.reflector.reached(self._written)
 
     async def patch_metadata(

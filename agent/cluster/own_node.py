@@ -66,7 +66,7 @@ class OwnNode(Protocol):
         """Set or remove the agent's taint, keep those of others."""
 
     async def seen(self) -> None:
-        """Return once the watch has told of the last write, too; bound it with a cancel scope."""
+        """Return once the watch has shown the last write, too; bound it with a cancel scope."""
 
     def event(self, reason: str, message: str, warning: bool) -> None:
         """An event about the node; never waits."""

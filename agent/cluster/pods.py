@@ -1,4 +1,4 @@
-"""The pods of this node: what their containers ask for, as the API server tells it."""
+"""The pods of this node: what their containers ask for, as the API server shows it."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -135,7 +135,7 @@ class Pod(msgspec.Struct, frozen=True):
         """Whether it asks for any of `resources` that it does not hold: (container, resource).
 
         One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once
-        they have ended, so that their wishes count only where the pod holds nothing at all.
+        they have ended, so that their requests count only where the pod holds nothing at all.
         """
         if not held:
             return self.asks_for(resources)
@@ -195,7 +195,7 @@ class PodCache:
     async def get(self, namespace: str, name: str) -> Pod | None:
         """A pod from the copy, or by one GET within a second; None: there is no such pod. Raises ApiError.
 
-        A copy that is ending may have a namesake that the watch has not told of yet: ask then, too.
+        A copy that is ending may have a namesake that the watch has not shown yet: ask then, too.
         """
         pod = self.find(namespace, name)
         if pod and not pod.metadata.deletion_timestamp and not pod.finished:

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 WATCH_SECONDS = 300  # the server ends a watch after this; less a random part, so that nodes differ
 # A server sends a bookmark about once a minute. A connection that brings neither event nor bookmark for this
-# long may be half open (a balancer forgot it): another one tells what was missed, from the version seen last.
+# long may be half open (a balancer forgot it): another one shows what was missed, from the version seen last.
 SILENCE_SECONDS = 90.0
 STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure is a new one
 LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
@@ -93,7 +93,7 @@ class _Page(msgspec.Struct):
 class Reflector(Generic[Item]):
     """Copies of the objects at `path` that match `selector`, by UID.
 
-    `items` is published at each change; `synced` tells whether it was complete at least once.
+    `items` is published at each change; `synced` says whether it was complete at least once.
     """
 
     # Whether a plain list may come from the server's cache, which can be behind what others have written.
@@ -113,7 +113,7 @@ class Reflector(Generic[Item]):
         self.synced = False
         self.problem: str | None = "not connected yet"
         self.away = True  # the server does not answer, or not for now; one that refuses us is there
-        self._told: str | None = None  # the kind of failure that the log knows of
+        self._logged_kind: str | None = None  # of the failure that was logged last
         self._silent = False  # the last watch ended for want of any event
         # When the server last showed that the complete copy is being kept true: an event, a bookmark or a
         # watch that it opened. On anyio's clock, in seconds; None: never.
@@ -153,9 +153,9 @@ class Reflector(Generic[Item]):
 
     def _failed(self, error: Exception) -> None:
         kind = f"{type(error).__name__} {getattr(error, 'status', '')}"
-        if kind != self._told:
+        if kind != self._logged_kind:
             log.warning("watch_interrupted", of=self.name, problem=str(error))
-        self._told, self.problem = kind, str(error)
+        self._logged_kind, self.problem = kind, str(error)
         status = error.status if isinstance(error, ApiRefused) else 0
         self.away = isinstance(error, ApiUnavailable) or status >= 500 or status == TOO_MANY_REQUESTS
 
@@ -242,7 +242,7 @@ class Reflector(Generic[Item]):
         return known is not None and is_newer(known.metadata.resource_version, item.metadata.resource_version)
 
     async def reached(self, version: str) -> None:
-        """Return once the watch itself has told of `version` or a later one; bound it with a cancel scope."""
+        """Return once the watch itself has shown `version` or a later one; bound it with a cancel scope."""
         while is_newer(version, self._version):
             await self.items.wait_change(self.items.version)
 
@@ -272,7 +272,7 @@ class Reflector(Generic[Item]):
     def _well(self) -> None:
         if self.problem is not None:
             log.info("watch_established", of=self.name)
-        self.problem = self._told = None
+        self.problem = self._logged_kind = None
         self.away = False
         self.synced = True
         self.heard = anyio.current_time()

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 LOOK_SECONDS = 5.0  # the kubelet takes a minute or so to show a changed Secret anyway
 
-REMEMBERED_NAMES = 100  # of refused callers: whoever may sign certificates could make up any number
+REMEMBERED_NAMES = 100  # of refused callers: a holder of the signing key could make up any number
 
 _Stamp = tuple[tuple[int, int, int], ...]
 

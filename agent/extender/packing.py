@@ -1,6 +1,6 @@
 """On which GPUs of a node all slots of a pod find a place: one search, for filter, score and bind alike.
 
-Packing shares onto GPUs is a hard problem, and whoever may create a pod chooses its shape. So GPUs that are
+Packing shares onto GPUs is a hard problem, and the author of a pod chooses its shape. So GPUs that are
 equal are tried once, a state that was a dead end is not entered again, and the work is bounded.
 """
 

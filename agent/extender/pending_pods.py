@@ -1,4 +1,4 @@
-"""Tells owners of pods that wait why they do, by an event on the pod; the leader alone does it.
+"""Says why a pod waits, by an event on the pod; the leader alone does it.
 
 kube-scheduler asks an extender only about nodes whose totals are large enough, so that its calls do not show
 every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.
@@ -25,7 +25,7 @@ from agent.model.demand import WAITING_FOR_GPU, Impossible
 
 UNBOUND = "spec.nodeName=,status.phase=Pending"
 LOOK_SECONDS = 2.0
-# A reason that changes is told again; a full cluster is not to be looked through for each pod all the time.
+# A reason that changes is reported again; a full cluster is not searched for each pod all the time.
 AGAIN_SECONDS = 60.0
 PODS_A_LOOK = 32
 
@@ -145,16 +145,16 @@ class PendingPods:
             each.due = now + AGAIN_SECONDS
             pod = each.pod
             if pod.demand is None:
-                told: WaitingReason | None = WaitingReason(
+                reason: WaitingReason | None = WaitingReason(
                     "impossible", f"{pod.problem}; correct the limits and create the pod again"
                 )
             else:
                 if pod.demand not in found:
                     found[pod.demand] = await self._reason(pod.demand)
-                told = found[pod.demand]
-            if told:
+                reason = found[pod.demand]
+            if reason:
                 self._events.emit(
-                    Event(pod.about, WAITING_FOR_GPU, told.sentence, warning=True, key=told.kind)
+                    Event(pod.about, WAITING_FOR_GPU, reason.sentence, warning=True, key=reason.kind)
                 )
 
     async def _reason(self, demand: PodDemand) -> WaitingReason | None:

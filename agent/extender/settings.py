@@ -9,6 +9,7 @@ from msgspec import Meta, field
 
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
+from agent.kit.logs import Logging
 from agent.model.fragmentation import USUAL
 
 ENVIRONMENT_PREFIX = "GPU_NODE_EXTENDER_"
@@ -19,13 +20,6 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 Name = Annotated[str, Meta(min_length=1)]
 Size = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 Weight = Annotated[float, Meta(ge=0, le=1e6)]
-
-
-class Logging(Section, frozen=True):
-    """How the extender writes its log."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "json", "console"] = "auto"
 
 
 class Http(Section, frozen=True):
@@ -44,7 +38,7 @@ class Tls(Section, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # null: not served
     certificate: AbsolutePath = "/etc/gpu-node-agent/tls/tls.crt"
     key: AbsolutePath = "/etc/gpu-node-agent/tls/tls.key"
-    # Whoever calls must show a certificate of this authority ...
+    # Callers must show a certificate of this authority ...
     client_authority: AbsolutePath = "/etc/gpu-node-agent/tls/ca.crt"
     # ... with one of these common names.
     client_names: Annotated[list[Name], Meta(min_length=1)] = field(

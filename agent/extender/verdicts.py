@@ -109,7 +109,7 @@ class Verdicts:
 
 
 class _Pause:
-    """Tells when others should run: leases and bindings must not wait for a pod that is hard to place."""
+    """Says when other tasks should run: leases and bindings must not wait for a pod that is hard to place."""
 
     def __init__(self) -> None:
         self._nodes = 0

@@ -97,7 +97,7 @@ class HealthPersistence:
                 await self._hand_on(xid)
 
     async def _hand_on(self, xid: LogXid) -> None:
-        """To the inventory; where NVML tells of it anyway only what NVML leaves out."""
+        """To the inventory; where NVML reports it anyway only what NVML leaves out."""
         watched = self._watched()
         for state in self._inventory.snapshot.value.gpus:
             if not state.gpu.pci_bus_id.startswith(f"{xid.bus}."):
@@ -125,10 +125,10 @@ class HealthPersistence:
                 try:
                     await anyio.to_thread.run_sync(self._file.save, *wanted)
                 except OSError as error:
-                    self._told(f"{self._file.path} cannot be written: {error.strerror}")
+                    self._log_problem(f"{self._file.path} cannot be written: {error.strerror}")
                     await anyio.sleep(backoff.next())
                 else:
-                    self._told(None)
+                    self._log_problem(None)
                     self._written = wanted
                     backoff.reset()
 
@@ -140,7 +140,7 @@ class HealthPersistence:
         snapshot = self._inventory.snapshot.value
         return records(snapshot), self._sequence, snapshot.released_until
 
-    def _told(self, problem: str | None) -> None:
+    def _log_problem(self, problem: str | None) -> None:
         if problem != self.problem:
             if problem:
                 log.error("verdicts_not_kept", problem=problem)

@@ -1,4 +1,4 @@
-"""What the inventory actor is told. `at` is always seconds since boot (`clock.boot_seconds`)."""
+"""Messages to the inventory actor. `at` is always seconds since boot (`clock.boot_seconds`)."""
 
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class KernelXidSeen:
 
 @dataclass(frozen=True, slots=True)
 class XidExplained:
-    """The log line of an Xid that NVML tells of by its number alone."""
+    """The log line of an Xid that NVML reports by its number alone."""
 
     xid: KernelXid
     at: float

@@ -128,7 +128,7 @@ def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
         let_go=None,
         # Lost GPUs keep their place behind the present ones.
         gpus=(*sorted(present, key=lambda state: state.gpu.index), *missing),
-        # An index whose GPU is known and judged already is not told twice.
+        # An index whose GPU is known and judged already is not reported twice.
         unreadable=tuple(one for one in scan.unreadable if one.index not in sick),
         remembered={},
         awaiting=(),

@@ -2,7 +2,7 @@
 
 The enforcement library prices launches by times that the GPU's events gave it. They contain what other
 containers did in between, and miss what runs beside each other. So each second the agent compares what NVML
-measured of a container with what it may use, and tells the library a factor.
+measured of a container with what it may use, and gives the library a factor.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,8 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError
@@ -145,7 +146,7 @@ class DriverLimits:
 def cgroups_of(root: Path, uid: str, containers: Collection[str]) -> list[Path]:
     """The cgroups of a pod's containers and those right below, highest first. Blocks. Raises OSError.
 
-    Told by the names that the kubelet gives (`agent.model.cgroup`): tenants make folders below theirs alone.
+    Recognised by the kubelet's names (`agent.model.cgroup`): tenants make folders below theirs alone.
     """
     found: list[Path] = []
     level = [str(root)]

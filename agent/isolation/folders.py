@@ -29,6 +29,7 @@ from agent.model.ids import SEPARATOR
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
+PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
@@ -47,10 +48,11 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
     avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
     driver: bool = False  # whether the driver itself is to hold the container to its cap
+    compute: bool = False  # whether it is held to a share of compute
 
 
 def key_of(ids: Collection[str]) -> str:
-    """The folder of whoever holds these units; all lie on one GPU."""
+    """The folder of the container that holds these units; all are on one GPU."""
     units = sorted(ids)
     digest = hashlib.sha256("\n".join(units).encode()).hexdigest()[:24]
     return f"{units[0].partition(SEPARATOR)[0]}-{digest}"
@@ -85,7 +87,7 @@ class LimitFolders:
     def create(self, about: About, context_bytes: int = 0) -> str:
         """Make a container's folder whole, or not at all; the key. Raises FolderUnusable.
 
-        One that another pod left behind gives way: whoever had it mounted keeps the old files.
+        One that another pod left behind gives way: a container that had it mounted keeps the old files.
         """
         key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
         limits = _limits(about, context_bytes)
@@ -197,6 +199,11 @@ class LimitFolders:
             finally:
                 os.close(descriptor)
 
+    def open_usage(self, key: str) -> int:
+        """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            return _opened(folder, USAGE, os.O_RDONLY)
+
     def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
         """What the library says of the container's only process: bytes charged, and those for contexts.
 
@@ -233,6 +240,8 @@ def _limits(about: About, context_bytes: int = 0) -> bytes:
         context_bytes=context_bytes,
         strict=about.policy == "strict",
         driver=about.driver,
+        compute=about.compute,
+        share=about.cores * PERCENT if about.compute else 0,
     )
     return layout.limit_file(key_of(about.ids), (limits,))
 

@@ -149,6 +149,16 @@ def read_usage(content: bytes) -> list[Usage]:
     ]
 
 
+def read_share(descriptor: int, number: int = 0) -> tuple[int, int, int]:
+    """`next_ns`, `waits` and `waited_ns` of an open usage region: hints, and zeros where it is too short.
+
+    Raises OSError.
+    """
+    at = USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES + SHARE_AT
+    content = os.pread(descriptor, SHARE.size, at)
+    return SHARE.unpack(content) if len(content) == SHARE.size else (0, 0, 0)
+
+
 def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
     """Bytes charged to the only process in the first slots, and those for contexts; None: it is not alone."""
     whole = len(content) // SLOT_BYTES * SLOT_BYTES

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.isolation.errors import LibraryUnusable
-from agent.kit import trees
+from agent.kit import selinux, trees
 from agent.kit.selinux import label_for_pods
 
 # Where the image has it.
@@ -100,9 +100,11 @@ def obstacle(state: Path) -> str | None:
     folder = state / FOLDER
     there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
-        return _NOEXEC.format(folder) if os.statvfs(there).f_flag & os.ST_NOEXEC else None
+        if os.statvfs(there).f_flag & os.ST_NOEXEC:
+            return _NOEXEC.format(folder)
     except OSError as error:
         return f"{there} cannot be looked at: {error.strerror}"
+    return selinux.obstacle(there)
 
 
 _NOEXEC = (

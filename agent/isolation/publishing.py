@@ -7,9 +7,12 @@ from typing import Any, Protocol
 
 import structlog
 
-from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.compute import Share
+from agent.isolation.folders import About, key_of
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place
+from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
 
 log = structlog.get_logger()
@@ -25,7 +28,7 @@ class Fence(Enum):
 
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
-    SWEEP = "sweep"  # whoever is above its cap is reported
+    SWEEP = "sweep"  # containers above their cap are reported
 
 
 class Owners(Protocol):
@@ -41,11 +44,16 @@ class Owners(Protocol):
 class Publisher:
     """Publishes to owners, and answers what holds for a container."""
 
-    def __init__(self, isolation: Isolation, owners: Owners) -> None:
+    def __init__(
+        self, isolation: Isolation, owners: Owners, shares: Cell[Mapping[str, Share]] | None = None
+    ) -> None:
+        """`shares`: how containers stand that are held to compute."""
         self._isolation = isolation
+        self._shares = shares
         self._owners = owners
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
+        self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -79,7 +87,7 @@ class Publisher:
 
     @property
     def sweeps(self) -> bool:
-        """Whether the driver tells of containers process by process; nobody knows while there are none."""
+        """Whether the driver reports containers process by process; nobody knows while there are none."""
         return bool(self._watch and self._watch.seen.value.measured)
 
     # As agent.telemetry.limits.Limits
@@ -100,6 +108,15 @@ class Publisher:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
+    def grown(self) -> Mapping[str, int]:
+        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
+        found: dict[str, int] = {}
+        for about in (each.about for each in self._isolation.containers.value.values()):
+            if about.grown:
+                size = len(about.grown) * VGPU.block_bytes
+                found[about.namespace] = found.get(about.namespace, 0) + size
+        return found
+
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits, by their specifications."""
         return sum(bool(each.about.avoidable) for each in self._isolation.containers.value.values())
@@ -111,7 +128,7 @@ class Publisher:
         if limits is None and not fences:
             return None
         seen = self._watch.seen.value if self._watch else None
-        return {
+        found = {
             "memoryBytes": limits.memory_bytes if limits else None,
             "admittedBytes": len(limits.about.ids) * VGPU.block_bytes if limits else None,
             "fences": [each.value for each in fences],
@@ -119,6 +136,25 @@ class Publisher:
             "avoidable": list(limits.about.avoidable) if limits else [],
             "aboveCap": bool(seen and place in seen.above),
         }
+        compute = self._compute(limits) if limits else None
+        return {**found, "compute": compute} if compute else found
+
+    def _compute(self, limits: ContainerLimits) -> dict[str, Any] | None:
+        share = self._shares.value.get(key_of(limits.about.ids)) if self._shares else None
+        if share is None:
+            return None
+        return {
+            "askedPercent": share.asked,
+            "allottedPercent": share.allotted,
+            "usedPercent": None if share.used is None else round(share.used, 1),
+            "throttledSeconds": round(share.throttled_seconds, 3),
+        }
+
+    def shares(self) -> Mapping[Place, Share]:
+        """How containers stand that are held to compute."""
+        known = self._isolation.containers.value
+        told = self._shares.value if self._shares else {}
+        return {place_of(known[key].about): share for key, share in told.items() if key in known}
 
     def measured(self, place: Place) -> int:
         """What a container uses of the GPU's memory by the driver's word, in bytes; 0: nobody knows."""
@@ -153,6 +189,19 @@ class Publisher:
         limits = self._of(place)
         pod = Pod(namespace, name, (), limits.about.uid if limits else "")
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
+
+    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
+        """An event and a line in the log, and a count."""
+        namespace, name, container, gpu = place
+        self.ends["failed" if problem else "ended"] += 1
+        used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
+        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
+        log.warning(
+            "container_above_cap_ended", pod=f"{namespace}/{name}", container=container, problem=problem
+        )
+        pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        reason = "ContainerNotEnded" if problem else "ContainerEnded"
+        self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
         """An event and a line in the log."""

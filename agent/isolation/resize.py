@@ -17,8 +17,9 @@ from msgspec import Meta
 
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
+from agent.isolation.limits import ContainerLimits
 from agent.isolation.publishing import Publisher, place_of
-from agent.isolation.room import ContainerLimits, Isolation
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 

@@ -5,8 +5,7 @@ The kubelet's record says which containers there are; this room keeps no list of
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +18,7 @@ from agent.isolation.contexts import Contexts
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
+from agent.isolation.limits import Admission, Bind, ContainerLimits, Policy, Request
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -29,62 +29,6 @@ LOOK_SECONDS = 5.0
 # The kubelet's record shows what was granted within some milliseconds, and is read soon after. Until then a
 # container must not lose its folder because the one before it, which had the same units, has gone.
 GRACE_SECONDS = 10.0
-
-
-class Policy(Enum):
-    """What is done to keep containers to their memory; each includes the ones before it."""
-
-    OFF = "off"
-    REPORT = "report"  # whoever uses more than its cap is reported
-    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
-    STRICT = "strict"  # no container starts without it, and what it does not know is refused
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A container that is being admitted, and what it may use of its GPU."""
-
-    uid: str  # of the pod
-    namespace: str
-    pod: str
-    container: str
-    gpu: str  # UUID
-    ids: tuple[str, ...]  # its units of memory
-    memory_bytes: int
-    cores: int  # percent; 0: no claim
-    driver: bool = False  # whether the driver can hold it to its memory
-    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
-
-
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """A file of the host that a container gets."""
-
-    container_path: str
-    host_path: Path
-    read_only: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What keeps a container that starts now to its memory; nothing does where both are empty."""
-
-    binds: tuple[Bind, ...] = ()
-    driver: bool = False  # whether the driver is to be given the limit
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """Limits of a running container.
-
-    `injected` None: no process of it was seen on the GPU yet. `limited`: what the driver says of a container
-    that it is to hold to its cap; None: it was not asked yet.
-    """
-
-    about: About
-    memory_bytes: int
-    injected: bool | None = None
-    limited: bool | None = None
 
 
 class Isolation:
@@ -99,8 +43,13 @@ class Isolation:
         record: Cell[PodList | None],
         namespaces: Callable[[str], Policy | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        compute: bool = False,
     ) -> None:
-        """`source`: the image's library. `namespaces` answers what a namespace has of its own."""
+        """`source`: the image's library. `namespaces` answers what a namespace has of its own.
+
+        `compute`: containers that start are held to a share of compute.
+        """
         self.folders = folders
         self.contexts = Contexts()
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
@@ -112,6 +61,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
+        self._compute = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -270,6 +220,7 @@ class Isolation:
             library.build if library else "",
             avoidable=request.avoidable,
             driver=request.driver,
+            compute=self._compute and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:

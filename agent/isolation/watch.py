@@ -15,9 +15,11 @@ from typing import Protocol
 import anyio.to_thread
 import structlog
 
+from agent.isolation.ending import NotEnded, end
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
-from agent.isolation.room import ContainerLimits, Isolation, Policy
+from agent.isolation.limits import ContainerLimits, Policy
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 
 log = structlog.get_logger()
@@ -27,6 +29,10 @@ LEAST_TOLERANCE = 64 << 20
 TOLERANCE_RATIO = 0.02
 # Readings in a row, a second apart, before it is reported: memory of a process that just ended lingers.
 READINGS = 2
+# Before one is ended, by option: so many readings, and so much for the context of each of so many processes.
+END_READINGS = 10
+CONTEXT_BYTES = 600 << 20
+MOST_CONTEXTS = 8
 # Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20
@@ -54,6 +60,9 @@ class Report(Protocol):
     def not_loaded(self, about: About) -> None:
         """A process of it uses the GPU without the enforcement library."""
 
+    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
+        """It was ended for that; `problem`: it could not be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -66,7 +75,10 @@ class Seen:
 class LimitWatch:
     """Follows the samples; publishes `seen`."""
 
-    def __init__(self, isolation: Isolation, report: Report, proc: Path) -> None:
+    def __init__(self, isolation: Isolation, report: Report, proc: Path, ends: bool = False) -> None:
+        """`ends`: whether containers that stay above their cap are ended."""
+        self._ends = ends
+        self._excess: dict[Place, int] = {}  # readings in a row so far above that a container may be ended
         self.seen: Cell[Seen] = Cell(Seen())
         self._isolation = isolation
         self._report = report
@@ -86,6 +98,8 @@ class LimitWatch:
         caps = {place: limits.memory_bytes for place, (_, limits) in folders.items()}
         above = self._above(round_, caps)
         self.seen.publish(Seen({each.place: each.memory_bytes for each in round_}, above))
+        if self._ends:
+            await self._end(round_, caps)
         work = [(*folders[each.place], each) for each in round_ if each.place in folders]
         for gone in self._loaded.keys() - {key for key, _, _ in work}:
             del self._loaded[gone]
@@ -111,6 +125,27 @@ class LimitWatch:
                     self._report.exceeded(each.place, each.memory_bytes, cap)
         self._rounds = counted
         return frozenset(place for place, rounds in counted.items() if rounds >= READINGS)
+
+    async def _end(self, round_: Sequence[Measured], caps: Mapping[Place, int]) -> None:
+        counted: dict[Place, int] = {}
+        for each in round_:
+            cap = caps.get(each.place, each.cap_bytes)
+            enforced = self._isolation.policy(each.place[0]) in (Policy.LIBRARY, Policy.STRICT)
+            contexts = min(len(each.pids), MOST_CONTEXTS) * CONTEXT_BYTES
+            if not enforced or each.memory_bytes <= cap + tolerance(cap) + contexts:
+                continue
+            counted[each.place] = self._excess.get(each.place, 0) + 1
+            if counted[each.place] < END_READINGS:
+                continue
+            counted[each.place] = 0
+            problem = None
+            try:
+                if not await anyio.to_thread.run_sync(end, each.pids, self._proc):
+                    problem = "none of its processes was found"
+            except NotEnded as error:
+                problem = str(error)
+            self._report.ended(each.place, each.memory_bytes, cap, problem)
+        self._excess = counted
 
     def _read(self, work: Sequence[tuple[str, ContainerLimits, Measured]]) -> Mapping[str, bool]:
         """Whether all processes have the library, by folder; nothing of those without a process."""

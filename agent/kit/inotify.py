@@ -27,7 +27,7 @@ _HEADER = struct.Struct("iIII")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something changed. `name` is empty when it cannot be told what: look at the whole folder."""
+    """Something changed. `name` is empty when it is not known what: look at the whole folder."""
 
     name: str
     appeared: bool

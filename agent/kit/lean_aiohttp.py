@@ -1,7 +1,7 @@
 """Take aiohttp from here: it comes in without what nobody here uses.
 
 The system's root certificates: aiohttp reads them twice at import, 0.15 s and 2 MiB for the two default TLS
-contexts of its client. Whoever speaks TLS through aiohttp passes a context of its own, as kubernetes-asyncio
+contexts of its client. A caller that speaks TLS through aiohttp passes its own context, as kubernetes-asyncio
 does with the cluster's authority; a connection that forgets to is refused, since nothing is trusted.
 
 frozenlist's C part: it alone brings libstdc++ into the process, 1.2 MiB, to speed up a list of signal

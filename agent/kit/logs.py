@@ -6,7 +6,16 @@ from typing import Literal, TextIO
 
 import structlog
 
+from agent.kit.configuration import Section
+
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Logging(Section, frozen=True):
+    """How the log is written."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
 
 
 def configure(level: str, style: Literal["auto", "json", "console"], stream: TextIO | None = None) -> None:

@@ -8,6 +8,26 @@ ATTRIBUTE = "security.selinux"
 POD_LABEL = b"system_u:object_r:container_file_t:s0\0"
 
 
+def obstacle(folder: Path) -> str | None:
+    """Why files of a folder could not be labelled for pods; None: nothing is seen. Blocks; leaves nothing."""
+    try:
+        os.getxattr(folder, ATTRIBUTE)
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None  # no SELinux, or a file system without such files
+    try:
+        os.setxattr(descriptor, ATTRIBUTE, POD_LABEL)
+    except OSError as error:
+        return (
+            f"SELinux would keep pods from files below {folder}: they cannot be labelled ({error.strerror}); "
+            "let the agent relabel them, as spc_t in a privileged container does, or mount the folder from a "
+            "file system with labels"
+        )
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def label_for_pods(root: Path, *files: Path) -> str | None:
     """Have SELinux let pods through to `files`. Blocks. What stands in the way; None: nothing.
 

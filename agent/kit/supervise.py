@@ -93,7 +93,7 @@ class FatalError(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line; a group is told by its leaves."""
+    """An exception in one line; a group by its leaves."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(describe(leaf) for leaf in error.exceptions)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -59,7 +59,7 @@ class PreferenceRequest:
 
 
 class Reason(Enum):
-    """Why a request is refused; the value is the gRPC status that tells it."""
+    """Why a request is refused; the value is the gRPC status of the answer."""
 
     INVALID = "INVALID_ARGUMENT"  # asking again will not help
     EXHAUSTED = "RESOURCE_EXHAUSTED"  # no GPU has room

@@ -42,7 +42,7 @@ class Endpoint:
         self.service = DevicePluginService(plugin, allocated)
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._obstacle: str | None = "it has not been tried yet"
-        self._told: set[str] = set()  # the obstacles since the kubelet listened last
+        self._logged: set[str] = set()  # the obstacles since the kubelet listened last
         vendor, _, name = plugin.resource.partition("/")
         self.path = kubelet_root / "plugins_registry" / f"gna-{vendor.split('.')[0]}-{name}.sock"
 
@@ -56,8 +56,8 @@ class Endpoint:
         """Why this resource is not registered, in words; None when it is."""
         if self.registered:
             return None
-        told = self.service.last_status_error
-        why = f"the kubelet refused it: {told}" if told else self._obstacle
+        refusal = self.service.last_status_error
+        why = f"the kubelet refused it: {refusal}" if refusal else self._obstacle
         return f"{self.plugin.resource} is not registered with the kubelet: {why}"
 
     async def run(self) -> None:
@@ -82,9 +82,9 @@ class Endpoint:
     def _hinder(self, obstacle: str, *, usual: bool = False) -> None:
         """Remember what stands in the way; `usual`: it does at every start, for a moment."""
         self._obstacle = obstacle
-        # Each is told once until the kubelet listens: two that take turns would fill the log.
-        if obstacle not in self._told:
-            self._told.add(obstacle)
+        # Each is logged once until the kubelet listens: two that take turns would fill the log.
+        if obstacle not in self._logged:
+            self._logged.add(obstacle)
             tell = log.info if usual else log.warning
             tell("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
 
@@ -119,7 +119,7 @@ class Endpoint:
     async def _while_registered(self, server: DrainableServer) -> None:
         """Return when the kubelet stopped listening for good, or our socket is gone."""
         self._obstacle = "the kubelet stopped listening; it may be restarting"
-        self._told.clear()
+        self._logged.clear()
         async with anyio.create_task_group() as group:
             group.start_soon(self._until_silent, group.cancel_scope)
             group.start_soon(self._until_socket_gone, server, group.cancel_scope)

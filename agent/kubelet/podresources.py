@@ -65,7 +65,7 @@ class PodList:
     holdings: tuple[Holding, ...]
     # Every container that the kubelet lists, holding or not: (namespace, pod, container).
     containers: tuple[tuple[str, str, str], ...]
-    # UIDs of pods that the API server tells to be over; the kubelet knows nothing of it.
+    # UIDs of pods that are over by the API server; the kubelet knows nothing of it.
     ended: frozenset[str] = frozenset()
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
@@ -288,10 +288,3 @@ def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[bytes], 
             ids.append(data[low:high])
             begin = low if high == end and len(ids) == 1 else 0
     return resource, ids, begin
-
-
-def by_id(holdings: tuple[Holding, ...]) -> Iterator[tuple[str, Holding]]:
-    """Each held device ID with its holder."""
-    for holding in holdings:
-        for device in holding.ids:
-            yield device, holding

@@ -1,6 +1,6 @@
 """A gRPC server on a unix socket that can be stopped without leaving its clients in the dark.
 
-grpclib's `close()` cancels handlers but tells the peer nothing, and on Python >= 3.12.1 its
+grpclib's `close()` cancels handlers without a word to the peer, and on Python >= 3.12.1 its
 `wait_closed()` waits for clients to leave by themselves. So the drain here is our own: streaming
 handlers return first (the peer reads a clean end of stream), then the listener closes, then the
 transports are dropped. This file alone touches private names of grpclib, whose version is pinned.
@@ -128,7 +128,7 @@ class DrainableServer:
         self._inode = None
 
     async def stop(self) -> None:
-        """Close. Streaming handlers must have been told to return before (`DevicePluginService.drain`).
+        """Close. Streaming handlers must have been asked to return before (`DevicePluginService.drain`).
 
         Takes `DRAIN_SECONDS` and twice `CLOSE_SECONDS` at most, cancelled or not.
         """

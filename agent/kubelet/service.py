@@ -253,7 +253,7 @@ class DevicePluginService:
             log.error("registration_refused", resource=self.plugin.resource, reason=self.last_status_error)
 
     async def _bounded(self, call: str, seconds: float, answer: Callable[[], Awaitable[M]]) -> M:
-        """Run one RPC under a deadline; every refusal is logged, counted and told in words."""
+        """Run one RPC under a deadline; every refusal is logged, counted and explained."""
         started = time.perf_counter()
         outcome = "INTERNAL"
         try:

@@ -117,7 +117,7 @@ def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tupl
 
 
 def fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message that stands in data[start:end], as `field_at` tells them."""
+    """The fields of a message that stands in data[start:end], as `field_at` returns them."""
     at = start
     while at < end:
         number, wire, low, high, at = field_at(data, at, end)

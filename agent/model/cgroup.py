@@ -22,7 +22,7 @@ class ContainerRef:
 
 
 def container_of(cgroups: str) -> ContainerRef | None:
-    """The container that the text of `/proc/<pid>/cgroup` tells of; None: it is in no pod."""
+    """The container that the text of `/proc/<pid>/cgroup` names; None: it is in no pod."""
     for line in cgroups.split("\n"):  # a cgroup's name may hold other ends of lines
         path = line.split(":", 2)[-1]
         pod = _POD.search(path)

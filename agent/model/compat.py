@@ -6,9 +6,13 @@ from agent.model.gpu import Driver
 VGPU_BASELINE = (12, 4)
 
 
-def hooked(enforcement: str) -> bool:
-    """Whether `vgpu.enforcement` puts a library into containers: the baseline is that library's."""
-    return enforcement in ("library", "strict")
+def hooked(enforcement: str, library: str | None) -> bool:
+    """Whether `vgpu.enforcement` puts another library than the agent's own into containers.
+
+    The baseline is that of the product's library. The agent's own is made from the headers of CUDA 11.8, 12
+    and 13.
+    """
+    return enforcement in ("library", "strict") and library is not None
 
 
 def vgpu_warning(driver: Driver | None) -> str | None:
@@ -19,7 +23,7 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     """
     if driver is None or driver.cuda_version[0] == VGPU_BASELINE[0]:
         return None
-    baseline, served = _told(VGPU_BASELINE), _told(driver.cuda_version)
+    baseline, served = _dotted(VGPU_BASELINE), _dotted(driver.cuda_version)
     if driver.cuda_version < VGPU_BASELINE:
         return (
             f"driver {driver.version} serves CUDA {served}, older than the baseline {baseline} of vGPU: "
@@ -31,5 +35,5 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     )
 
 
-def _told(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"

@@ -89,7 +89,8 @@ def findings(
     found = _base(runtime, driver)
     if mode == "vgpu" and not hooked:
         text = (
-            f"no library is loaded (vgpu.enforcement), so the baseline {told(VGPU_BASELINE)} does not apply"
+            f"no library with the baseline {dotted(VGPU_BASELINE)} is loaded "
+            "(vgpu.enforcement, vgpu.library): it does not apply"
         )
         found.append(Finding(Level.ALLOWED, "product", text))
     elif mode == "vgpu" and runtime[0] == driver.cuda[0] and driver.cuda[0] == VGPU_BASELINE[0]:
@@ -107,7 +108,7 @@ def verdict(found: list[Finding]) -> Level:
 
 
 def _base(runtime: Version, driver: DriverFacts) -> list[Finding]:
-    served, wanted = told(driver.cuda), told(runtime)
+    served, wanted = dotted(driver.cuda), dotted(runtime)
     if driver.cuda >= runtime:
         found = [
             Finding(
@@ -159,7 +160,7 @@ def _base(runtime: Version, driver: DriverFacts) -> list[Finding]:
 
 
 def _within_baseline(runtime: Version) -> Finding:
-    baseline, wanted = told(VGPU_BASELINE), told(runtime)
+    baseline, wanted = dotted(VGPU_BASELINE), dotted(runtime)
     if runtime > VGPU_BASELINE:
         return Finding(
             Level.BLOCKED,
@@ -175,14 +176,14 @@ def _within_baseline(runtime: Version) -> Finding:
 
 
 def _other_major(runtime: Version, driver: DriverFacts) -> Finding:
-    baseline = told(VGPU_BASELINE)
+    baseline = dotted(VGPU_BASELINE)
     if runtime == VGPU_CASE_BY_CASE and driver.cuda[0] == VGPU_BASELINE[0]:
-        text = f"vGPU takes CUDA {told(runtime)} beside its baseline {baseline} case by case: test each image"
+        text = f"vGPU takes {dotted(runtime)} beside its baseline {baseline} case by case: test each image"
         return Finding(Level.UNSTABLE, "product", text)
     return Finding(
         Level.BLOCKED,
         "product",
-        f"vGPU wants runtime ({told(runtime)}), driver ({told(driver.cuda)}) and its baseline ({baseline}) "
+        f"vGPU wants runtime ({dotted(runtime)}), driver ({dotted(driver.cuda)}) and baseline ({baseline}) "
         "of one major version; use whole GPUs (100 cores) for this image",
     )
 
@@ -190,16 +191,16 @@ def _other_major(runtime: Version, driver: DriverFacts) -> Finding:
 def _mps(driver: DriverFacts, capability: Version | None) -> list[Finding]:
     found = []
     if driver.cuda < MPS_CUDA:
-        text = (
-            f"memory limits of MPS need a driver for CUDA {told(MPS_CUDA)} or later, not {told(driver.cuda)}"
-        )
+        needed = dotted(MPS_CUDA)
+        text = f"memory limits of MPS need a driver for CUDA {needed} or later, not {dotted(driver.cuda)}"
         found.append(Finding(Level.BLOCKED, "NVIDIA", text))
     if capability is not None and capability < MPS_CAPABILITY:
-        text = f"MPS needs compute capability {told(MPS_CAPABILITY)} (Volta) or later, not {told(capability)}"
+        needed = dotted(MPS_CAPABILITY)
+        text = f"MPS needs compute capability {needed} (Volta) or later, not {dotted(capability)}"
         found.append(Finding(Level.BLOCKED, "NVIDIA", text))
     return found or [Finding(Level.ALLOWED, "NVIDIA", "driver and GPU have what MPS needs")]
 
 
-def told(version: Version) -> str:
+def dotted(version: Version) -> str:
     """`12.4`."""
     return f"{version[0]}.{version[1]}"

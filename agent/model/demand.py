@@ -34,7 +34,7 @@ class Demand:
     blocks: int
     whole: int = 0
 
-    def told(self) -> str:
+    def text(self) -> str:
         """In words, for messages."""
         if self.whole:
             return f"{self.whole} whole GPU{'s' if self.whole > 1 else ''}"
@@ -130,7 +130,7 @@ def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
     """The part of a pod that init containers tie together; None without init containers that ask.
 
     The kubelet gives a container first what plain init containers before it had, unasked, and only then asks
-    for more (pkg/kubelet/cm/devicemanager, `devicesToAllocate`): whoever inherits must share the GPU, which
+    for more (pkg/kubelet/cm/devicemanager, `devicesToAllocate`): an heir must share the GPU, which
     therefore must have room for all of them from the start. Raises Impossible.
     """
     reuse_cores = reuse_blocks = cores = blocks = whole = span = 0

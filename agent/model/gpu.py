@@ -1,7 +1,6 @@
 """What a physical GPU is, as the rest of the agent sees it: plain frozen values, no library types."""
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +25,6 @@ class Gpu:
     compute_capability: tuple[int, int]  # (9, 0)
     mig_enabled: bool = False
     numa_node: int | None = None  # None: the machine names none
-
-    def renumbered(self, index: int, minor: int) -> Self:
-        """The same GPU under another index and minor number, as after a hot-plug."""
-        return replace(self, index=index, minor=minor)
 
 
 def normalise_bus_id(text: str) -> str:

@@ -174,11 +174,6 @@ class Ledger:
     held: Holdings = Holdings()
     reservations: tuple[Reservation, ...] = ()
 
-    @property
-    def held_ids(self) -> frozenset[str]:
-        """All IDs that anybody holds."""
-        return self.held.ids
-
     @cached_property
     def kept_ids(self) -> frozenset[str]:
         """All IDs that are held or promised."""

@@ -152,8 +152,3 @@ class Assignment:
     def of(self, uuid: str) -> GpuMode:
         """The mode of one GPU."""
         return self.gpus.get(uuid, OFF)
-
-    def sold_as(self, uuid: str, mode: Mode) -> bool:
-        """Whether units of a GPU may be offered in `mode` now."""
-        found = self.of(uuid)
-        return found.mode is mode and found.offered

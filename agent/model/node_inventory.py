@@ -1,4 +1,4 @@
-"""What a node's agent tells schedulers of its GPUs: a compact, versioned JSON text in a node annotation.
+"""A node's GPUs as its agent publishes them for schedulers: compact, versioned JSON in a node annotation.
 
 It holds what changes rarely (capacity, mode, health, links), never what is free: that follows from the bound
 pods. A text of another version is refused rather than half understood.

@@ -31,7 +31,7 @@ _DOWN_ON_PURPOSE: Final = frozenset({0b100110, 0b101000})
 
 
 def class_of(number: int, rest: str) -> XidClass | None:
-    """What kind of trouble a log line tells of, `rest` being its text behind the number; None: unclear."""
+    """The kind of fault that a log line reports, `rest` being its text behind the number; None: unclear."""
     if number not in NUMBERS:
         return None
     found = _LINE.match(rest)

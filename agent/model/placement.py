@@ -111,7 +111,7 @@ def place(
         hinted = [room for room in fitting if hint.indices == (room.index,)]
         if hinted:
             return Choice((hinted[0].gpu,))
-        ignored = f"the scheduler chose GPU {_listed(hint.indices)}, which has no room for {demand.told()}"
+        ignored = f"the scheduler chose GPU {_listed(hint.indices)}, which has no room for {demand.text()}"
     return Choice(
         (min(fitting, key=order(policy, demand, list(rooms.values()), mix or usual_mix())).gpu,), ignored
     )
@@ -132,7 +132,7 @@ def _whole(
     free = sorted((room for room in rooms.values() if room.untouched), key=lambda room: room.index)
     uuids = [room.gpu for room in free]
     if len(free) < demand.whole or any(uuid not in uuids for uuid in tied) or len(tied) > demand.whole:
-        text = f"no {demand.told()} free: {len(free)} of {len(rooms)} GPUs are wholly free"
+        text = f"no {demand.text()} free: {len(free)} of {len(rooms)} GPUs are wholly free"
         raise NoRoom(f"{text}; wait until pods end, or ask for fewer")
     ignored = ""
     if hint and not tied:
@@ -194,13 +194,13 @@ def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]
     candidates = [room for room in rooms.values() if not tied or room.gpu in tied]
     if len(tied) > 1:
         return (
-            f"the container has units of {len(tied)} GPUs, and {demand.told()} must lie on one; "
+            f"the container has units of {len(tied)} GPUs, and {demand.text()} must lie on one; "
             "let its init containers ask for one GPU at most"
         )
     if not candidates:
         where = f"GPU {next(iter(tied))}, where the pod has units already, is not offered now" if tied else ""
         why = where or "no GPU of this node is offered in this mode now"
-        return f"no room for {demand.told()}: {why}; create the pod again"
+        return f"no room for {demand.text()}: {why}; create the pod again"
 
     def share(room: FreeGpu) -> tuple[float, int, int]:
         parts = [
@@ -211,7 +211,7 @@ def _no_room(rooms: Mapping[str, FreeGpu], demand: Demand, tied: Collection[str]
     best = max(candidates, key=share)
     scope = "the GPU where the pod has units already" if tied else "any single GPU"
     return (
-        f"{demand.told()} do not fit on {scope}: the largest free share is {best.cores} cores and "
+        f"{demand.text()} do not fit on {scope}: the largest free share is {best.cores} cores and "
         f"{best.blocks} memory blocks, on GPU {best.gpu} (index {best.index}); "
         "ask for less, or create the pod again when others have ended"
     )

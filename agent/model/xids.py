@@ -5,14 +5,14 @@ column of immediate actions. What follows from them for scheduling is this agent
 differs from the catalog, the reason stands beside it. docs/health.md shows the whole table.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 
 class XidClass(Enum):
-    """What kind of trouble an Xid tells of."""
+    """The kind of fault that an Xid reports."""
 
     APPLICATION = "application"  # a program's fault; the GPU serves the next one
     RESET = "needs_reset"
@@ -202,8 +202,3 @@ UNKNOWN: Final = Rule(
 def default_verdict(kind: XidClass) -> Verdict:
     """What a fault of this class does, unless its rule says otherwise."""
     return _VERDICTS[kind]
-
-
-def numbers_of(kind: XidClass) -> Iterable[int]:
-    """All known Xids of a class, in order."""
-    return sorted(number for number, rule in XIDS.items() if rule.kind is kind)

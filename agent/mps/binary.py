@@ -33,7 +33,7 @@ class Program:
         return _inner(self.path, self.root)
 
     def version(self) -> object:
-        """What tells this program from another one that takes its place, as a driver update does. Blocks."""
+        """The identity of this program, which changes where a driver update replaces it. Blocks."""
         try:
             found = self.path.stat()
         except OSError:

@@ -1,7 +1,7 @@
 """Who uses each MPS server: clients mapped to pods, what is wrong among them, and their orderly end.
 
 MPS fails open: a process that does not reach its daemon runs without limits (in compute mode
-EXCLUSIVE_PROCESS it fails instead), so pods that hold shares and have no client are told of. Killing a client
+EXCLUSIVE_PROCESS it fails instead), so pods with shares and without a client are reported. Killing a client
 in the middle of its work harms its neighbours, so clients of ending pods are asked to go first.
 """
 
@@ -37,7 +37,7 @@ ENDING_LOOK_SECONDS = 0.5
 TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
 ENDED_SECONDS = 30.0  # after that: a pod that a finalizer keeps may stay for ever, and runs no more
 USERS_SECONDS = 30.0  # between two looks at the users of all containers with shares
-QUIET_SECONDS = 120.0  # a pod that has had no client for so long is told of
+QUIET_SECONDS = 120.0  # a pod that has had no client for so long is reported
 PROC = Path("/proc")
 
 
@@ -98,7 +98,7 @@ def _not_measured() -> Mapping[str, AbstractSet[str]]:
 
 
 def _nobody(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
-    """The report of a watch that tells nobody."""
+    """The report of a watch that nobody reads."""
 
 
 @dataclass
@@ -229,7 +229,7 @@ class ClientWatch:
         together = Counter((client.pod, client.container) for client in clients)
         for client in clients:
             self._seen[uuid, client.pod] = now
-        # A pod that the API server has not told of, as none is without it, may be any of those with shares.
+        # A pod that the API server has not shown, as none is without it, may be any of those with shares.
         unknown = any(client.container and not client.pod for client in clients)
         for pod in pods:
             self._seen[uuid, pod] = now if unknown else self._seen.get((uuid, pod), now)

@@ -43,12 +43,12 @@ def environment(program: Program, folders: Directories) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A daemon at one moment. `state` None: no server, or a driver before 550; `clients` None: not told."""
+    """A daemon at one moment. `state` None: no server, or a driver before 550; `clients` None: not known."""
 
     servers: tuple[int, ...]
     state: ServerState | None = None
     clients: tuple[int, ...] | None = None
-    percentage: float | None = None  # what clients of the next server may use at most; None: not told
+    percentage: float | None = None  # what clients of the next server may use at most; None: not known
 
 
 class Control:

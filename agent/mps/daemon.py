@@ -125,7 +125,7 @@ class Daemon:
             )
         inherited = await anyio.to_thread.run_sync(self.folders.existing)
         await self._exclusive.give_back(inherited)
-        # Last: as long as the folder is there, it is told that there is something to clear up.
+        # Last: as long as the folder is there, something is known to be left over.
         await anyio.to_thread.run_sync(self._clear_up)
 
     def _clear_up(self) -> None:

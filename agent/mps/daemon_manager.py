@@ -129,7 +129,7 @@ class DaemonManager:
 
         A failure leaves nothing, except on a GPU that is in mode MPS already: pods may be at work there, by a
         server that outlived the agent, and their daemon stays under supervision. On other GPUs nobody waits
-        for a daemon that has ended, which is told by the error alone. May be cancelled: `tear_down` then
+        for a daemon that has ended, which the error alone shows. May be cancelled: `tear_down` then
         takes back what was done.
         """
         uuid = gpu.uuid
@@ -164,14 +164,14 @@ class DaemonManager:
     def _reported(
         self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
     ) -> None:
-        """To people; a set-up that fails is told by whoever asked for it."""
+        """Report it, except a set-up that fails: its caller gets the error."""
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
 
     async def tear_down(self, gpu: Gpu) -> None:
-        """Stop the daemon of a GPU, whoever started it, and put the GPU back. Never fails; bounded.
+        """Stop the daemon of a GPU, also one of an earlier agent, and put the GPU back. Never fails; bounded.
 
-        What cannot be done now is told of in `leftovers`, and tried again by `run`.
+        Steps that cannot be done now stand in `leftovers`, and are tried again by `run`.
         """
         await self._stop(gpu.uuid)
 

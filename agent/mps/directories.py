@@ -138,7 +138,7 @@ class Directories:
                         _link(name, pipe, own)
 
     def remove(self) -> None:
-        """Take the pipe and shm folders away, as far as can be; logs stay for whoever asks why. Blocks."""
+        """Remove the pipe and shm folders as far as possible; logs stay for diagnosis. Blocks."""
         # The pods' pipe folder goes last: `existing` asks for it.
         for name in (self.own.name, self.shm.name, self.pipe.name):
             with suppress(OSError), trees.opened(self.root) as descriptor:

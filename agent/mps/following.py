@@ -1,4 +1,4 @@
-"""Following a daemon's logs: the kernel tells of each write, so what they say is known in milliseconds."""
+"""Following a daemon's logs: the kernel reports each write, so what they say is known in milliseconds."""
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
@@ -13,12 +13,12 @@ from agent.mps.serverlog import ServerLog, Tail, writer
 
 log = structlog.get_logger()
 
-GATHER_SECONDS = 0.02  # a fault is told in several lines: those that name the culprit come last
+GATHER_SECONDS = 0.02  # a fault is logged in several lines: those that name the culprit come last
 FLOOD_SECONDS = 0.25  # between two looks while the logs grow without pause: anybody may write into them
 
 
 class Logs:
-    """server.log and control.log of one daemon; `said` is what they have told."""
+    """server.log and control.log of one daemon; `said` is their content."""
 
     def __init__(self, folder: Path, poll_seconds: float) -> None:
         """`poll_seconds` between two looks where the kernel has no watch to give."""
@@ -27,7 +27,7 @@ class Logs:
         self._poll_seconds = poll_seconds
         self._tails = (Tail(folder / "server.log"), Tail(folder / "control.log"))
         self._watch: FolderWatch | None = None
-        self._unread = False  # the kernel told of something; a look may be cancelled before it is made
+        self._unread = False  # the kernel reported a change; a look may be cancelled before it is made
         self._looked = -FLOOD_SECONDS
 
     @asynccontextmanager

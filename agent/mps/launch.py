@@ -23,7 +23,7 @@ START_SECONDS = 10.0
 SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
 POLL_SECONDS = 0.01
 MULTI_USER = "-multiuser-server"
-# What a version without the flag says: up to driver 550 it takes any further argument for a wish to be a
+# What a version without the flag says: up to driver 550 it takes any further argument for a request to be a
 # client, since 580 it explains its usage and ends with 0.
 NO_SUCH_FLAG = ("cannot find mps control daemon", "unrecognized option")
 # Since driver 580 the daemon itself loads libcuda, and without it ends so, saying nothing: CUDA error 500.
@@ -92,7 +92,7 @@ async def _shown(folders: Directories, private: bool) -> None:
     """Have pods, or the agent, find the sockets of a daemon that was started now. Raises BadFolder."""
     made = folders.own if private else folders.pipe
     with anyio.move_on_after(SOCKET_SECONDS):
-        # One that never listens is told of by whoever asks it next.
+        # One that never listens is reported by the next probe.
         while not await anyio.to_thread.run_sync(os.path.lexists, made / SOCKETS[0]):
             await anyio.sleep(POLL_SECONDS)
     await anyio.to_thread.run_sync(folders.show if private else partial(folders.take_in, "started"))
@@ -101,7 +101,7 @@ async def _shown(folders: Directories, private: bool) -> None:
 def adopt(pid: int, started: int, folders: Directories) -> bool:
     """Have the agent find the sockets of a running daemon, and pods too. Whether it has their /dev/shm.
 
-    `started` tells it from another of the same PID. Blocks. Raises BadFolder.
+    `started` distinguishes it from another of the same PID. Blocks. Raises BadFolder.
     """
     if exposed(pid, folders):
         folders.take_in(f"{pid} {started}")

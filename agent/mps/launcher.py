@@ -1,4 +1,4 @@
-"""Starts a control daemon so that it outlives whoever starts it. Run as a program.
+"""Starts a control daemon so that it outlives the process that starts it. Run as a program.
 
 Argument: an order as JSON. In turn: a session of its own, a cgroup of its own in every hierarchy (what ends
 a container kills what is in its cgroup), a private mount namespace in which the GPU's shared-memory folder

@@ -1,8 +1,8 @@
 """Asks a running control daemon how it is, and judges the answers.
 
 The daemon's own word decides wherever it gives one (driver 550 and newer). Its logs are written by anybody
-who reaches the fifo in its pipe folder: there they are a reason to ask at once. Before 550 nothing else tells
-of a fault, and a fault by the logs is held to last the longer the more often one is told of.
+who reaches the fifo in its pipe folder: there they are a reason to ask at once. Before 550 nothing else shows
+of a fault, and a fault by the logs is held to last the longer the more often one is logged.
 """
 
 import os
@@ -34,9 +34,9 @@ POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # in which a server that takes its own fault in may still call itself ACTIVE
 URGENT_SECONDS = 0.05  # before a probe that the logs call for; doubled while they call for nothing
 LEAST_FAULT_SECONDS = 0.5  # of a fault by the logs alone; doubled each time ...
-LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and again where none was told of for so long
+LONGEST_FAULT_SECONDS = 60.0  # ... up to this, and from the start where none was logged for so long
 FULL_PERCENTAGE = 100.0
-TOLD_SECONDS = 600.0  # a setting that somebody changes again and again is told of once in so long
+REPORT_SECONDS = 600.0  # a setting that is changed again and again is reported once in so long
 
 
 class Prober:
@@ -58,12 +58,12 @@ class Prober:
         self._logs = logs
         self._publisher = publisher
         self._options = options
-        self._clients_known = False  # whether this daemon has told us of them
+        self._clients_known = False  # whether this daemon has named them
         self._urgency = Backoff(URGENT_SECONDS, options.probe_seconds, jitter=0.0)
-        self._turned = -SETTLE_SECONDS  # when the logs last told of a fault's begin or end
+        self._turned = -SETTLE_SECONDS  # when the logs last showed a fault's begin or end
         self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
         self._held_until = 0.0  # a fault by the logs alone lasts so long at least
-        self._told_of_setting = -TOLD_SECONDS
+        self._told_of_setting = -REPORT_SECONDS
 
     @property
     def _uuid(self) -> str:
@@ -112,7 +112,7 @@ class Prober:
     async def _until_due(self) -> None:
         """Return when the daemon is to be asked again: sooner where the logs call for it.
 
-        Whoever writes into them without end gets no more than the usual probes.
+        Writing into them without end causes no more than the usual probes.
         """
         now = anyio.current_time()
         due = now + self._options.probe_seconds
@@ -134,7 +134,7 @@ class Prober:
             self._urgency.reset()
 
     def _unsettled(self) -> bool:
-        """Whether the logs told of a change a moment ago that the server has not owned to."""
+        """Whether the logs showed a change a moment ago that the server has not owned to."""
         said = self._logs.said.fault is not None
         owned = self._publisher.now.state is DaemonState.FAULT
         return said != owned and anyio.current_time() - self._turned < SETTLE_SECONDS
@@ -201,7 +201,7 @@ class Prober:
             fault=fault or "",
             faults=seen.faults + begins,
         )
-        # Whoever writes into the log may name anybody; at least it must be a client.
+        # A writer of the log may name any process; at least it must be a client.
         self._publisher.publish(after, frozenset(self._logs.said.culprits & set(self.clients)))
 
     async def _restore_percentage(self, found: float | None) -> None:
@@ -214,7 +214,7 @@ class Prober:
             # Clients are served all the same.
             log.warning("mps_percentage_not_restored", gpu=self._uuid, found=found, problem=str(error))
             return
-        if anyio.current_time() - self._told_of_setting >= TOLD_SECONDS:
+        if anyio.current_time() - self._told_of_setting >= REPORT_SECONDS:
             self._told_of_setting = anyio.current_time()
             self._publisher.report(
                 EventReason.SETTING,
@@ -268,5 +268,5 @@ class Prober:
         await end((process, *servers))
 
     def _deserted(self) -> bool:
-        """Whether all clients that were told of last have ended: without its daemon a server gets no more."""
+        """Whether all clients that were named last have ended: without its daemon a server gets no more."""
         return not any(processes.identify(pid) for pid in self.clients)

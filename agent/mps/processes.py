@@ -26,7 +26,7 @@ COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process; PIDs are used again, so its start time tells it apart."""
+    """A process; PIDs are used again, so its start time identifies it."""
 
     pid: int
     started: int  # clock ticks since boot
@@ -75,7 +75,7 @@ def identify(pid: int) -> Process | None:
 def daemons(pipe: Path, below: bool = False) -> tuple[Process, ...]:
     """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment.
 
-    `below`: those in PID namespaces below ours and in any cgroup, too, for whoever looks on from outside.
+    `below`: those in PID namespaces below ours and in any cgroup, too, for an observer outside.
     """
     return tuple(each for each in _found(CONTROL, pipe, _in_background) if below or _own(each.pid, root=True))
 
@@ -148,7 +148,7 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
             continue
         folder = PROC / entry.name
         try:
-            # Cheap first: most processes are told by their command line.
+            # Cheap first: most processes are recognised by their command line.
             words = _read(folder / "cmdline", COMMAND_BYTES).split(b"\0")
             if not any(os.path.basename(os.fsdecode(word)) == program for word in words[:2]):  # noqa: PTH119
                 continue
@@ -176,7 +176,7 @@ def _own(pid: int, root: bool = False) -> bool:
 
 
 def outside_pods(cgroups: str, own: str) -> bool:
-    """Whether `/proc/<pid>/cgroup` tells of a process that the agent started, or of one that is in no pod.
+    """Whether `/proc/<pid>/cgroup` belongs to a process that the agent started, or of one that is in no pod.
 
     The daemons' own cgroup stands at the root of a hierarchy, where no pod can put a process. On v1 one
     hierarchy is enough: an older agent may have been unable to join another, and left its daemon in its own
@@ -193,7 +193,7 @@ def outside_pods(cgroups: str, own: str) -> bool:
 def effective_user(pid: int, proc: Path = PROC) -> int:
     """The user ID that a process acts as. Raises OSError.
 
-    The owner of its folder in /proc is not: that is root for whoever has forbidden to be dumped (proc(5)).
+    The owner of its folder in /proc is not: that is root for a process that is not dumpable (proc(5)).
     """
     # The kernel keeps line feeds out of a process's name, but no other end of a line.
     for line in (proc / str(pid) / "status").read_bytes().split(b"\n"):

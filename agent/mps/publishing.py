@@ -1,4 +1,4 @@
-"""The status of one daemon as it changes, and what people are told of the changes."""
+"""The status of one daemon as it changes, with the events of the changes."""
 
 from dataclasses import replace
 

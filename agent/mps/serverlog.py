@@ -1,4 +1,4 @@
-"""Following control.log and server.log: what the daemon tells nobody else.
+"""Following control.log and server.log: what the daemon reports nowhere else.
 
 A fatal error of one client is reported to all clients of the server; the server takes no new ones until they
 have left, then makes its contexts again. Drivers before 550 say so in the log only.
@@ -76,7 +76,7 @@ def writer(line: str) -> int | None:
 class ServerLog:
     """What the lines say about faults and servers; fed line by line."""
 
-    # What the newest line tells of that tells of a fault that is not over, in words of ours.
+    # The fault that the newest line reports as not over, in words of ours.
     fault: str | None = None
     culprits: set[int] = field(default_factory=set)  # PIDs that the log names with the fault
     failed_servers: int = 0  # servers that ended with another status than 0
@@ -87,9 +87,9 @@ class ServerLog:
         for line in lines:
             text = _PREFIX.sub("", line.strip())
             lowered = text.lower()
-            if told := next((words for words in _FAULTS if words in lowered), None):
+            if fault := next((words for words in _FAULTS if words in lowered), None):
                 self.turns += self.fault is None
-                self.fault = f"its log tells of a {told.replace('gpu', 'GPU')}"
+                self.fault = f"its log reports a {fault.replace('gpu', 'GPU')}"
             elif self.fault and "creating server context" in lowered:
                 self._over()
             elif found := _EXITED.search(text):

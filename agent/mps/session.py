@@ -14,7 +14,7 @@ import anyio
 
 KILLED_SECONDS = 2.0
 _PIPE_BYTES = 1 << 16
-# The control program hands on what it is told: by the daemon, or by whoever sits in its place.
+# The control program passes on the words of the daemon, or of a process in its place.
 MOST_BYTES = 1 << 20
 # Python ignores both; programs expect otherwise.
 _DEFAULT_AGAIN = (signal.SIGPIPE, signal.SIGXFSZ)

@@ -49,7 +49,7 @@ class Starter:
         self._publisher = publisher
         self._options = options
         self._multi_user = multi_user
-        self._impostors: frozenset[Process] = frozenset()  # that people were told of
+        self._impostors: frozenset[Process] = frozenset()  # that were reported
 
     async def adopted(self) -> Process | None:
         """The daemon of an earlier agent, if there is one on our pipe folder."""
@@ -130,11 +130,11 @@ class Starter:
 
     async def _no_orphans(self) -> None:
         """Wait until no server of a dead daemon is left: it would hold the GPU against a new one."""
-        told = False
+        logged = False
         with anyio.move_on_after(self._options.orphan_seconds):
             while orphans := await anyio.to_thread.run_sync(processes.servers, self._folders.pipe):
-                if not told:
-                    told = True
+                if not logged:
+                    logged = True
                     names = ", ".join(str(each.pid) for each in orphans)
                     reason = f"server {names} of the dead daemon still runs"
                     self._publisher.publish(replace(self._publisher.now, reason=reason))

@@ -57,7 +57,7 @@ class EventReason(Enum):
 
 
 class Reporter(Protocol):
-    """Tells people."""
+    """Makes an event of it, and a log line."""
 
     def __call__(
         self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()

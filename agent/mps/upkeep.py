@@ -39,7 +39,7 @@ class Upkeep:
         self._size = size
         self._held = held
         self._proc = proc
-        self._problems: dict[str, str] = {}  # that the log told of last
+        self._problems: dict[str, str] = {}  # that were logged last
 
     async def run(self) -> None:
         """Look again and again until cancelled."""
@@ -52,7 +52,7 @@ class Upkeep:
             await anyio.sleep(LOOK_SECONDS)
 
     async def look(self, uuid: str, status: DaemonStatus, sweeping: bool) -> None:
-        """Put right what can be put right of one daemon's folders; the log tells what cannot, once."""
+        """Put right what can be put right of one daemon's folders; the log says what cannot, once."""
         folders = Directories.of(self._run, uuid)
         problem = None
         try:
@@ -84,7 +84,7 @@ class Upkeep:
     def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:
         """What is wrong with the size of a GPU's shared memory, or None."""
         if not folders.shm.is_mount():
-            return None  # that was told of when its daemon started
+            return None  # that was reported when its daemon started
         problem = shared_memory.limit(folders, self._size)
         if sweeping:
             own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}

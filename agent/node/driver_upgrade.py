@@ -98,7 +98,7 @@ class DriverUpgrade:
         self._cordon: Cordon | None = None  # of all GPUs, until NVML answers again
         self._release_by = 0.0  # when NVML is closed at the latest
         self._until: float | None = None  # our release lasts so long, in seconds since boot
-        self._released = False  # the inventory has told of it
+        self._released = False  # the inventory has shown it
         self._refused = False  # a person ended it: not again before the labels ask for nothing
 
     async def run(self) -> None:

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class NvmlCode(IntEnum):
-    """Return codes of NVML that the agent tells apart (`nvmlReturn_t` in nvml.h)."""
+    """Return codes of NVML that the agent distinguishes (`nvmlReturn_t` in nvml.h)."""
 
     UNINITIALIZED = 1
     INVALID_ARGUMENT = 2

@@ -122,7 +122,7 @@ def _pcie(handle: Opaque) -> tuple[float, float] | None:
 
 def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
     plain = offered("nvmlDeviceGetComputeRunningProcesses_v3", handle)
-    # The only call that tells the memory of each client of an MPS server.
+    # The only call that reports the memory of each client of an MPS server.
     clients = offered("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
     if plain is None and clients is None:
         return None

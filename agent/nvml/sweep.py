@@ -33,7 +33,7 @@ class Sweep(Generic[S, R]):
     async def over(self, steps: Sequence[S], note: Callable[[S, R | NvmlError], bool]) -> set[S]:
         """Ask all; answers the steps whose call hangs, now or since an earlier sweep.
 
-        `note` is told each answer or error, in the thread; when it returns False the sweep ends. Raises
+        `note` gets each answer or error, in the thread; when it returns False the sweep ends. Raises
         NvmlHung when the worker itself refuses, because too many calls hang in it.
         """
         self._hung = {step: trip for step, trip in self._hung.items() if trip.current == step}

@@ -71,7 +71,7 @@ class Pairing:
         return sum(not each.complete for each in self.ledger.reservations)
 
     def set_pools(self, pools: Collection[UnitPool]) -> None:
-        """Take in what there is to give out; whoever watches inventory and modes calls this."""
+        """Take in the units that may be given out; called at each change of inventory and modes."""
         self._become(self._state.with_pools(pools))
 
     def observe(self, record: PodList) -> None:
@@ -147,7 +147,7 @@ class Pairing:
             self._recorder.waiting(found, message, key)
 
     async def _found(self, call: Call) -> Reservation:
-        """A promise for whoever asks: the open one of that container, or a new one."""
+        """A promise for the container that asks: the open one of that container, or a new one."""
         refused = self._state.refused
         facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
         if facts.records is not None:

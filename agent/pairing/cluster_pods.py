@@ -53,7 +53,7 @@ class ClusterPods(PodSource):
         return [self._converted[id(pod)][1] for pod in pods]
 
     async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod by a GET, unless the watch has told of it meanwhile."""
+        """One pod by a GET, unless the watch has shown it meanwhile."""
         try:
             found = await self._cache.get(namespace, name)
         except ApiError as error:

@@ -107,7 +107,7 @@ class Rules:
     node: str = ""
 
     def promise(self, state: State, call: Call, asker: Asker) -> tuple[Reservation, str]:
-        """A promise to whoever asks, and why the scheduler's choice was not followed. Raises PairRefused."""
+        """A promise to the asker, and why the scheduler's choice was not followed. Raises PairRefused."""
         holder, ledger = asker.holder, state.ledger
         existing = ledger.reservation(holder)
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
@@ -120,7 +120,7 @@ class Rules:
             if len(spread) > max(1, demand.whole):
                 raise Impossible(
                     f"units of {resource_of(self.pair, call.member)} for {holder} lie on {len(spread)} GPUs, "
-                    f"and {demand.told()} must lie on {max(1, demand.whole)}; create the pod again"
+                    f"and {demand.text()} must lie on {max(1, demand.whole)}; create the pod again"
                 )
             own = self._own(state, asker.pod, holder) | call.inherited
             taken = self._taken(state, holder, own, call)
@@ -168,7 +168,7 @@ class Rules:
         picked |= dict.fromkeys(islice(free, max(0, call.size - len(picked))))
         if len(picked) < call.size:
             raise PairRefused(
-                f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.told()} of {promise.holder}, "
+                f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.text()} of {promise.holder}, "
                 f"but the kubelet offers only {len(picked)} of {call.size} "
                 f"{resource_of(self.pair, call.member)} there; create the pod again",
                 Cause.EXHAUSTED,

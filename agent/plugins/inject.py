@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 TOOLKIT_KIND = "nvidia.com/gpu"  # the CDI kind of NVIDIA's container toolkit
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
-# Where NVIDIA's runtime looks for names of devices, if told to; where Google's nodes have the driver.
+# Where NVIDIA's runtime looks for names of devices, if configured so; where Google's nodes have the driver.
 DEVICE_MOUNTS = "/var/run/nvidia-container-devices"
 DRIVER_MOUNT = "/usr/local/nvidia"
 # Nodes that every CUDA program opens, and those that exist only on some nodes.
@@ -37,7 +37,7 @@ RUNTIMES_WITH_CDI = {"containerd": (2, 0), "cri-o": (1, 23)}
 
 @dataclass(frozen=True, slots=True)
 class NodeSoftware:
-    """Versions as the Node object tells them (`status.nodeInfo`)."""
+    """Versions as the Node object shows them (`status.nodeInfo`)."""
 
     kubelet: str  # "v1.36.3"
     runtime: str  # "containerd://2.4.2"
@@ -69,7 +69,7 @@ def choose(
             why = f"; our own is not there: {own.problem}" if own.problem else ""
             return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found{why}")
         if not any(name.startswith("GPU-") for name in toolkit_devices):
-            # Older toolkits name by index unless told otherwise, and an index is no name for life.
+            # Older toolkits name by index unless configured otherwise, and an index is no name for life.
             remedy = "generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
             why = f"the CDI specification of kind {TOOLKIT_KIND} names no GPU by its UUID; {remedy}"
             return Choice(False, why)
@@ -138,7 +138,7 @@ class Injector:
         self._settings = settings
         self._own: Cell[Devices] = own or Cell(Devices())
         self.software: NodeSoftware | None = None
-        # Published by whoever had it `look`, on the loop.
+        # Published by the caller of `look`, on the loop.
         self.looked: Cell[NodeSoftware | None] = Cell(None)
         self.choice = choose(settings, None, frozenset())
 
@@ -153,7 +153,7 @@ class Injector:
 
     @property
     def own_cdi(self) -> bool:
-        """Whether devices of the agent's own specification reach containers, whoever injects the GPUs."""
+        """Whether devices of the agent's own specification reach containers, however GPUs are injected."""
         auto = self._settings.injection.strategy == "auto"
         return self.choice.cdi or (auto and cdi_problem(self.software) is None)
 

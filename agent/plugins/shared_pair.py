@@ -4,7 +4,7 @@ Neutral to the mode: vGPU is made of it here, MPS hands its own conditions and a
 NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
@@ -175,7 +175,7 @@ class SharedPairPlugin:
             self.lists.publish(encoded)
 
     def _refresh_if_changed(self) -> None:
-        """A switch has refreshed the list itself before the cells wake whoever follows them."""
+        """A switch has refreshed the list itself before the cells wake their readers."""
         if self._versions() != self._seen:
             self.refresh()
 
@@ -264,8 +264,3 @@ class SharedPairPlugin:
             else:
                 self._chunks[pool.gpu] = known
         return known
-
-
-def plugins_of(shares: SharedPair, injector: Injector) -> Mapping[PairMember, SharedPairPlugin]:
-    """The two resources of a pair."""
-    return {member: SharedPairPlugin(shares, member, injector) for member in PairMember}

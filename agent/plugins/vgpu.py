@@ -36,8 +36,10 @@ class VgpuPlugin(SharedPairPlugin):
         injector: Injector,
         inventory: Cell[Snapshot],
         enforcement: str = "off",
+        library: str | None = None,
     ) -> None:
-        """`enforcement`: the node's policy."""
+        """`enforcement`: the node's policy. `library`: that of `vgpu.library`, None: the agent's own."""
+        self._hooked = hooked(enforcement, library)
         self._snapshot = inventory
         self._enforcement = enforcement
         self._keeper = member is PairMember.CORE
@@ -50,7 +52,7 @@ class VgpuPlugin(SharedPairPlugin):
             if self._keeper:
                 log.info("vgpu_in_use", enforcement=self._enforcement)
                 group.start_soon(self._shares.run)
-                if hooked(self._enforcement):
+                if self._hooked:
                     group.start_soon(self._warn)
 
     async def _warn(self) -> None:
@@ -85,5 +87,6 @@ def build(
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
     shares = SharedPair(sharing, inventory, modes, pairing, record.cell)
     return shares, [
-        VgpuPlugin(shares, member, injector, inventory, configured.enforcement) for member in PairMember
+        VgpuPlugin(shares, member, injector, inventory, configured.enforcement, configured.library)
+        for member in PairMember
     ]

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
+from agent.kit.logs import Logging
 from agent.model.modes import OFFERED_MODES, ModeName
 from agent.settings.faults import impossible
 
@@ -24,13 +25,6 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
-
-
-class Logging(Section, frozen=True):
-    """How the agent writes its log."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "json", "console"] = "auto"
 
 
 class Http(Section, frozen=True):
@@ -182,11 +176,16 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
-    # What keeps containers to their memory: nothing; a report of whoever uses more; the enforcement library
+    # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "off"
+    # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
+    # while what nobody uses is everybody's.
+    compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
+    # Containers that are measured above their cap for long: report them, or end them.
+    above_cap: Literal["report", "end"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
     # The enforcement library by full path, as the agent sees it; null: that of the image.

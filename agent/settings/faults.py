@@ -43,10 +43,10 @@ def _long_socket_path(settings: "Settings") -> list[tuple[str, str]]:
         owner, below = "the socket of an MPS control daemon", LONGEST_MPS_SOCKET
         remedy += ", or set modes.mps: false"
     length = len(os.fsencode(settings.host.run)) + len(below)
-    told = (
+    text = (
         f"makes the path of {owner} {length} bytes long, and the kernel takes {LONGEST_SOCKET_PATH}; {remedy}"
     )
-    return [("host.run", told)] if length > LONGEST_SOCKET_PATH else []
+    return [("host.run", text)] if length > LONGEST_SOCKET_PATH else []
 
 
 def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:

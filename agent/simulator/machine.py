@@ -161,7 +161,7 @@ class SimulatedMachine:
                 one.recovery_action = RecoveryAction.NONE
 
     def ecc_double(self, gpu: GpuRef, count: int = 1, *, event: bool = True) -> None:
-        """Uncorrectable memory errors: counted, and told as an event of their kind."""
+        """Uncorrectable memory errors: counted, and reported as an event of their kind."""
         one = self.gpu(gpu)
         with self.mapping.editing():
             one.ecc_volatile_uncorrected += count

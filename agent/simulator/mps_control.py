@@ -58,7 +58,7 @@ class Daemon:
 
 
 def serve(pipe: Path) -> None:
-    """Go into the background and serve one client after the other until told to quit."""
+    """Go into the background and serve one client after the other until one asks it to quit."""
     lock = (pipe / "control_lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

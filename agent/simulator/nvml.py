@@ -133,15 +133,15 @@ class SimulatedNvml:
         pages = self._offered(
             "nvmlDeviceGetRetiredPagesPendingStatus", slot, has=bool(gpu.retirement_supported)
         )
-        tells = self._offered("nvmlDeviceGetFieldValues", slot)
-        tells = tells and gpu.recovery_action != NO_RECOVERY_ACTION
+        readable = self._offered("nvmlDeviceGetFieldValues", slot)
+        readable = readable and gpu.recovery_action != NO_RECOVERY_ACTION
         return Probe(
             memory_used_bytes=gpu.memory_used if sized else 0,
             ecc_uncorrected=gpu.ecc_volatile_uncorrected if ecc else None,
             remap_pending=bool(gpu.remap_pending) if rows else None,
             remap_failed=bool(gpu.remap_failed) if rows else None,
             retirement_pending=bool(gpu.retirement_pending) if pages else None,
-            action=RecoveryAction.of(gpu.recovery_action) if tells else None,
+            action=RecoveryAction.of(gpu.recovery_action) if readable else None,
         )
 
     def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:

@@ -15,7 +15,7 @@ class Model:
 
     product: str
     memory_mib: int
-    reserved_mib: int  # what the driver keeps; nvmlMemory_v2_t tells it apart from `used`
+    reserved_mib: int  # what the driver keeps; nvmlMemory_v2_t separates it from `used`
     compute_capability: tuple[int, int]
     architecture: int  # nvmlDeviceArchitecture_t: 5 Volta, 6 Turing, 7 Ampere, 8 Ada, 9 Hopper
     pci_device_id: int
@@ -69,7 +69,7 @@ class Profile:
         return f"{self.cuda_version[0]}.{self.driver_version}"
 
     def uuid_of(self, index: int, node: str = "") -> str:
-        """UUID of a GPU, the same in every run; `node` tells machines of one profile apart."""
+        """UUID of a GPU, the same in every run; `node` distinguishes machines of one profile."""
         return (
             f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{node}/{index}' if node else f'{self.name}/{index}')}"
         )

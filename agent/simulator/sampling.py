@@ -74,8 +74,8 @@ def _traffic(gpu: GpuState) -> Traffic:
 
 
 def _pcie(gpu: GpuState, slot: int, offered: Offered) -> tuple[float, float] | None:
-    told = [offered("nvmlDeviceGetPcieThroughput", slot) for _ in range(2)]
-    return (float(gpu.pcie_tx_kib_s * KIB), float(gpu.pcie_rx_kib_s * KIB)) if all(told) else None
+    both = [offered("nvmlDeviceGetPcieThroughput", slot) for _ in range(2)]
+    return (float(gpu.pcie_tx_kib_s * KIB), float(gpu.pcie_rx_kib_s * KIB)) if all(both) else None
 
 
 def _on(mapping: Mapping, slot: int) -> Iterator[ProcessState]:

@@ -44,29 +44,29 @@ class Commands:
     async def _clear(self, request: Mapping[str, object]) -> Document:
         state = self._named(str(request.get("gpu", "")))
         health = state.health
-        told = f"GPU {state.uuid} (index {state.gpu.index})"
+        name = f"GPU {state.uuid} (index {state.gpu.index})"
         if request.get("removed"):
-            return await self._forget(state, told)
+            return await self._forget(state, name)
         if health.state is HealthState.HEALTHY:
-            raise CommandRefused(f"{told} is healthy already")
+            raise CommandRefused(f"{name} is healthy already")
         if health.away or health.misses:
             raise CommandRefused(
-                f"{told} cannot be cleared while it does not answer: {health.obstacle or health.cause}; "
+                f"{name} cannot be cleared while it does not answer: {health.obstacle or health.cause}; "
                 "bring it back first (reset or reboot)"
                 + (", or say --removed if it was taken out of the machine" if health.away else "")
             )
         if health.driver_asks or (health.fault and health.fault.kind is FaultKind.REMAP):
             remedy = self._sources.inventory.rules.remedy(health)
-            raise CommandRefused(f"{told} cannot be cleared, since {health.obstacle}: {remedy}")
+            raise CommandRefused(f"{name} cannot be cleared, since {health.obstacle}: {remedy}")
         log.warning("health_cleared_by_hand", gpu=state.uuid, index=state.gpu.index, cause=health.cause)
         inventory = self._sources.inventory
         await inventory.mailbox.post(Cleared(state.uuid, boot_seconds()))
         await self._wait(lambda now: now.by_uuid[state.uuid].health is not health)
         return {"uuid": state.uuid, "index": state.gpu.index, "was": health.cause}
 
-    async def _forget(self, state: GpuState, told: str) -> Document:
+    async def _forget(self, state: GpuState, name: str) -> Document:
         if not state.health.away:
-            raise CommandRefused(f"{told} is still there: the driver lists it; nothing is forgotten")
+            raise CommandRefused(f"{name} is still there: the driver lists it; nothing is forgotten")
         log.warning("gpu_forgotten_by_hand", gpu=state.uuid, index=state.gpu.index, cause=state.health.cause)
         await self._sources.inventory.mailbox.post(Removed(state.uuid))
         await self._wait(lambda now: state.uuid not in now.by_uuid)

@@ -5,7 +5,7 @@ from typing import Any
 
 GIB = 1 << 30
 BAR = 10
-# None of these tells of trouble: an idle GPU, and clocks as somebody wished.
+# None of these is trouble: an idle GPU, and clocks as configured.
 QUIET_REASONS = ("idle", "applications_clocks", "display_clocks", "sync_boost")
 _GRADE_MARK = {"measured": " ", "estimated": "~", "allocated": "?"}
 
@@ -48,7 +48,7 @@ def _lines(shown: Document) -> Iterator[str]:
     if "estimated" in grades:
         yield "~ estimated: the driver does not tell containers apart; shared out by limits"
     if "allocated" in grades:
-        yield "? the driver tells nothing of this GPU; only what was allocated is known"
+        yield "? the driver reports nothing of this GPU; only what was allocated is known"
 
 
 def _gpu_row(gpu: Document) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Whose use of a GPU it is: pure.
 
-Three grades, told with each figure. *Measured*: the driver tells it by process, and every process is known.
+Three grades, shown with each figure. *Measured*: the driver reports it by process, all of which are known.
 *Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
-limit. *Allocated*: the driver tells nothing, only what was promised is known; there is no figure of the use.
+limit. *Allocated*: the driver reports nothing, only limits are known; there is no figure of the use.
 
 NVIDIA documents memory of each client of an MPS server but not their use of the multiprocessors, which
 drivers may put down to the server: then the server's use is what is shared out among its clients.
@@ -29,7 +29,7 @@ class Grade(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KnownPod:
-    """A pod as the API server tells it; `containers` are names by container ID (without its scheme)."""
+    """A pod as the API server shows it; `containers` are names by container ID (without its scheme)."""
 
     namespace: str
     name: str
@@ -51,7 +51,7 @@ class Use:
     memory_grade: Grade = Grade.ALLOCATED
     utilization: float = 0.0  # 0..1 of the GPU
     utilization_grade: Grade = Grade.ALLOCATED
-    pids: tuple[int, ...] = ()  # of its processes, where the driver tells of each
+    pids: tuple[int, ...] = ()  # of its processes, where the driver reports each
 
     @property
     def processes(self) -> int:
@@ -65,7 +65,7 @@ class Attributed:
 
     uses: tuple[Use, ...]
     foreign_memory: int = 0  # of processes outside pods, an MPS server among them
-    unknown_memory: int = 0  # of processes that cannot be told apart
+    unknown_memory: int = 0  # of processes that cannot be attributed
 
 
 NO_PODS: Mapping[str, KnownPod] = MappingProxyType({})
@@ -82,7 +82,7 @@ def attribute(
 
     `work` is each process's use (0..1), None where the GPU has no such figures. `owners` are the processes
     that could be looked up; None: in no pod. `pods` are known ones by UID as cgroups name it; without them,
-    processes of a pod are told by who alone can be meant.
+    processes of a pod are recognised by elimination.
     """
     if sample is None:
         return Attributed(tuple(Use(share) for share in shares))
@@ -123,7 +123,7 @@ class _Split:
         return all(self.of(pid) is not None or self.foreign(pid) for pid in pids)
 
     def of(self, pid: int) -> int | None:
-        """The position of a process's share; None: it is foreign, or cannot be told."""
+        """The position of a process's share; None: it is foreign, or unknown."""
         if pid not in self._found:
             ref = self._owners.get(pid)
             self._found[pid] = None if ref is None else self._share_of(ref)
@@ -149,7 +149,7 @@ def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], i
     if processes is None or any(each.memory_bytes is None for each in processes):
         if not sample.memory_total_bytes:
             return [(0.0, Grade.ALLOCATED)] * len(shares), 0, 0
-        # Whoever has a process must have memory; where processes are hidden, all may have.
+        # A container with a process must have memory; where processes are hidden, all may have.
         return _shared_out([None] * len(shares), float(sample.memory_used_bytes), limits, limits), 0, 0
     own: list[float | None] = [None] * len(shares)
     foreign = unknown = 0

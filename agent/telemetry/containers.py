@@ -40,7 +40,7 @@ class Uses:
     """All of them, and memory of each GPU (by UUID) that no holder of it uses."""
 
     containers: tuple[ContainerUse, ...] = ()
-    # Bytes of processes outside pods, and of processes that cannot be told apart; of GPUs whose processes
+    # Bytes of processes outside pods, and of processes that cannot be attributed; of GPUs whose processes
     # can be read.
     other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -162,7 +162,7 @@ class _GradedWindow:
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
     """Pods (namespace/name) by GPU (UUID) of which a container's processes use more memory than it was given.
 
-    Only what the driver tells by process counts: an estimate never goes above a limit.
+    Only what the driver reports by process counts: an estimate never goes above a limit.
     """
     found: dict[str, set[str]] = {}
     for each in uses.containers:

@@ -23,7 +23,7 @@ class Definition:
 
     @property
     def unit(self) -> str:
-        """The unit that the name ends in, as OpenMetrics wants it told; empty where it has none."""
+        """The unit that the name ends in, as OpenMetrics declares it; empty where it has none."""
         return next((unit for unit in _UNITS if self.name.endswith(f"_{unit}")), "")
 
     @property
@@ -121,7 +121,7 @@ GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),
     "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
-    "among them), and of processes that cannot be told apart (unknown). Missing while the GPU cannot be "
+    "among them), and of processes that cannot be attributed (unknown). Missing while the GPU cannot be "
     "read.",
 )
 GPU_SAMPLE_FAILURES = _counter(
@@ -184,7 +184,7 @@ CONTAINER_CORE_LIMIT = _gauge(
     "Share of the GPU's computing power that the container was given; missing where only memory was.",
 )
 CONTAINER_PROCESSES = _gauge(
-    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be told apart."
+    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
 )
 CONTAINERS = (
     CONTAINER_MEMORY_USED,
@@ -279,6 +279,11 @@ GROWN_MEMORY = _gauge(
     _GPU,
     "Memory that vGPU containers were resized to beyond what their pods asked for.",
 )
+NAMESPACE_GROWN_MEMORY = _gauge(
+    "namespace_grown_memory_bytes",
+    ("namespace",),
+    "The same by namespace; namespaces that nothing has grown in are left out. Quotas do not count it.",
+)
 CONTAINERS_ABOVE_CAP = _gauge(
     "containers_above_cap", (), "vGPU containers that are measured above their memory cap."
 )
@@ -287,10 +292,28 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
+CONTAINERS_ENDED = _counter(
+    "containers_above_cap_ended",
+    ("result",),
+    "vGPU containers that stayed above their memory cap and were ended by option, or could not be (failed).",
+)
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
     (),
     "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
+)
+
+_COMPUTE = ("namespace", "pod", "container", "gpu")
+CONTAINER_THROTTLED = _counter(
+    "container_throttled_seconds",
+    _COMPUTE,
+    "How long launches of a vGPU container waited for its share of compute, by threads; by its own word.",
+)
+CONTAINER_ALLOTTED = _gauge(
+    "container_compute_allotted_ratio",
+    _COMPUTE,
+    "Share of the GPU's compute that a vGPU container is held to now, 0..1: what it asked for, and what is "
+    "free for it.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

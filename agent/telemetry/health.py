@@ -11,7 +11,7 @@ from agent.telemetry.reading import Add
 
 
 class Watch(Protocol):
-    """What the event loop tells of itself."""
+    """The event loop's own figures."""
 
     failures: int
 

@@ -8,6 +8,18 @@ from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Collector
 
 
+class ComputeShare(Protocol):
+    """How a container stands."""
+
+    @property
+    def allotted(self) -> float:
+        """Percent of the GPU."""
+
+    @property
+    def throttled_seconds(self) -> float:
+        """How long launches waited."""
+
+
 class Limits(Protocol):
     """What is known of containers with limits."""
 
@@ -20,8 +32,18 @@ class Limits(Protocol):
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
 
+    def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
+        """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
+
+    def grown(self) -> Mapping[str, int]:
+        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
+
     def avoidable(self) -> int:
         """Containers whose pods could get around their limits."""
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """Containers above their caps that were to be ended since the agent began, by result."""
 
 
 def limits_collector(
@@ -31,17 +53,26 @@ def limits_collector(
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
+        shares = limits.shares()
         by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
-        avoidable = limits.avoidable()
+        by_namespace = limits.grown()
+        avoidable, ends = limits.avoidable(), dict(limits.ends)
 
         def add(series: Add) -> None:
             for fence, count in by_fence.items():
                 series(d.LIMITED_CONTAINERS, count, (fence,))
             for gpu, index in known.items():
                 series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
+            for namespace, size in by_namespace.items():
+                series(d.NAMESPACE_GROWN_MEMORY, size, (namespace,))
             series(d.CONTAINERS_ABOVE_CAP, above, ())
             series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
+            for place, share in shares.items():
+                series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
+                series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
             series(d.CONTAINERS_AVOIDING, avoidable, ())
+            for result, count in ends.items():
+                series(d.CONTAINERS_ENDED, count, (result,))
 
         return add
 

@@ -4,6 +4,8 @@ from agent.telemetry.definitions import ALL, PREFIX, Definition
 
 _HEAD = f"""# Metrics
 
+For on-call engineers and people who build dashboards; ten minutes, or look for the name that you need.
+
 Served at `/metrics` of the agent's HTTP port (9446 unless configured otherwise), in Prometheus' text format
 or OpenMetrics, gzipped on request. All names begin with `{PREFIX}`; units are base units. A scrape makes no
 NVML call: it shows what the agent read in its last sampling round (`sampling.intervalSeconds`).

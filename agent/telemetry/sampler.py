@@ -76,7 +76,7 @@ class Sampler:
 
     @property
     def fresh_seconds(self) -> float:
-        """How old a sample may be before it tells nothing: the sampler itself must be held up then."""
+        """How old a sample may be before it is worthless: the sampler itself must be held up then."""
         return 5.0 + 3 * self._interval
 
     async def run(self) -> None:
@@ -131,9 +131,9 @@ class Sampler:
         if isinstance(found, NvmlError):
             self._counted.pop(uuid, None)
             self._failures[uuid] = self._failures.get(uuid, 0) + 1
-            self._told(uuid, str(found))
+            self._log_problem(uuid, str(found))
             return None
-        self._told(uuid, None)
+        self._log_problem(uuid, None)
         now = anyio.current_time()
         return TakenSample(found, now, self._spans(uuid, found, now), self._held(uuid, found, now))
 
@@ -172,7 +172,7 @@ class Sampler:
         self._work[uuid] = held
         return {pid: ratio for pid, (ratio, _) in held.items()}
 
-    def _told(self, uuid: str, problem: str | None) -> None:
+    def _log_problem(self, uuid: str, problem: str | None) -> None:
         if problem == self._problems.get(uuid):
             return
         if problem is None:

@@ -1,7 +1,7 @@
 """The agent's control socket: a person's commands to the running agent, on this node only.
 
 One JSON object a line each way: `{"command": "status", ...}` is answered by `{"ok": true, "result": ...}`
-or `{"ok": false, "error": "..."}`. Whoever owns a command adds it. Only root may connect (mode 0600).
+or `{"ok": false, "error": "..."}`. The room of a command adds it. Only root may connect (mode 0600).
 """
 
 import json
@@ -93,4 +93,4 @@ class ControlServer:
             return {"ok": False, "error": str(error)}
         except Exception:
             log.exception("command_failed", command=request["command"])
-            return {"ok": False, "error": "the agent failed to carry this out; its log tells why"}
+            return {"ok": False, "error": "the agent failed to carry this out; its log says why"}

@@ -38,10 +38,10 @@ class Probes:
         server.add_probe("/readyz/agent", self.agent_ready)
 
     async def health(self, _: Request) -> Reply:
-        """200 while every fatal task runs, else 503. Tasks that are restarted are told, and do no harm."""
+        """200 while every fatal task runs, else 503. Tasks that are restarted are listed, and do no harm."""
         down = [state for state in self._supervisor.states.values() if not state.running]
         dead = [state for state in down if state.fatal]
-        lines = ["unhealthy" if dead else "ok", *(_told(state) for state in down)]
+        lines = ["unhealthy" if dead else "ok", *(_line(state) for state in down)]
         return Reply.text("\n".join(lines), 503 if dead else 200)
 
     async def ready(self, _: Request) -> Reply:
@@ -61,7 +61,7 @@ def _answer(blockers: Sequence[str], remarks: Callable[[], Sequence[str]]) -> Re
     return Reply.text("\n".join(" ".join(line.split()) for line in lines), 503 if blockers else 200)
 
 
-def _told(state: TaskState) -> str:
+def _line(state: TaskState) -> str:
     problem = " ".join((state.last_error or "no reason known").split())
     if state.fatal:
         return f"task {state.name} ended: {problem}"

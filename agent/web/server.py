@@ -1,4 +1,4 @@
-"""The agent's one HTTP server: whoever owns a route adds it, nobody else knows of aiohttp.
+"""The agent's one HTTP server: the room of a route adds it, no other room knows of aiohttp.
 
 It uses aiohttp's low-level server with a table of exact paths: a router, an application and static files
 would cost 1.3 MiB of resident memory for a handful of GET routes. The address is bound at once, so that a
@@ -71,7 +71,7 @@ Refusal = Callable[[Mapping[str, Any]], str | None]
 
 
 class HttpServer:
-    """Serves one address. Port 0 takes any free port; `port` tells which, once bound."""
+    """Serves one address. Port 0 takes any free port; `port` says which, once bound."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class HttpServer:
             return Reply.text(f"no answer within {HANDLER_SECONDS:g} s", 503)
         except Exception:
             log.exception("http_handler_failed", path=request.path)
-            return Reply.text("the agent failed to answer; its log tells why", 500)
+            return Reply.text("the agent failed to answer; its log says why", 500)
         finally:
             self._body_bytes -= len(body)
 

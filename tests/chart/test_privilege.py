@@ -160,6 +160,16 @@ def test_pods_are_written_only_where_choices_are() -> None:
     assert verbs(role)["pods"] == {"get", "list", "watch"}
 
 
+def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
+    ends = ('config.vgpu.enforcement="library"', "attribution.enabled=true", 'config.vgpu.aboveCap="end"')
+    for settings, added in ((ends, ["KILL"]), (ends[:2], None), (ends[1:], None)):
+        (container,) = agent(*settings)["containers"]
+        assert container["securityContext"]["capabilities"].get("add") == added
+        made = helm.template(settings=(*settings, "openshift.enabled=true"))
+        (granted,) = [each for each in made if each["kind"] == "SecurityContextConstraints"]
+        assert granted["allowedCapabilities"] == (added or [])
+
+
 def test_the_host_s_cgroups_are_mounted_where_limits_are_enforced() -> None:
     for settings, mounted in (
         ((), False),

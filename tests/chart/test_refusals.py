@@ -19,6 +19,10 @@ BAD = {
     "bad resizer": ('vgpu.resizers=["it\'s"]', ["vgpu.resizers"]),
     "resizers of nothing": ('vgpu.resizers=["alice"]', ["vgpu.resizers", "set config.vgpu.enforcement"]),
     "resize by everybody": ("config.vgpu.resize=true", ["config.vgpu.resize", "vgpu.resizers"]),
+    "ends whom nobody knows": (
+        ['config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"'],
+        ["config.vgpu.aboveCap", "set attribution.enabled"],
+    ),
     "nothing on": (
         ["pgpu.enabled=false", "vgpu.enabled=false"],
         ["nothing would ever be offered", "set at least one to true"],

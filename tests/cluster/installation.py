@@ -113,9 +113,9 @@ class Installation:
             raise helm.HelmRefused(done.stderr)
         return done.stdout
 
-    def install(self) -> str:
-        """Install and wait; what helm says at the end."""
-        arguments = ["--create-namespace", f"--values={self._values}", "--wait", "--timeout=60s"]
+    def install(self, *more: str) -> str:
+        """Install and wait; what helm says at the end. `more`: further arguments of helm."""
+        arguments = ["--create-namespace", f"--values={self._values}", "--wait", "--timeout=60s", *more]
         return self.helm("install", RELEASE, str(helm.CHART), *arguments)
 
     def label(self, value: str | None) -> None:

@@ -16,6 +16,7 @@ from tests.cluster.audit import AuditLog
 from tests.cluster.install_fixtures import audit, delete_pods, installation, open_cluster
 from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.interrupting import hook_process, second_node, wait_cleaned
+from tests.cluster.moving import MIGRATION, follow, held, hold, plugin_pods, with_nvidia_plugin
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import REPORT as WRITE
 from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
@@ -318,3 +319,28 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     log.wait(("pods", "get"))
 
     assert log.used() == granted
+
+
+def test_move_from_nvidia_plugin_and_back(installation: Installation) -> None:
+    """The documented commands in order; pods with whole GPUs run through, and no GPU has two holders."""
+    cluster = installation.cluster
+    with with_nvidia_plugin(installation):
+        hold(cluster, "before", 2)
+        installation.install("--set-string=nodeSelector.gpu-agent=moved")
+        follow(installation, MIGRATION, "NVIDIA's device plugin")
+        assert installation.pods("agent") == []
+
+        follow(installation, MIGRATION, "From NVIDIA's plugin, one node")
+        assert plugin_pods(cluster) == 0
+        hold(cluster, "here", 3)
+        assert "default/before" in command(installation, "status")
+        running, taken = containers(cluster), held(cluster)
+
+        follow(installation, MIGRATION, "Back to NVIDIA's plugin, one node")
+        assert plugin_pods(cluster) == 1
+        assert installation.pods("agent") == []
+        hold(cluster, "after", 3)
+        assert {**containers(cluster), **running} == containers(cluster)
+        assert {**held(cluster), **taken} == held(cluster)
+        assert len(frozenset().union(*held(cluster).values())) == len(installation.node.machine.uuids)
+        delete_pods(cluster)

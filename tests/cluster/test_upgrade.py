@@ -26,13 +26,14 @@ LIMIT = 90
 """Seconds for the body of the test (see conftest.py)."""
 
 SLICE = "nvidia.com/gpu.shared"
-LAYOUT = [
-    {"gpus": ["0-2"], "mode": "pgpu"},
-    {"gpus": ["3-4"], "mode": "vgpu"},
-    {"gpus": ["5-6"], "mode": "mps"},
-    {"gpus": [7], "mode": "pgpu", "replicas": 4},
+MIXED = [
+    {"gpus": ["0-1"], "mode": "pgpu"},
+    {"gpus": ["2-3"], "mode": "vgpu"},
+    {"gpus": ["4-5"], "mode": "mps"},
+    {"gpus": [6], "mode": "pgpu", "replicas": 4},
 ]
-OFFERED: Mapping[str, int] = {GPU: 3, VGPU.core: 200, MPS.core: 200, SLICE: 4}
+LAYOUTS = {"mixed": MIXED, "more-mps": [*MIXED, {"gpus": [7], "mode": "mps"}]}
+OFFERED: Mapping[str, int] = {GPU: 2, VGPU.core: 200, SLICE: 4}
 REQUESTS: Mapping[str, Mapping[str, int]] = {
     "whole": {GPU: 1},
     "fraction": {VGPU.core: 30, VGPU.memory: 16},
@@ -52,6 +53,7 @@ class Upgraded:
         # With it the new agent makes a CDI specification of its own; the old one knows no such key.
         self._more: Mapping[str, Mapping[str, Any]] = {"old": {}, "new": {"injection.toolkit": str(programs)}}
         self._pods: list[PodSpec] = []
+        self._mps_gpus = 2
         self._restarted: set[str] = set()
 
     async def start(self, which: str) -> None:
@@ -59,21 +61,40 @@ class Upgraded:
         common = {
             **await self._node.settings(),
             "injection.strategy": "auto",
-            "layouts": {"mixed": LAYOUT},
+            "layouts": LAYOUTS,
             "timeSlicing.rename": True,
         }
         # As on a node: by default the agent looks for daemons in all cgroups.
         del common["host.cgroups"]
         self._rig.agent.checkout = self._trees[which]
         await self._rig.start_agent({**common, **self._more[which]})
-        for resource, count in OFFERED.items():
+        await self._offers()
+
+    async def _offers(self) -> None:
+        for resource, count in {**OFFERED, MPS.core: 100 * self._mps_gpus}.items():
             await self._rig.wait_allocatable(count, resource)
+
+    async def more_mps(self) -> None:
+        """One more GPU in mode mps, whose daemon the agent of now starts."""
+        self._mps_gpus += 1
+        await _thread(self._node.mode_file.write_text, "more-mps\n")
+        await self._offers()
 
     async def stop(self) -> None:
         """End the agent as an update does."""
         assert await self._rig.stop_agent() == 0
-        for resource in OFFERED:
+        for resource in (*OFFERED, MPS.core):
             await self._rig.wait_allocatable(0, resource)
+
+    async def becomes(self, which: str) -> None:
+        """Update the agent; nothing of pods and daemons changes."""
+        held, running, daemons = await self.held(), await self.containers(), await self.daemons()
+        assert len(daemons) == self._mps_gpus
+        await self.stop()
+        assert (await self.containers(), await self.daemons()) == (running, daemons)
+        await self.start(which)
+        assert (await self.held(), await self.containers()) == (held, running)
+        assert await self.daemons() == daemons, self._rig.agent.log_tail(20_000)
 
     async def take_in(self, when: str) -> None:
         """One more pod of each mode, and one whose container will be started again."""
@@ -154,18 +175,10 @@ async def test_upgrade_from_0_1_0(cluster: Cluster, rig: RealRig, tmp_path: Path
     async with upgraded(cluster, rig, tmp_path) as node:
         await node.start("old")
         await node.take_in("before")
-        daemons = await node.daemons()
-        assert len(daemons) == 2
-        for agent, taken_in_by_the_other in (("new", "before"), ("old", "new")):
-            held, running = await node.held(), await node.containers()
-            await node.stop()
-            assert await node.containers() == running
-            await node.start(agent)
-            if agent == "new":
-                await node.take_in("new")
-            after, containers = await node.held(), await node.containers()
-            assert {name: after[name] for name in held} == held
-            assert {name: containers[name] for name in running} == running
-            assert await node.daemons() == daemons
-            await node.start_again(taken_in_by_the_other)
-            assert await node.held() == after
+        await node.becomes("new")
+        await node.start_again("before")
+        await node.take_in("new")
+        await node.more_mps()
+        await node.becomes("old")
+        await node.start_again("new")
+        assert len(await node.daemons()) == 3

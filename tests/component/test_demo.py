@@ -110,7 +110,7 @@ def test_what_did_not_happen_is_said(folder: Path, monkeypatch: pytest.MonkeyPat
     # A kubelet that never reports its devices: the node cannot offer what the demo announces.
     assert demo.show("dgx-h200", out, patience=0.5, status_tick=3600) == 1
     last = out.getvalue().splitlines()[-1]
-    assert "This did not happen as told: the node offers no GPUs, not 8, after 0.5 s." in last
+    assert "This did not happen as announced: the node offers no GPUs, not 8, after 0.5 s." in last
     assert list(folder.iterdir()) == []
 
 

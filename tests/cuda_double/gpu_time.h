@@ -19,6 +19,15 @@ void time_wait_stream(const struct stream *stream);
 void time_wait_stamp(uint32_t stamp);
 void time_wait_device(uint32_t device);
 
+struct sim_cuda_clock *time_clock(void);
+void time_lock(struct sim_cuda_clock *clock);
+void time_unlock(struct sim_cuda_clock *clock);
+
+/* --- gpu_tasks.c ----------------------------------------------------------------------------------------- */
+void time_join(struct sim_cuda_clock *clock); /* this thread takes part in virtual time, until it ends */
+/* Lets others run until the instant, or until a lane has got to the target. */
+void time_pass_turn(struct sim_cuda_clock *clock, uint64_t until, uint32_t lane, uint64_t target);
+
 /* --- gpu_time.c: the clock's lock is held ----------------------------------------------------------------- */
 uint32_t lane_make(uint32_t slot, uint32_t device); /* number plus one; 0: none is free */
 uint64_t device_next(uint32_t device);              /* the next instant at which something ends; UINT64_MAX: never */

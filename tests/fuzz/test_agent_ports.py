@@ -160,7 +160,7 @@ async def test_control_socket(campaign: Campaign, folder: Path) -> None:
                 return "silence"
             # A long answer comes in parts, of which this is the first.
             line = json.loads(found) if found.endswith(b"\n") else {"ok": True}
-            assert "its log tells why" not in str(line.get("error")), line
+            assert "its log says why" not in str(line.get("error")), line
             return "done" if line["ok"] else "refused"
 
         nested = b'{"command":' * 3000 + b"\n"  # ended the server once

@@ -26,6 +26,7 @@ WORK_ROUNDS = 100_000  # some milliseconds on the GPUs of 2026
 WORK_THREADS = 128
 STREAM_BYTES = 512 * MIB  # far beyond the cache of any GPU
 BAD_ADDRESS = 0x10
+FOLLOW_SECONDS = 10.0
 
 Report = dict[str, object]
 
@@ -59,6 +60,30 @@ def allocate(cuda: Cuda, numbers: list[int]) -> Report:
             code = error.code
             piece //= 2
     return {"mebibytes": taken, "code": code}
+
+
+def memory(cuda: Cuda, _: list[int]) -> Report:
+    """What the process is told of the memory of its GPU."""
+    free, total = cuda.memory()
+    return {"free": free, "total": total}
+
+
+def follow(cuda: Cuda, numbers: list[int]) -> Report:
+    """Take memory as `allocate` does, say so, and after the next line of input try for more for a while."""
+    piece, _ = numbers
+    _say(allocate(cuda, numbers))
+    sys.stdin.readline()
+    began = time.perf_counter()
+    while True:
+        try:
+            cuda.allocate(piece * MIB)
+        except CudaError as error:
+            seconds = time.perf_counter() - began
+            if seconds > FOLLOW_SECONDS:
+                return {"mebibytes": 0, "code": error.code, "seconds": seconds}
+            time.sleep(0.01)
+        else:
+            return {"mebibytes": piece, "code": 0, "seconds": time.perf_counter() - began}
 
 
 def fault(cuda: Cuda, _: list[int]) -> Report:
@@ -114,7 +139,7 @@ def _repeated(once: Callable[[], None], seconds: float) -> Report:
     }
 
 
-JOBS = {job.__name__: job for job in (look, allocate, fault, work, stream)}
+JOBS = {job.__name__: job for job in (look, allocate, memory, follow, fault, work, stream)}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
 """`python -m tests.gpu.kit FOLDER --python 3.12`: what the GPU tier needs on a machine without network.
 
-FOLDER gets `wheels/` (pure Python, of the versions in the lock) and `mps/` (Debian's MPS programs, for a
-driver that brings none). `tests/gpu/offline FOLDER` uses it there.
+FOLDER gets `wheels/` (pure Python, of the versions in the lock), `mps/` (Debian's MPS programs, for a
+driver that brings none) and `limits/` (the enforcement library, for the architecture of this machine).
+`tests/gpu/offline FOLDER` uses it there.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agent.isolation.clib import build
 from agent.mps.binary import CONTROL, SERVER
+from tests.gpu import limits
 from tests.mps_binaries import SUITES, both_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,8 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *wishes]
     subprocess.run(command, check=True)
+    (folder / "limits").mkdir()
+    shutil.copy2(build.cached(), folder / "limits" / limits.NAME)
     found = (programs / CONTROL, programs / SERVER) if programs else both_programs(max(SUITES))
     for program in found:
         shutil.copy2(program, folder / "mps")

@@ -29,6 +29,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.directories import Directories
 from agent.mps.options import Options
 from agent.mps.status import DaemonState, EventReason, shared_memory_source
+from tests.gpu.limits import Capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,9 +110,16 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def client(
-        self, job: str, *numbers: int, caps: Mapping[str, str] | None = None
+        self,
+        job: str,
+        *numbers: int,
+        caps: Mapping[str, str] | None = None,
+        limits: Capped | None = None,
     ) -> AsyncIterator[Client]:
-        """A CUDA process, MPS client if there is a daemon; ended with the context."""
+        """A CUDA process, MPS client if there is a daemon; ended with the context.
+
+        `caps` are those of MPS, `limits` those of the enforcement library.
+        """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
         if self.library != LIBRARY:
             # Its own libraries are beside it.
@@ -127,6 +135,7 @@ class Rig:
             environment |= {PIPE_DIRECTORY: str(self.daemon.folders.pipe), **(caps or {})}
         else:
             environment |= {PIPE_DIRECTORY: NO_MPS, "CUDA_VISIBLE_DEVICES": self.gpu.uuid}
+        environment |= limits.environment if limits else {}
         process = await anyio.open_process(
             [*command, job, *map(str, numbers)], env=environment, cwd=ROOT, stderr=None
         )

@@ -22,6 +22,7 @@ _FLAGS: Final = (
     *("-pthread", "-Wl,-z,defs", f"-Wl,-soname,{SONAME}"),
 )
 _SOURCES = Path(__file__).parent
+CACHE = Path(__file__).parents[2] / "build"
 _CUDA = _SOURCES.parent / "cuda_double"
 
 
@@ -29,7 +30,7 @@ class BuildError(Exception):
     """The library cannot be built here; the text says what is missing or what the compiler said."""
 
 
-def build(directory: Path, without: Sequence[str] = ()) -> Path:
+def build(directory: Path = CACHE, without: Sequence[str] = ()) -> Path:
     """The library's path, under `directory`; compiled unless it is there already.
 
     `without` names functions that the library shall not export, as an older driver's would not.

@@ -11,6 +11,7 @@ from tests.storm import clock
 clock.install()  # before any module of the agent takes its clock from `time`
 
 import argparse  # noqa: E402
+import gc  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
@@ -24,10 +25,12 @@ from tests.storm.shrinking import shrunk  # noqa: E402
 from tests.storm.storm import Outcome, storm  # noqa: E402
 
 
-def _rage(seed: int, steps: int, skip: frozenset[int] = frozenset()) -> Outcome:
+def _rage(
+    seed: int, steps: int, skip: frozenset[int] = frozenset(), wanted: frozenset[str] | None = None
+) -> Outcome:
     outcome = Outcome(seed)
     try:
-        clock.run(partial(storm, outcome, steps, skip))
+        clock.run(partial(storm, outcome, steps, skip, wanted))
     except clock.Stuck as stuck:
         outcome.violation = str(stuck)
     return outcome
@@ -40,7 +43,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="events of each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no storm after so many")
     parser.add_argument("--skip", default="", help="numbers of events to leave out")
+    parser.add_argument("--faults", help="families of faults, with commas, in place of the seed's choice")
     parser.add_argument("--no-shrink", action="store_true", help="show the history as it was")
+    parser.add_argument("--until-found", action="store_true", help="begin no storm after one that found")
     parser.add_argument("--history", action="store_true", help="print every history")
     parser.add_argument("--log", action="store_true", help="print the agent's log")
     parser.add_argument("--report", type=Path, help="write the figures there")
@@ -55,13 +60,18 @@ def main() -> int:
     options = _arguments()
     level = logging.DEBUG if options.log else logging.CRITICAL
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    if not options.log:
+        logging.disable()
+    # Most of what a storm makes lives until its end, and cycles are few.
+    gc.set_threshold(200_000, 20, 100)
     skip = frozenset(int(each) for each in options.skip.split(",") if each)
+    wanted = frozenset(options.faults.split(",")) if options.faults is not None else None
     outcomes: list[Outcome] = []
     began = perf_counter()
     for seed in range(options.seed, options.seed + options.seeds):
         if perf_counter() - began > options.seconds:
             break
-        outcome = _rage(seed, options.steps, skip)
+        outcome = _rage(seed, options.steps, skip, wanted)
         outcomes.append(outcome)
         faults = ", ".join(outcome.families) or "none"
         print(
@@ -70,11 +80,13 @@ def main() -> int:
             flush=True,
         )
         if outcome.violation and not options.no_shrink:
-            outcome = shrunk(outcome, options.steps, _rage)
+            outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted))
             left_out = ",".join(map(str, sorted(outcome.skipped)))
             print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
         if outcome.violation or options.history:
             print("\n".join(outcome.history))
+        if outcome.violation and options.until_found:
+            break
     if options.report:
         options.report.write_text(json.dumps(_figures(outcomes), indent=2) + "\n", encoding="utf-8")
     return 1 if any(outcome.violation for outcome in outcomes) else 0

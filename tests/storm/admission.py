@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.model.demand import CORES, VGPU
+from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
 from agent.model.units import Unit
@@ -45,15 +45,19 @@ def _excused(world: World) -> bool:
     now, agent = anyio.current_time(), world.running
     if agent is None or agent.switcher is None or now - world.disturbed < SETTLED_SECONDS:
         return True
-    troubled = world.api_faults or world.api_delay or world.nvml_faults or world.lost
+    troubled = not world.api_well or bool(world.http.silent) or world.nvml_faults or world.lost
     unwell = any(not state.healthy for state in agent.inventory.snapshot.value.gpus)
-    away = not world.http.reachable or bool(world.http.silent)
-    return bool(troubled or unwell or away or agent.switcher.state.value.phase is not SwitchPhase.APPLIED)
+    kubelet = world.kubelet_delay[0] > 0 or world.checkpoint is not None or not world.kubelet_up.is_set()
+    daemons = world.daemons.refuses or any(each.hangs for each in world.daemons.daemons)
+    settled = agent.switcher.state.value.phase is SwitchPhase.APPLIED
+    # Units that containers have grown by are nobody else's, and in no record of the kubelet's.
+    return bool(troubled or unwell or kubelet or daemons or agent.grown.value or not settled)
 
 
 def _fits(world: World, life: Life, pod: Pod) -> bool:
     """Whether one GPU has room for the pod's only container; other shapes are not judged."""
-    if pod.spec.init_containers or len(pod.spec.containers) != 1:
+    # One that is deleted while it is admitted needs nothing any more.
+    if pod.spec.init_containers or len(pod.spec.containers) != 1 or pod.spec.static or pod.deleting:
         return False
     limits = pod.spec.containers[0].limits
     switcher = world.running.switcher if world.running else None
@@ -62,16 +66,20 @@ def _fits(world: World, life: Life, pod: Pod) -> bool:
     if GPU in limits:
         free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]
         return len(free) >= limits[GPU]
-    cores, blocks = limits.get(VGPU.core, 0), limits.get(VGPU.memory, 0)
-    rooms = []
-    for uuid, mode in modes.items():
-        if mode is Mode.VGPU:
-            taken = used.get(uuid, Counter())
-            total = VGPU.blocks(world.machine.gpu(uuid).memory_total)
-            rooms.append((CORES - taken[VGPU.core_unit], total - taken[VGPU.memory_unit], total))
-    if cores >= CORES:
-        return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
-    return any(core >= cores and memory >= blocks for core, memory, _ in rooms)
+    for pair, wanted in ((VGPU, Mode.VGPU), (MPS, Mode.MPS)):
+        if not {pair.core, pair.memory} & limits.keys():
+            continue
+        rooms = []
+        for uuid, mode in modes.items():
+            if mode is wanted:
+                taken = used.get(uuid, Counter())
+                total = pair.blocks(world.machine.gpu(uuid).memory_total)
+                rooms.append((CORES - taken[pair.core_unit], total - taken[pair.memory_unit], total))
+        cores, blocks = limits.get(pair.core, 0), limits.get(pair.memory, 0)
+        if pair is VGPU and cores >= CORES:
+            return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
+        return any(core >= cores and memory >= blocks for core, memory, _ in rooms)
+    return False
 
 
 def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:

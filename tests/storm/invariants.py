@@ -1,49 +1,190 @@
-"""What must hold after every step, and what must come true once faults have stopped."""
+"""What must hold after every step. Exceptions, and where they come from, stand in README.md."""
+
+from collections import deque
+from collections.abc import Callable
 
 import anyio
 
-from agent.model.demand import CORES, VGPU
+from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
-from agent.node.taint import TAINT
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.model.placement import ASSIGNED, HINT
+from agent.modes.state import Phase
+from agent.simulator.kubelet.api import Pod
+from tests.storm.holders import MODES, Held, Holders
 from tests.storm.world import World
+
+TAINT_SECONDS = 20.0  # that the taint may stand while no mode is being changed
+STATUS_SECONDS = 15.0  # the kubelet copies its counts into node.status every 10 s
+STARTED_SECONDS = 30.0  # in which an agent that has just started finds out who holds what
+MINUTE = 60.0
+# API writes of a minute: so many, and so many more for each event in it.
+WRITES, WRITES_PER_EVENT = 60, 12
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
 
 
-def held(world: World) -> dict[str, dict[tuple[str, str], set[str]]]:
-    """Pod UID -> (container, resource) -> device IDs, of pods that have not ended."""
-    life = world.kubelet._life
-    if life is None:
-        return {}
-    ended = {pod.uid for pod in world.kubelet.api.pods.values() if pod.phase.finished}
-    present = {pod.uid for pod in world.kubelet.api.pods.values()}
-    found: dict[str, dict[tuple[str, str], set[str]]] = {}
-    for uid, container, resource, allocation in life.devices.tables.pods.entries():
-        if uid in present and uid not in ended:
-            found.setdefault(uid, {})[container, resource] = set(allocation.ids)
-    return found
+class Lasting:
+    """For how long something has been so, as far as has been looked."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def seconds(self, *, holds: bool) -> float:
+        """How long it has, now that it does, or does not."""
+        now = anyio.current_time()
+        self._since = None if not holds else now if self._since is None else self._since
+        return 0.0 if self._since is None else now - self._since
 
 
-def check(world: World) -> None:
-    """After every step. Raises Violation."""
-    _units_have_one_holder(world)
-    for gpu, modes in world.modes_of_lists().items():
-        if len(modes) > 1:
-            raise Violation(f"{gpu} stands on lists of {sorted(mode.value for mode in modes)}")
-    if world.kubelet.panics:
-        raise Violation(f"the kubelet panicked: {world.kubelet.panics}")
-    if world.current is not None and world.current.failure is not None:
-        raise Violation(f"the agent ended by itself: {world.current.failure!r}")
+class Invariants:
+    """All that is looked at after every step; `looks` counts how often each was."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.holders = Holders(world)
+        self.looks = 0
+        self.found: list[str] = []  # seen between two looks
+        self._checked: tuple[object, ...] | None = None
+        self._modes: dict[str, Mode] = {}  # of GPUs that are held
+        self._api_well, self._settled, self._up = Lasting(), Lasting(), Lasting()
+        self._offers: dict[str, Lasting] = {}
+        self._events: deque[float] = deque()
+        self._written = 0
+        world.on_write.append(self._assigned)
+        self._each: tuple[Callable[[], None], ...] = (
+            self._units_have_one_holder,
+            self._gpus_have_one_mode,
+            self._nothing_is_taken,
+            self._processes_live,
+            self._tasks_live,
+            self._taint_goes,
+            self._status_offers_what_is_listed,
+            self._writes_are_few,
+        )
+
+    def event(self) -> None:
+        """A step begins."""
+        self._events.append(anyio.current_time())
+
+    def look(self) -> None:
+        """Look at all. Raises Violation."""
+        for each in self._each:
+            each()
+        self.looks += len(self._each)
+        if self.found:
+            raise Violation(self.found[0])
+
+    def _units_have_one_holder(self) -> None:
+        if (now := self.holders.signature()) == self._checked:
+            return
+        held = self.holders.held()
+        self._modes = one_holder(held)
+        self._checked = now
+
+    def _gpus_have_one_mode(self) -> None:
+        for gpu, modes in self.holders.listed().items():
+            if len(modes) > 1:
+                raise Violation(f"{gpu} stands on lists of {sorted(mode.value for mode in modes)}")
+            mode = self._modes.get(gpu)
+            if mode is not None and mode not in modes:
+                raise Violation(f"{gpu} is held as {mode.value} and on lists of {next(iter(modes)).value}")
+
+    def _nothing_is_taken(self) -> None:
+        world = self._world
+        agent, current = world.running, world.current
+        if agent is None or agent.switcher is None or current is None:
+            return
+        if anyio.current_time() - current.began < STARTED_SECONDS:
+            return
+        for each in agent.switcher.state.value.gpus:
+            mode = self._modes.get(each.uuid)
+            if mode is not None and each.active.mode not in (mode, Mode.OFF):
+                raise Violation(f"{each.uuid} is held as {mode.value} and was made {each.active.mode.value}")
+
+    def _processes_live(self) -> None:
+        world = self._world
+        if world.kubelet.panics:
+            raise Violation(f"the kubelet panicked: {world.kubelet.panics}")
+        for run in world.runs:
+            if run.failure is not None:
+                raise Violation(f"the agent ended by itself: {run.failure!r}")
+            if run.overdue:
+                raise Violation("the agent did not end in time after SIGTERM")
+
+    def _tasks_live(self) -> None:
+        agent = self._world.running
+        for state in agent.supervisor.states.values() if agent else ():
+            if state.restarts and self._world.current and not self._world.current.life.dead:
+                raise Violation(f"task {state.name} failed: {state.last_error}")
+
+    def _taint_goes(self) -> None:
+        world = self._world
+        agent = world.running
+        switching = (
+            agent is None or agent.switcher is None or agent.switcher.state.value.phase is Phase.SWITCHING
+        )
+        well = self._api_well.seconds(holds=world.api_well)
+        settled = self._settled.seconds(holds=not switching)
+        if world.tainted is None:
+            return
+        lasts = min(well, settled, anyio.current_time() - world.tainted)
+        if lasts > TAINT_SECONDS:
+            raise Violation(f"the taint has stood for {lasts:.0f} s while no mode is being changed")
+
+    def _status_offers_what_is_listed(self) -> None:
+        kubelet = self._world.kubelet
+        up = self._up.seconds(holds=self._world.kubelet_up.is_set() and kubelet._life is not None)
+        for resource, count in kubelet.allocatable.items():
+            listed = kubelet.healthy(resource)
+            lasts = self._offers.setdefault(resource, Lasting()).seconds(holds=count > listed)
+            if min(lasts, up) > STATUS_SECONDS:
+                raise Violation(
+                    f"node.status has offered {count} of {resource} for {lasts:.0f} s; the kubelet's lists "
+                    f"have {listed}"
+                )
+
+    def _writes_are_few(self) -> None:
+        since, writes = anyio.current_time() - MINUTE, self._world.writes
+        while self._events and self._events[0] < since:
+            self._events.popleft()
+        while self._written < len(writes) and writes[self._written][0] < since:
+            self._written += 1
+        count = len(writes) - self._written
+        if count > WRITES + WRITES_PER_EVENT * len(self._events):
+            last = [each[1] for each in writes[-3:]]
+            raise Violation(f"{count} API writes in a minute with {len(self._events)} events: {last}")
+
+    def _assigned(self, method: str, path: str, body: object) -> None:
+        """`gpu-assigned` says that every choice was carried out: each stands beside it."""
+        _, _, rest = path.partition("/namespaces/")
+        if method != "PATCH" or "/pods/" not in rest or not isinstance(body, dict):
+            return
+        written = body.get("metadata", {}).get("annotations") or {}
+        namespace, _, name = rest.partition("/pods/")
+        pod = self._world.kubelet.api.pods.get((namespace, name))
+        if written.get(ASSIGNED) != "true" or pod is None:
+            return
+        missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
+        current = self._world.current
+        # What a life granted that was killed before it wrote is written by nobody.
+        if missing and current is not None and self._world.created.get(name, 0.0) > current.began:
+            self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 
-def _units_have_one_holder(world: World) -> None:
+def _choices(pod: Pod) -> list[str]:
+    """Annotations with the GPUs of each container that asks for a share: app containers come first."""
+    containers = (*pod.spec.containers, *pod.spec.init_containers)
+    return [f"{HINT}{number}" for number, each in enumerate(containers) if MODES.keys() & each.limits.keys()]
+
+
+def one_holder(held: Held) -> dict[str, Mode]:
+    """The mode in which each GPU is held. Raises Violation where a unit or a GPU is held twice."""
     modes: dict[str, tuple[Mode, str]] = {}
     owner: dict[str, str] = {}
-    for uid, parts in held(world).items():
+    for uid, parts in held.items():
         gpus: dict[str, dict[str, set[str]]] = {}
         for (container, resource), ids in parts.items():
             for each in sorted(ids):
@@ -61,50 +202,4 @@ def _units_have_one_holder(world: World) -> None:
             core, memory = found.get(VGPU.core), found.get(VGPU.memory)
             if core and memory and core != memory:
                 raise Violation(f"pod {uid} container {container}: cores on {core}, memory on {memory}")
-
-
-CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
-PROBE = {VGPU.core: CORES}  # a whole GPU
-
-
-async def check_calm(world: World) -> None:
-    """Once faults have stopped: bounded time, then all is as asked for. Raises Violation."""
-    for pod in list(world.pods):
-        if pod.key in world.kubelet.api.pods:
-            world.kubelet.api.delete(pod)
-    world.pods.clear()
-    world.label("vgpu")
-    agent = world.running
-    if agent is None:
-        await anyio.sleep(5)
-    await anyio.sleep(30)
-    agent = world.running
-    if agent is None:
-        raise Violation("no agent runs")
-    await anyio.sleep(CALM_SECONDS)
-    if any(each["key"] == TAINT for each in world.kubelet.api.taints):
-        raise Violation(f"a taint is left: {world.kubelet.api.taints}")
-    snapshot = agent.inventory.snapshot.value
-    healthy = [state for state in snapshot.gpus if state.healthy]
-    wanted = CORES * len(healthy)
-    offered, known = world.kubelet.allocatable.get(VGPU.core, 0), world.kubelet.healthy(VGPU.core)
-    if not offered == known == wanted:
-        raise Violation(
-            f"{len(healthy)} GPUs are well, so {wanted} cores should be on offer; node.status says "
-            f"{offered}, the kubelet knows {known}"
-        )
-    begun = len(world.writes)
-    await anyio.sleep(300)
-    if len(world.writes) - begun > 10:
-        raise Violation(f"{len(world.writes) - begun} API writes in five quiet minutes: {world.writes[-3:]}")
-    for state in healthy:
-        pod = PodSpec(f"probe-{state.gpu.index}", (ContainerSpec("main", PROBE),))
-        world.kubelet.create_pod(pod)
-        with anyio.move_on_after(60):
-            while world.kubelet.pod(pod).phase not in (Phase.RUNNING, Phase.FAILED):
-                await anyio.sleep(0.5)
-        seen = world.kubelet.pod(pod)
-        if seen.phase is not Phase.RUNNING:
-            raise Violation(f"a pod that fits is {seen.phase}: {seen.reason} {seen.message}")
-        world.kubelet.api.delete(pod)
-        await anyio.sleep(15)
+    return {gpu: mode for gpu, (mode, _) in modes.items()}

@@ -21,6 +21,8 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
+from agent.simulator.kubelet.devices import DeviceManager
+from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
 from tests.storm.clock import EPOCH
 
 
@@ -172,9 +174,14 @@ class _Rest:
 
 
 class _Kubelet:
-    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's."""
+    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's.
 
-    started = 0.0
+    `delay`: seconds that a container's admission takes before its devices are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.delay = [0.0]
 
 
 KUBELET = _Kubelet()
@@ -186,6 +193,17 @@ async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
     return None if found is None else (found[0], int((EPOCH + KUBELET.started) * 1e9))
 
 
+_allocate = DeviceManager.allocate
+
+
+async def _allocate_later(
+    self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
+) -> None:
+    if KUBELET.delay[0]:
+        await anyio.sleep(KUBELET.delay[0])
+    await _allocate(self, pod, uid, container, running)
+
+
 def install(api_socket: str) -> None:
     """Put the stand-ins in place, for this process."""
 
@@ -193,9 +211,11 @@ def install(api_socket: str) -> None:
         del kubeconfig
         return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket))
 
+    NVML.waiting.clear()  # of a storm before
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.api.connect = connect
+    DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
     HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

@@ -1,88 +1,87 @@
-"""The world of a storm: GPUs, a kubelet, an API server and one node agent in this process."""
+"""The world of a storm: GPUs, a kubelet, an API server, MPS daemons and one node agent in this process."""
 
-import asyncio
-import contextlib
 import contextvars
+import random
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
 from aiohttp import web
 from anyio.abc import TaskGroup
 
-from agent.app import run as app
 from agent.app.agent import Agent
-from agent.model.modes import Mode
 from agent.modes.desired import LABEL
-from agent.settings import Cluster, Health, Host, Http, Kubelet, LayoutEntry, Modes, Sampling, Settings
+from agent.node.taint import TAINT
+from agent.settings import (
+    Cluster,
+    Health,
+    Host,
+    Http,
+    Kubelet,
+    LayoutEntry,
+    Modes,
+    Mps,
+    Sampling,
+    Settings,
+    Vgpu,
+)
 from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pods import PodSpec
 from agent.simulator.machine import SimulatedMachine
-from agent.simulator.nvml import SimulatedNvml
-from tests.storm import seams
+from agent.simulator.profile import places
+from agent.simulator.profiles import profile_named
+from tests.storm import cheaper, mps_daemons, seams
+from tests.storm.cheaper import NvmlFaults
+from tests.storm.lives import AgentRun
+from tests.storm.mps_daemons import DaemonTable
 
-STOP_SECONDS = 10.0  # what the chart grants an agent between SIGTERM and SIGKILL is more
+# Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
+# that may be plugged in.
+_L40S = profile_named("l40s-2")
+PROFILE = replace(
+    _L40S, model=replace(_L40S.model, memory_mib=12 << 10), places=places("41 81 c1", (0, "0-95,192-287"))
+)
+SPARE = 2
 
 
-class AgentRun:
-    """One life of the agent, from its start to its end."""
+@dataclass(frozen=True)
+class Shape:
+    """What a world has beside the rest."""
 
-    def __init__(self, number: int, settings: Settings, machine: SimulatedMachine) -> None:
-        self.life = seams.Life(number)
-        self.agent: Agent | None = None
-        self.failure: BaseException | None = None
-        self.ended = anyio.Event()
-        self._settings = settings
-        self._machine = machine
-        self._stop = anyio.Event()
-        self._scope = anyio.CancelScope()
+    mps: bool = False
+    resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
 
-    async def run(self) -> None:
-        """Live. An end that nobody asked for is kept in `failure`."""
-        seams.LIFE.set(self.life)
-        try:
-            with self._scope, contextlib.suppress(app.StoppedEarly):
-                async with app.running(
-                    self._settings, SimulatedNvml(self._machine), self._stop
-                ) as self.agent:
-                    await self._stop.wait()
-        except BaseException as error:
-            if not self.life.dead and not isinstance(error, asyncio.CancelledError):
-                self.failure = error
-            elif isinstance(error, asyncio.CancelledError):
-                raise
-        finally:
-            self.ended.set()
-
-    async def terminate(self) -> None:
-        """SIGTERM, and SIGKILL where it takes too long."""
-        self._stop.set()
-        with anyio.move_on_after(STOP_SECONDS):
-            await self.ended.wait()
-            return
-        await self.kill()
-
-    async def kill(self) -> None:
-        """SIGKILL: nothing that it does from here on has an effect."""
-        self.life.dead = True
-        self._scope.cancel()
-        self._stop.set()
-        await self.ended.wait()
+    @classmethod
+    def of(cls, rng: random.Random) -> "Shape":
+        """A shape that the seed chose."""
+        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3)
 
 
 class World:
     """Made by `world`."""
 
-    def __init__(self, folder: Path, machine: SimulatedMachine, group: TaskGroup, seed: int) -> None:
+    def __init__(
+        self, folder: Path, machine: SimulatedMachine, group: TaskGroup, seed: int, shape: Shape
+    ) -> None:
         self.folder = folder
         self.machine = machine
         self.group = group
+        self.shape = shape
+        self.spare = SPARE
         self.kubelet = EmbeddedKubelet(folder / "k", seed=seed, cdi_folder=folder / "cdi")
+        self.kubelet_up = anyio.Event()
+        self.kubelet_up.set()
+        self.kubelet_delay = seams.KUBELET.delay
+        self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
+        self.daemons = DaemonTable()
         self.current: AgentRun | None = None
+        self.runs: list[AgentRun] = []  # that may not have ended
         self.lives = 0
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
@@ -90,17 +89,25 @@ class World:
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
         self.made = 0
+        self.created: dict[str, float] = {}  # when, by name
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
         self.nvml_faults = 0
         self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
+        self.tainted: float | None = None  # since when the agent's taint stands
+        self.on_write: list[Callable[[str, str, object], None]] = []  # method, path, body
 
     def settings(self) -> Settings:
         """The agent's configuration."""
         folder = self.folder
         return Settings(
-            modes=Modes(mps=False),
+            modes=Modes(mps=self.shape.mps),
+            mps=Mps(control_program=str(folder / "bin" / "nvidia-cuda-mps-control")),
+            vgpu=Vgpu(enforcement="report", resize=True) if self.shape.resize else Vgpu(),
             layouts={
-                "mixed": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="vgpu")]
+                "mixed": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="vgpu")],
+                "shared": [LayoutEntry(gpus=["0"], mode="mps"), LayoutEntry(gpus=["rest"], mode="vgpu")]
+                if self.shape.mps
+                else [LayoutEntry(gpus=["0-99"], mode="vgpu")],
             },
             http=Http(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
@@ -113,26 +120,27 @@ class World:
                 sysfs=str(folder / "sys"),
                 cgroups=str(folder / "cgroup"),
             ),
-            health=Health(kernel_log=None),
+            health=Health(kernel_log=None, probe_seconds=4.0),
             sampling=Sampling(interval_seconds=30.0),
         )
 
     # The agent
 
-    async def start_agent(self) -> None:
-        """Start it, unless it runs."""
-        if self.current is not None and not self.current.ended.is_set():
+    async def start_agent(self, *, beside: bool = False) -> None:
+        """Start it, unless it runs. `beside`: next to one that runs."""
+        if self.current is not None and not self.current.ended.is_set() and not beside:
             return
         self.lives += 1
         self.disturbed = anyio.current_time()
         self.current = AgentRun(self.lives, self.settings(), self.machine)
+        self.runs = [each for each in self.runs if not each.ended.is_set()] + [self.current]
         # A context of its own: whose files and calls these are is found by a context variable.
         contextvars.copy_context().run(self.group.start_soon, self.current.run)
 
     async def kill_agent(self) -> None:
         """SIGKILL."""
-        if self.current is not None:
-            await self.current.kill()
+        for run in self.runs:
+            await run.kill()
 
     async def terminate_agent(self) -> None:
         """SIGTERM."""
@@ -147,20 +155,47 @@ class World:
 
     # The node
 
+    async def restart_kubelet(self, down: float, *, reboot: bool = False) -> None:
+        """Stop it; it comes back `down` seconds later, beside what happens meanwhile."""
+        self.kubelet_up = anyio.Event()
+        await self.kubelet.stop()
+        if reboot:
+            self.kubelet._machine.containers.reboot()
+            shutil.rmtree(self.folder / "run", ignore_errors=True)
+
+        async def start() -> None:
+            await anyio.sleep(down)
+            seams.KUBELET.started = self.disturbed = anyio.current_time()
+            await self.kubelet.start()
+            self.kubelet_up.set()
+
+        self.group.start_soon(start)
+
+    def clear_nvml_faults(self) -> None:
+        """All calls to NVML work again; those that hang return."""
+        self.machine.clear_faults()
+        self.nvml_faults, NvmlFaults.standing = 0, False
+        seams.NVML.wake()
+
     def label(self, word: str | None) -> None:
         """Ask for a mode."""
         self.http.set_label(LABEL, word)
 
-    def modes_of_lists(self) -> dict[str, set[Mode]]:
-        """GPU -> the modes on whose lists it stands; lists of plugins that are gone do not count."""
-        life = self.kubelet._life
-        found: dict[str, set[Mode]] = {}
-        for resource, endpoint in life.devices.tables.endpoints.items() if life else ():
-            if endpoint.stopped_at is None and endpoint.calls is not None:
-                mode = Mode.VGPU if resource.startswith("tencent.com") else Mode.PGPU
-                for device in life.devices.tables.all.get(resource, ()) if life else ():
-                    found.setdefault(device.partition("::")[0], set()).add(mode)
-        return found
+    async def follow_taint(self) -> None:
+        """Keep `tainted` true, for ever."""
+        changes = self.kubelet.api.changes
+        while True:
+            stands = any(each["key"] == TAINT for each in self.kubelet.api.taints)
+            if not stands:
+                self.tainted = None
+            elif self.tainted is None:
+                self.tainted = anyio.current_time()
+            await changes.wait_change(changes.version)
+
+    @property
+    def api_well(self) -> bool:
+        """Whether calls to the API server are answered as they should be; watches may be mute."""
+        return self.http.reachable and not self.api_faults and not self.api_delay and not self.lost_answers
 
     async def interfere(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -169,12 +204,15 @@ class World:
         write = request.method != "GET"
         if self.api_delay:
             await anyio.sleep(self.api_delay)
+        if write:
+            body = await request.json()
+            self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
             status = self.api_faults.pop()
             return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
         if write:
-            body = await request.text()
-            self.writes.append((anyio.current_time(), f"{request.method} {request.path} {body}"))
+            for observer in self.on_write:
+                observer(request.method, request.path, body)
         response = await handler(request)
         if write and self.lost_answers:
             self.lost_answers -= 1
@@ -184,24 +222,28 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, seed: int, profile: str = "l40s-2") -> AsyncIterator[World]:
+async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
     """A node without an agent; everything on it is gone at the end."""
     socket = folder / "api.sock"
     seams.install(str(socket))
-    seams.KUBELET.started = anyio.current_time()
-    machine = SimulatedMachine.create(profile)
-    for each in ("cdi", "proc", "sys", "cgroup"):
+    cheaper.install()
+    NvmlFaults.standing = False
+    seams.KUBELET.started, seams.KUBELET.delay[0] = anyio.current_time(), 0.0
+    machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
+    for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
+    program = folder / "bin" / "nvidia-cuda-mps-control"
+    program.touch(mode=0o755)
     async with anyio.create_task_group() as group:
-        made = World(folder, machine, group, seed)
-
-        async with (
-            made.kubelet.running(),
-            made.http.serving(socket),
-        ):
+        made = World(folder, machine, group, seed, shape)
+        mps_daemons.install(made.daemons)
+        group.start_soon(made.follow_taint)
+        async with made.kubelet.running(), made.http.serving(socket):
             try:
                 yield made
             finally:
                 with anyio.CancelScope(shield=True):
                     await made.kill_agent()
+                    await made.kubelet_up.wait()
+                made.daemons.close()
             group.cancel_scope.cancel()

@@ -6,7 +6,9 @@ import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +69,45 @@ def test_a_journey_is_a_way_that_imports_know(journey: str) -> None:
         assert any(
             f"agent.{inner}" in sources[outer] for outer, inner in ((one, other), (other, one))
         ) or all(f"agent.{room}" in sources["app"] for room in (one, other)), f"{one} and {other} never meet"
+
+
+def circles(graph: Any) -> list[list[str]]:
+    """Modules that import each other, directly or by others (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in graph.find_modules_directly_imported_by(module):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == order[module]:
+            circle = [stack.pop()]
+            while circle[-1] != module:
+                circle.append(stack.pop())
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in sorted(graph.modules):
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_module_imports_itself_by_others() -> None:
+    """Inside of rooms, too: each can be drawn without an arrow back. Imports for types alone run nothing."""
+    graph = grimp.build_graph("agent", exclude_type_checking_imports=True, cache_dir=None)
+    assert len(graph.modules) > 250
+    assert circles(graph) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = grimp.ImportGraph()
+    for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")):
+        graph.add_import(importer=importer, imported=imported)
+    assert circles(graph) == [["a", "b", "c"]]

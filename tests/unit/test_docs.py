@@ -64,7 +64,7 @@ def test_files_that_are_named_exist(document: Path) -> None:
 def test_verbs_are_those_of_make(document: Path) -> None:
     verbs = {verb for span in spans(document) for verb in re.findall(r"\bmake ([a-z][a-z-]*)", span)}
     if document == README:
-        assert {"demo", "test", "test-cluster", "bench", "image"} <= verbs
+        assert {"demo", "test", "image"} <= verbs
     for verb in verbs:
         subprocess.run(["make", "--dry-run", verb], cwd=ROOT, check=True, capture_output=True, timeout=30)
 
@@ -85,11 +85,21 @@ def test_make_help_names_every_verb() -> None:
         assert re.search(rf"^{verb}\b|\b{verb} ", text, re.MULTILINE), verb
 
 
-def test_the_folders_of_the_readme_exist() -> None:
+def test_the_readme_is_short_and_in_order() -> None:
     text = README.read_text()
-    layout = text[text.index("    agent/") : text.index("Imports run one way")]
-    for word in re.findall(r"\b([a-z_]+)/", layout):
-        assert (ROOT / word).is_dir() or (ROOT / "agent" / word).is_dir(), word
+    assert len(text.splitlines()) < 150
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert headings == [
+        *("Two commands without a GPU", "kind in two commands", "Install", "One pod for each mode"),
+        *("How it compares", "Links"),
+    ]
+    assert text.index("| enforced by |") < text.index("![") < text.index("## Two commands")
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{page.name}" in text, page.name
 
 
 def parts_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -193,21 +203,22 @@ def test_keys_and_commands_that_do_not_exist_would_show(tmp_path: Path) -> None:
             test(document)
 
 
-def test_the_readme_names_every_mode_and_its_resources() -> None:
+def test_there_is_one_example_pod_for_each_mode() -> None:
     text = README.read_text()
-    for word in ("pgpu", "vgpu", "mps", "disable"):
+    asked = {}
+    for file in sorted((ROOT / "config" / "examples" / "pods").glob("*.yaml")):
+        (pod,) = yaml.safe_load_all(file.read_text())
+        assert pod["kind"] == "Pod"
+        assert pod["metadata"]["name"] == file.stem
+        assert f"config/examples/pods/{file.name}" in text
+        asked[file.stem] = set(pod["spec"]["containers"][0]["resources"]["limits"])
+    assert asked == {
+        "whole": {"nvidia.com/gpu"},
+        "fraction": {"tencent.com/vcuda-core", "tencent.com/vcuda-memory"},
+        "share": {"nvidia.com/mps-core", "nvidia.com/mps-memory"},
+    }
+    for word in ("pgpu", "vgpu", "mps"):
         assert f"`{word}`" in text
-    pods = [
-        each
-        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-        for each in yaml.safe_load_all(block)
-    ]
-    asked = [set(pod["spec"]["containers"][0]["resources"]["limits"]) for pod in pods]
-    assert asked == [
-        {"nvidia.com/gpu"},
-        {"tencent.com/vcuda-core", "tencent.com/vcuda-memory"},
-        {"nvidia.com/mps-core", "nvidia.com/mps-memory"},
-    ]
 
 
 # Told by other programs; and what fills a message in.
@@ -222,17 +233,17 @@ OTHERS = {
 GAPS = re.compile(r"\.\.\.|: |\bN\b|Xid \d+|\d+\.\d+")
 
 
-def test_messages_that_the_readme_explains_are_the_agent_s() -> None:
+def test_messages_that_are_explained_are_the_agent_s() -> None:
     sources = "".join(
         re.sub(r'"\s*\n\s*f?"', "", file.read_text())
         for folder, ending in ((ROOT / "agent", "py"), (CHART / "templates", "*"))
         for file in folder.rglob(f"*.{ending}")
     )
     sources = " ".join(sources.split())
-    text = README.read_text()
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
     rows = [
         cell
-        for heading in ("### When /readyz is not ready", "## When something is wrong")
+        for heading in ("### When /readyz is not ready", "## The most frequent")
         for line in text[text.index(heading) :].split("\n\n")[1].splitlines()[2:]
         for cell in re.findall(r"`([^`]+)`", line.split("|")[1])
         if cell not in OTHERS

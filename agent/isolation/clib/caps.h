@@ -73,6 +73,9 @@ extern struct gna_usage *gna_usage;
 bool gna_files_open(void);   /* both files are sound; otherwise it said why, once */
 bool gna_usage_sound(void);  /* still: a tenant may have truncated it */
 bool gna_usage_back(size_t offset, size_t bytes); /* have pages behind a part of the region */
+/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes; whether that went. */
+bool gna_living_hold(unsigned slot);
+bool gna_living_held(unsigned slot); /* by anybody; yes in doubt */
 unsigned gna_records(void);
 bool gna_limit_of(unsigned record, struct gna_limit *limit);
 /* Changes when limits do: the sum of both copies' generations. */

@@ -13,6 +13,9 @@
 #include <time.h>
 #include <unistd.h>
 
+/* Linux 3.15; the headers of glibc 2.17 do not have them. */
+enum { GNA_OFD_GETLK = 36, GNA_OFD_SETLK = 37 };
+
 struct gna_usage *gna_usage;
 static struct gna_mutex lock;
 static const uint8_t *limits;
@@ -226,6 +229,34 @@ bool gna_usage_back(size_t offset, size_t bytes) {
         problem = fallocate(file, 0, (off_t)offset, (off_t)bytes) ? errno : 0;
     } while (problem == EINTR); /* by a profiler's timer, say */
     return problem == 0 || problem == EOPNOTSUPP || problem == ENOSYS || problem == EINVAL ? true : damaged(GNA_USAGE_NAME, strerror(problem));
+}
+
+/* Of the open file description, which the mapping alone keeps: a process that closes all its descriptors holds on, and
+ * its children, which do not get the mapping, never hold for it. */
+bool gna_living_hold(unsigned slot) {
+    struct flock held = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_start = GNA_LIVING + slot, .l_len = 1};
+    struct stat now;
+    int file = open_in_folder(GNA_USAGE_NAME, O_RDWR);
+    if (file < 0) {
+        return false;
+    }
+    bool done = false;
+    if (!fstat(file, &now) && now.st_ino == region.st_ino && now.st_dev == region.st_dev && !fcntl(file, GNA_OFD_SETLK, &held)) {
+        void *mapped = mmap(NULL, 4096, PROT_READ, MAP_SHARED, file, 0);
+        done = mapped != MAP_FAILED && !madvise(mapped, 4096, MADV_DONTFORK);
+        if (!done && mapped != MAP_FAILED) {
+            munmap(mapped, 4096);
+        }
+    }
+    close(file);
+    return done;
+}
+
+bool gna_living_held(unsigned slot) {
+    struct flock asked = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = GNA_LIVING + slot, .l_len = 1};
+    struct stat now;
+    int file = file_of_region(&now);
+    return file < 0 || fcntl(file, GNA_OFD_GETLK, &asked) || asked.l_type != F_UNLCK;
 }
 
 static bool copy_valid(unsigned record, unsigned number, struct gna_limit *copy) {

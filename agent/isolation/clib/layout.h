@@ -91,7 +91,7 @@ struct gna_limits_gate {
 };
 
 /* ---------------------------------------------------------------------------------------------------------------
- * The usage region: 1 MiB, mode 0666, the container's own: whoever may write it can harm that container's figures
+ * The usage region: 1 MiB, mode 0666, the container's own: its writers can harm that container's figures
  * alone. The agent makes it as a sparse file (the library allocates the pages that it touches, at the container's
  * expense) and writes the header's first 32 bytes and GNA_LOCK_KIND (u32) at byte GNA_LOCK_KIND_OFFSET of the lock
  * in the header and in the block of every device in use. From then on it only ever reads it, by pread,
@@ -114,6 +114,8 @@ struct gna_limits_gate {
 #define GNA_SHARED_SLOT 2047u
 #define GNA_MEMBERS 8192u
 #define GNA_EXPORTS 4096u
+/* Beyond the region's end: one byte for each slot, for read locks of open file descriptions (fcntl, F_OFD_SETLK). */
+#define GNA_LIVING (INT64_C(1) << 40)
 /* What pthread_mutex_init leaves in a robust, process-shared mutex of glibc at offset 16, all else being zero. */
 #define GNA_LOCK_KIND 144u
 #define GNA_LOCK_KIND_OFFSET 16u
@@ -165,11 +167,12 @@ struct gna_usage_slot_device {
 struct gna_usage_slot {
     uint32_t pid;            /*  0  in the process's own PID namespace; 0 in the shared slot */
     uint32_t state;          /*  4  GNA_SLOT_* */
-    uint64_t start;          /*  8  field 22 of /proc/<pid>/stat: tells a pid used again from the one before */
+    uint64_t start;          /*  8  field 22 of /proc/<pid>/stat: distinguishes a pid that is used again */
     uint64_t namespace;      /* 16  inode of the PID namespace: another one's pids mean nothing here */
     uint64_t image;          /* 24  drawn by the kernel at each exec: a process that called exec lost its memory */
     uint64_t launches;       /* 32  kernels and graphs launched */
-    uint8_t reserved[88];    /* 40 */
+    uint32_t held;           /* 40  1: its processes hold a lock on the region at GNA_LIVING + number while they live */
+    uint8_t reserved[84];    /* 44 */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 

@@ -1,6 +1,6 @@
 /* What is charged: reserved before the driver is called, released when it failed or after it has freed.
  *
- * Under the device's lock the slot is raised first and the total after it, and lowered likewise. Whoever takes the
+ * Under the device's lock the slot is raised first and the total after it, and lowered likewise. A process that takes the
  * lock from a process that died with it adds the slots up again, so that at most that process's last step counts too
  * much, until its slot is swept. */
 #include "caps.h"

@@ -1,4 +1,4 @@
-/* What the container is told by NVML, so that nvidia-smi in it shows its cap and its own processes. The library is not
+/* The answers of NVML in the container, so that nvidia-smi in it shows its cap and its own processes. The library is not
  * loaded by us and nothing of it is called to allocate. Structures as in nvml.h of CUDA 13; older ones begin alike. */
 #include "caps.h"
 

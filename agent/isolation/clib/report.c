@@ -1,4 +1,4 @@
-/* What the container is told by CUDA: its cap as the size of the GPU, and of it what is left. */
+/* The answers of CUDA in the container: its cap as the size of the GPU, and of it what is left. */
 #include "caps.h"
 
 static uint64_t lesser(uint64_t a, uint64_t b) {

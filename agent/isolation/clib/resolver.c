@@ -1,4 +1,4 @@
-/* Who gets a hook: whoever asks for an entry point and is answered with a pointer that the driver itself gives for an
+/* Who gets a hook: a caller that asks for an entry point and is answered with a pointer that the driver itself gives for an
  * ABI that is known here. By the pointer, never by the name: one name stands for several ABIs, and which one an asker
  * gets is the driver's decision. */
 #include "caps.h"

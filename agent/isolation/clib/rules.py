@@ -83,7 +83,7 @@ NOTED: Final = {
     r"StreamBegin\w*Capture\w*": "gna_capture_begun(result);",
     r"StreamEnd\w*Capture\w*": "gna_capture_ended(result);",
 }
-"""Names whose forwarding hook tells the keeper of shares of the call, in C, once it was answered."""
+"""Names whose forwarding hook reports the call to the keeper of shares, in C, once it was answered."""
 
 PASSED: Final = {
     "a.map": "address space and rights: the memory is charged by cuMemCreate",
@@ -93,8 +93,8 @@ PASSED: Final = {
     "a.context": "small objects of a context whose creation is charged",
     "b.copy": "no memory; copy engines are no part of a share, and the observer sees what else copies take",
     "b.sync": "no memory and no work",
-    "c.report": "tells of memory that the caller has, not of the size of the GPU",
-    "c.device": "tells of a device, its streams and events",
+    "c.report": "reports memory that the caller has, not of the size of the GPU",
+    "c.device": "reports a device, its streams and events",
     "e.other": "neither memory nor work of the GPU",
 }
 """Class -> why its entry points that have no hook need none."""

@@ -4,6 +4,7 @@
 #include "caps.h"
 
 #define NONE 0u
+#define WHOLE 1u /* all of the GPU: launches are seen, and never wait */
 #define PAUSED UINT64_MAX
 #define ONE 65536u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change that woke nobody is seen by then */
@@ -15,7 +16,7 @@ _Atomic int gna_captures;
 
 static struct share {
     _Atomic uint64_t generation;
-    _Atomic uint64_t cost;   /* of the share's time for one of the device's, in 1/65536; NONE; PAUSED */
+    _Atomic uint64_t cost;   /* of the share's time for one of the device's, in 1/65536; NONE; WHOLE; PAUSED */
     _Atomic uint64_t burst;  /* ns of the share's time */
 } shares[GNA_MAX_DEVICES];
 
@@ -38,8 +39,11 @@ void gna_shares_forget(void) {
 }
 
 static uint64_t cost_of(const struct gna_limit *limit) {
-    if (!(limit->flags & GNA_FLAG_COMPUTE) || limit->core_share >= 10000) {
+    if (!(limit->flags & GNA_FLAG_COMPUTE)) {
         return NONE;
+    }
+    if (limit->core_share >= 10000) {
+        return WHOLE;
     }
     uint64_t correction = limit->correction == 0 ? ONE : limit->correction;
     uint64_t rate = limit->core_share * correction; /* 10000 * 65536 is all of the GPU */
@@ -60,7 +64,7 @@ static void refresh(struct share *share, unsigned record) {
     if (gna_limit_of(record, &limit)) {
         uint64_t cost = cost_of(&limit);
         uint64_t burst = (limit.burst_us == 0 ? GNA_BURST_US : limit.burst_us) * UINT64_C(1000);
-        atomic_store_explicit(&share->burst, cost == PAUSED ? 0 : times(burst, cost), memory_order_relaxed);
+        atomic_store_explicit(&share->burst, cost == PAUSED || cost <= WHOLE ? 0 : times(burst, cost), memory_order_relaxed);
         atomic_store_explicit(&share->cost, cost, memory_order_relaxed);
         atomic_store_explicit(&share->generation, generation, memory_order_release);
     }
@@ -96,6 +100,10 @@ static uint64_t charge(unsigned record, uint64_t device_ns) {
         if (cost == NONE) {
             return 0;
         }
+        if (cost == WHOLE) {
+            __atomic_store_n(&device->next_ns, gna_clock_ns(), __ATOMIC_RELAXED);
+            return 0;
+        }
         uint64_t now = gna_clock_ns(), next = __atomic_load_n(&device->next_ns, __ATOMIC_RELAXED);
         uint64_t base = next;
         if (base > now + LONGEST_DEBT_NS * 2) {
@@ -125,7 +133,7 @@ static uint64_t charge(unsigned record, uint64_t device_ns) {
 void gna_share_settle(int record, int64_t device_ns) {
     struct gna_usage_device *device = &gna_usage->device[record];
     uint64_t cost = atomic_load_explicit(&shares[record].cost, memory_order_relaxed);
-    if (cost != NONE && cost != PAUSED) {
+    if (cost > WHOLE && cost != PAUSED) {
         uint64_t amount = times((uint64_t)(device_ns < 0 ? -device_ns : device_ns), cost);
         if (device_ns < 0) {
             __atomic_fetch_sub(&device->next_ns, amount, __ATOMIC_RELAXED);
@@ -151,6 +159,10 @@ void gna_share_wait(struct gna_turn *turn, const void *key, CUstream stream) {
     }
     if (atomic_load_explicit(&gna_captures, memory_order_relaxed) > 0 && gna_capturing(stream, &graph)) {
         return; /* nothing runs now: it is paid for when the graph is launched */
+    }
+    if (atomic_load_explicit(&shares[record].cost, memory_order_relaxed) == WHOLE) {
+        charge((unsigned)record, 0);
+        return;
     }
     struct gna_price *price = gna_price_of(key);
     uint64_t device_ns = gna_price_ns(price);

@@ -95,7 +95,7 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
 
 static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thorough) {
     if (namespace != self.namespace) {
-        return false; /* its pid means nothing here; its own children of that namespace see to it */
+        return false; /* its pid means nothing here */
     }
     if (kill((pid_t)pid, 0) && errno == ESRCH) {
         return true;
@@ -106,6 +106,14 @@ static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thoro
     bool gone;
     uint64_t now = start_of(pid, &gone);
     return gone || (now != 0 && start != 0 && now != start);
+}
+
+/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
+static bool has_died(const struct gna_usage_slot *slot, unsigned number, bool thorough) {
+    if (slot->namespace != self.namespace) {
+        return slot->held && !gna_living_held(number);
+    }
+    return is_dead(slot->pid, slot->start, slot->namespace, thorough);
 }
 
 /* Slots are locked. What the slot had charged goes back, device by device. */
@@ -137,14 +145,18 @@ static void sweep_shared(bool thorough) {
     if (slot->state != GNA_SLOT_SHARED) {
         return;
     }
-    for (unsigned number = 0; number < GNA_MEMBERS; number++) {
+    if (slot->held && gna_living_held(GNA_SHARED_SLOT)) {
+        return;
+    }
+    for (unsigned number = 0; number < GNA_MEMBERS && !slot->held; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
         if (member->pid != 0 && !is_dead(member->pid, member->start, slot->namespace, thorough)) {
             return;
         }
     }
     if (lock_slots()) {
-        if (slot->state == GNA_SLOT_SHARED && empty(slot)) {
+        bool joined = slot->held && gna_living_held(GNA_SHARED_SLOT); /* meanwhile */
+        if (slot->state == GNA_SLOT_SHARED && !joined && empty(slot)) {
             memset(gna_usage->member, 0, sizeof(gna_usage->member));
             slot->state = GNA_SLOT_FREE;
         }
@@ -168,7 +180,7 @@ void gna_sweep(bool thorough) {
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
         /* Looked at without the lock, and again under it. */
-        if (seen.state != GNA_SLOT_PROCESS || !is_dead(seen.pid, seen.start, seen.namespace, thorough) || !lock_slots()) {
+        if (seen.state != GNA_SLOT_PROCESS || !has_died(&seen, number, thorough) || !lock_slots()) {
             continue;
         }
         if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && empty(slot)) {
@@ -219,6 +231,7 @@ static struct gna_usage_slot *claim_own(void) {
     if (free_slot == NULL) {
         return NULL;
     }
+    self.held = gna_living_hold((unsigned)(free_slot - gna_usage->slot));
     *free_slot = (struct gna_usage_slot){0};
     *free_slot = self;
     if (free_slot == &gna_usage->slot[used]) {
@@ -235,18 +248,20 @@ static struct gna_usage_slot *join_shared(void) {
         return NULL;
     }
     if (slot->state == GNA_SLOT_FREE) {
-        *slot = (struct gna_usage_slot){.state = GNA_SLOT_SHARED, .namespace = self.namespace};
+        *slot = (struct gna_usage_slot){.state = GNA_SLOT_SHARED, .namespace = self.namespace, .held = 1};
     }
     if (slot->namespace != self.namespace) {
-        slot->namespace = 0; /* of several: nobody can tell when all are dead */
+        slot->namespace = 0; /* of several: their pids tell nobody when all are dead */
     }
     for (unsigned number = 0; number < GNA_MEMBERS; number++) {
         struct gna_usage_member *member = &gna_usage->member[number];
         if (member->pid == 0 || is_dead(member->pid, member->start, slot->namespace, false)) {
             *member = (struct gna_usage_member){.pid = self.pid, .start = self.start};
+            slot->held = slot->held && gna_living_hold(GNA_SHARED_SLOT);
             return slot;
         }
     }
+    gna_complain(GNA_USAGE_NAME, "more processes use the GPU than can be counted", "run fewer than 10,000 at once");
     return NULL;
 }
 

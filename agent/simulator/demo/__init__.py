@@ -32,7 +32,7 @@ class _Tail(io.TextIOBase):
 
 
 def main(profile: str) -> int:
-    """Show the demo on standard output; 0 when everything happened as told, 1 else, 2 for a wrong profile."""
+    """Show the demo on standard output. Exit code 0: all happened as announced, 1: not, 2: wrong profile."""
     try:
         profile_named(profile)
     except ValueError as error:
@@ -78,15 +78,15 @@ def show(
     try:
         return anyio.run(perform)
     except Exception as error:  # noqa: BLE001  a sentence for the reader instead of a traceback
-        screen.missed(f"This did not happen as told: {_reason(error)}.")
+        screen.missed(f"This did not happen as announced: {_reason(error)}.")
         return 1
 
 
 def _reason(error: BaseException) -> str:
     """What the story missed; where the fault lies elsewhere, that."""
     if isinstance(error, BaseExceptionGroup):
-        told, _ = error.split(NotAsTold)
-        return describe(error) if told is None else "; ".join(map(str, _leaves(told)))
+        announced, _ = error.split(NotAsTold)
+        return describe(error) if announced is None else "; ".join(map(str, _leaves(announced)))
     return str(error) if isinstance(error, NotAsTold) else describe(error)
 
 

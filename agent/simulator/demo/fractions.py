@@ -42,13 +42,13 @@ class _Act:
         await stage.run(*models)
         used = {self._gpu(pod) for pod in models}
         stage.check(len(used) == self._count, "two of the models share a GPU that has room for one")
-        screen.seen(f"{self._count} models ask for {_told(models[0])} each: one lands on every GPU.")
+        screen.seen(f"{self._count} models ask for {_demand_of(models[0])} each: one lands on every GPU.")
         helper = self._pod("helper", SMALL, self._blocks // 4)
         await stage.run(helper)
         gpu = self._gpu(helper)
         neighbour = next(pod for pod in models if self._gpu(pod) == gpu)
         index = stage.machine.uuids.index(gpu)
-        screen.seen(f"helper asks for {_told(helper)}: it joins {neighbour.name} on GPU {index}.")
+        screen.seen(f"helper asks for {_demand_of(helper)}: it joins {neighbour.name} on GPU {index}.")
         screen.seen(
             "Core and memory of every pod lie on one GPU; each sees the device node of that GPU alone."
         )
@@ -79,10 +79,10 @@ class _Act:
         stage.check("do not fit on any single GPU" in state.message, f"it was refused for: {state.message}")
         free = self._count * (CORES - LARGE) - SMALL
         screen.seen(
-            f"late-model asks for {_told(late)}. The node has {free} cores free, but no GPU has {TOO_LARGE}:"
+            f"late-model asks for {_demand_of(late)}. The node has {free} cores free, no GPU has {TOO_LARGE}:"
         )
-        told = state.message[state.message.index("the largest free share") :]
-        screen.say(f"  refused: {told.partition(', which')[0]}.")
+        reason = state.message[state.message.index("the largest free share") :]
+        screen.say(f"  refused: {reason.partition(', which')[0]}.")
         await stage.kubelet.delete_pod(late, stage.patience)
 
     def _pod(self, name: str, cores: int, blocks: int) -> PodSpec:
@@ -105,5 +105,5 @@ class _Act:
         self._screen.table(("GPU", "CORES", "MEMORY BLOCKS", "HELD BY"), rows)
 
 
-def _told(pod: PodSpec) -> str:
+def _demand_of(pod: PodSpec) -> str:
     return f"{pod.request(VGPU.core)} cores and {pod.request(VGPU.memory)} blocks"

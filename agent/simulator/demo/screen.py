@@ -44,7 +44,7 @@ class Screen:
         self._write(self._styled(head, "bold", "cyan") + self._styled(self._rule * (78 - len(head)), "dim"))
 
     def say(self, text: str) -> None:
-        """A line that tells what happens next."""
+        """A line that announces the next step."""
         self._write(f"   {text}")
 
     def seen(self, text: str) -> None:

@@ -169,7 +169,7 @@ class Api:
         self.changed()
 
     def pods_of_the_kubelet(self) -> list[Pod]:
-        """What the kubelet is told of: its manifests, then the pods that are bound to it, oldest first."""
+        """The kubelet's input: its manifests, then the pods that are bound to it, oldest first."""
         return [*self.manifests.values(), *(pod for pod in self.bound_pods() if not pod.spec.static)]
 
     def used(self, resource: str) -> int:

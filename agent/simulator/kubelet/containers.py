@@ -41,7 +41,7 @@ class Runtime:
     """The container runtime.
 
     `cdi_folder`: where CDI specs lie. `nvidia_nodes`: where the default runtime is NVIDIA's, the device
-    node of each GPU by UUID: such a runtime obeys NVIDIA_VISIBLE_DEVICES, whoever set it.
+    node of each GPU by UUID: such a runtime obeys NVIDIA_VISIBLE_DEVICES, from pod or agent.
     """
 
     cdi_folder: Path

@@ -264,7 +264,7 @@ class HttpApi:
         while self.reachable:
             with anyio.move_on_after(BOOKMARK_SECONDS) as idle:
                 seen = await self._api.changes.wait_change(seen)
-            if idle.cancelled_caught:
+            if idle.cancelled_caught and collection not in self.silent:
                 mark = {"resourceVersion": self._version}
                 await response.write(line({"type": "BOOKMARK", "object": {"metadata": mark}}))
                 continue

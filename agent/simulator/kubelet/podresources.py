@@ -1,4 +1,4 @@
-"""PodResources v1: who holds which device, as the kubelet tells exporters and agents.
+"""PodResources v1: who holds which device, as the kubelet shows exporters and agents.
 
 Facts: kubelet 1.36, `pkg/kubelet/apis/podresources`. Before 1.34 List names finished pods, too, but without
 devices, as their end has freed them.

@@ -81,7 +81,7 @@ class UnixChannel(Channel):
 
 
 class _DroppingServer(Server):
-    """A server that can drop the connections it accepted: grpclib's own close tells the peers nothing."""
+    """A server that can drop the connections it accepted: grpclib's own close sends the peers nothing."""
 
     def __init__(self, handlers: Collection[Any]) -> None:
         super().__init__(handlers)

@@ -100,6 +100,10 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if or .Values.mps.enabled (include "gna.enforces" .) }}true{{ end -}}
 {{- end -}}
 
+{{- define "gna.ends" -}}
+{{- if and (include "gna.enforces" .) (eq (dig "vgpu" "aboveCap" "report" .Values.config) "end") }}true{{ end -}}
+{{- end -}}
+
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}
 {{- define "gna.resizes" -}}
 {{- if and .Values.vgpu.resizers (include "gna.enforces" .) (include "gna.policies" .) }}true{{ end -}}

@@ -6,7 +6,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if and .Values.affinity (not .Values.simulator.enabled) }}
-# Not with simulated GPUs: no node has a label that tells of GPUs then.
+# Not with simulated GPUs: no node has a label that names GPUs then.
 affinity:
   {{- toYaml .Values.affinity | nindent 2 }}
 {{- end }}
@@ -42,6 +42,10 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
+  {{- if include "gna.ends" . }}
+  # To end containers above their cap, also with processes of other users.
+  add: [KILL]
+  {{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end }}

@@ -31,6 +31,9 @@
 {{- if and $v.vgpu.resizers (not (include "gna.policies" .)) -}}
 {{- fail "vgpu.resizers needs Kubernetes 1.30 or newer, where a policy keeps all other accounts from resizing pods: leave it empty" -}}
 {{- end -}}
+{{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (or $v.attribution.enabled $v.mps.enabled)) -}}
+{{- fail "config.vgpu.aboveCap is end, but without the host's process IDs nobody knows which container is above its cap: set attribution.enabled to true" -}}
+{{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
 {{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}

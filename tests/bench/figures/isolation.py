@@ -11,9 +11,10 @@ import anyio.to_thread
 from agent.isolation import layout
 from agent.isolation.folders import LIMITS, LimitFolders, key_of
 from agent.isolation.library import ELF
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import Resizer
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from tests.cluster.build import BuildError, build_parts
+from tests.cluster.build import BuildError, build_parts, release_tools
 
 
 def main() -> int:
@@ -16,6 +16,8 @@ def main() -> int:
 
     try:
         build_parts(report)
+        for family in (release_tools.REGISTRY, release_tools.ACTIONLINT):
+            release_tools.program(family, report)
     except BuildError as error:
         sys.stderr.write(f"test cluster: {error}\n")
         return 1

@@ -8,8 +8,9 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation.folders import LimitFolders, key_of
+from agent.isolation.limits import Bind, Policy, Request
 from agent.isolation.resize import replace_about
-from agent.isolation.room import Bind, Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU

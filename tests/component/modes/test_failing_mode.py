@@ -92,7 +92,7 @@ class SlowDaemon(Daemon):
 
 
 def offered(assignment: Assignment) -> Amounts:
-    return {GPU: (8, sum(assignment.sold_as(each.uuid, Mode.PGPU) for each in GPUS))}
+    return {GPU: (8, sum(mode.mode is Mode.PGPU and mode.offered for mode in assignment.gpus.values()))}
 
 
 class OneResource(World):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import subprocess
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,6 +35,15 @@ class Prometheus:
         """The vector of an instant query. AssertionError with Prometheus' words for a bad one."""
         parameters = urllib.parse.urlencode({"query": expression})
         answer = await self._get(f"/api/v1/query?{parameters}")
+        assert answer["status"] == "success", f"{expression}: {answer['error']}"
+        found: list[Mapping[str, Any]] = answer["data"]["result"]
+        return found
+
+    async def range(self, expression: str, seconds: int, step: int) -> list[Mapping[str, Any]]:
+        """The matrix of a range query over the last `seconds`. AssertionError as `query`."""
+        end = int(time.time())
+        asked = {"query": expression, "start": end - seconds, "end": end, "step": step}
+        answer = await self._get(f"/api/v1/query_range?{urllib.parse.urlencode(asked)}")
         assert answer["status"] == "success", f"{expression}: {answer['error']}"
         found: list[Mapping[str, Any]] = answer["data"]["result"]
         return found

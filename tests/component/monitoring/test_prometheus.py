@@ -101,7 +101,7 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
         ) as node,
         anyio.create_task_group() as group,
     ):
-        port = await _port(node)
+        port = await port_of(node)
         async with (
             page_of(KUBE_STATE_METRICS.read_text()) as others,
             prometheus(tmp_path, port, queries.rules("extender"), {"kube-state-metrics": others}) as server,
@@ -134,7 +134,8 @@ async def page_of(text: str) -> AsyncIterator[int]:
         group.cancel_scope.cancel()
 
 
-async def _port(node: ModeNode) -> int:
+async def port_of(node: ModeNode) -> int:
+    """Where the node's agent serves its metrics."""
     with anyio.fail_after(10):
         while not (lines := await node.logged("http_listening")):
             await anyio.sleep(0.1)

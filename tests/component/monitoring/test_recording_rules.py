@@ -44,6 +44,7 @@ RESOURCES = (
     "nvidia.com/mps-core",
     "nvidia.com/mps-memory",
 )
+GROWS = "tencent.com/vcuda-memory"
 N0, N1, N2 = (f'{{node="n", gpu="{gpu}", index="{index}"}}' for gpu, index in GPUS.items())
 M0, M1, M2 = (
     f'{{node="n", gpu="{gpu}", index="{index}", mode="{mode}"}}'
@@ -96,8 +97,17 @@ EVERYWHERE: dict[str, dict[str, float]] = {
         f'{{namespace="a", resource="{written(resource)}"}}': 10.0 * number
         for number, resource in enumerate(RESOURCES, 1)
     },
-    "namespace_resource:gpu_quota_used:max": {
+    "namespace_resource:gpu_quota_asked:max": {
         f'{{namespace="a", resource="{written(resource)}"}}': 5.0 * number
+        for number, resource in enumerate(RESOURCES, 1)
+    },
+    # What was grown on two nodes; of a namespace without a quota there is no figure of one.
+    "namespace_resource:gpu_grown_units:sum": {
+        '{namespace="a", resource="tencent_com_vcuda_memory"}': 8 + 4,
+        '{namespace="b", resource="tencent_com_vcuda_memory"}': 1,
+    },
+    "namespace_resource:gpu_quota_used:max": {
+        f'{{namespace="a", resource="{written(resource)}"}}': 5.0 * number + 12 * (resource == GROWS)
         for number, resource in enumerate(RESOURCES, 1)
     },
     "namespace_resource:gpu_agent_used_units:max5m": {
@@ -134,6 +144,10 @@ def of_the_agent() -> Iterator[Document]:
     for metric, by_gpu in BY_GPU.items():
         for (gpu, index), value in zip(GPUS.items(), by_gpu, strict=True):
             yield from restarted(f"gpu_agent_{metric}", value, AGENT, node="n", gpu=gpu, index=index, **NEXT)
+    for node, namespace, units in (("n", "a", 8), ("n2", "a", 4), ("n2", "b", 1)):
+        grown = "gpu_agent_namespace_grown_memory_bytes"
+        before, after = ({**each, "namespace": namespace} for each in (AGENT, NEXT))
+        yield from restarted(grown, units << 28, before, node=node, **after)
     for namespace, pod, gpu, mode, *values in CONTAINERS:
         labels = {"namespace": namespace, "pod": pod, "container": "main"}
         for figure, value in zip(FIGURES, values, strict=True):

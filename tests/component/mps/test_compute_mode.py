@@ -60,7 +60,7 @@ def node(run_folder: Path, newest: Program, monkeypatch: pytest.MonkeyPatch) -> 
     return Node(run_folder, newest, monkeypatch)
 
 
-def sold_as(mode: Mode) -> Cell[Assignment]:
+def offered_as(mode: Mode) -> Cell[Assignment]:
     return Cell(Assignment({ONE.uuid: GpuMode(mode)}))
 
 
@@ -76,7 +76,7 @@ async def test_exclusive_mode_is_given_back(node: Node, restarted: bool, mode: M
     await node.left_by_an_agent(manager)
     if restarted:
         manager = node.agent()
-    async with running(manager, sold_as(mode)):
+    async with running(manager, offered_as(mode)):
         node.modes.away = True
         await manager.tear_down(ONE)
         assert await daemons(node.run, ONE.uuid) == []
@@ -92,7 +92,7 @@ async def test_exclusive_mode_is_given_back(node: Node, restarted: bool, mode: M
 async def test_a_lost_gpu_is_given_up_until_it_comes_back(node: Node) -> None:
     await node.left_by_an_agent(manager := node.agent())
     node.modes.lost.add(ONE.uuid)
-    async with running(manager, sold_as(Mode.PGPU)):
+    async with running(manager, offered_as(Mode.PGPU)):
         await manager.tear_down(ONE)
         assert not await anyio.Path(node.folders.pipe).exists()
         assert not node.reports.told
@@ -108,7 +108,7 @@ async def test_a_daemon_that_cannot_be_ended_keeps_its_mode_and_is_told_of(
     manager = node.agent()
     with monkeypatch.context() as patch:
         patch.setattr(processes, "_own", lambda *_, **__: False)
-        async with running(manager, sold_as(Mode.PGPU)):
+        async with running(manager, offered_as(Mode.PGPU)):
             await node.until(lambda: ONE.uuid in manager.leftovers)
             await anyio.sleep(0.5)
     assert [kind for kind, *_ in node.reports.told] == [EventReason.LEFT]
@@ -116,7 +116,7 @@ async def test_a_daemon_that_cannot_be_ended_keeps_its_mode_and_is_told_of(
     assert node.mode is EXCLUSIVE
     assert len(await daemons(node.run, ONE.uuid)) == 1
     assert await anyio.Path(node.folders.pipe).exists()
-    async with running(manager, sold_as(Mode.OFF)):
+    async with running(manager, offered_as(Mode.OFF)):
         await node.until(lambda: node.mode is DEFAULT and ONE.uuid not in manager.leftovers)
     assert not await anyio.Path(node.folders.pipe).exists()
 
@@ -124,7 +124,7 @@ async def test_a_daemon_that_cannot_be_ended_keeps_its_mode_and_is_told_of(
 async def test_an_administrators_own_mode_is_told_of_and_left(node: Node) -> None:
     manager = node.agent()
     node.modes.modes[ONE.uuid] = EXCLUSIVE
-    async with running(manager, sold_as(Mode.PGPU)) as assignment:
+    async with running(manager, offered_as(Mode.PGPU)) as assignment:
         await node.until(lambda: bool(node.reports.told))
         assert [kind for kind, *_ in node.reports.told] == [EventReason.OTHERS_MODE]
         # It is as it was after the GPU has been in mode mps.

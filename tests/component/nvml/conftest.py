@@ -13,13 +13,11 @@ from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.nvml_double.build import STATE_VARIABLE, build
 
-CACHE = Path(__file__).parents[3] / "build"
-
 
 @pytest.fixture(scope="session")
 def nvml_library() -> Path:
     """The simulated libnvidia-ml.so.1."""
-    return build(CACHE)
+    return build()
 
 
 @dataclass

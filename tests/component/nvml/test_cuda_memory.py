@@ -10,11 +10,10 @@ import pytest
 from agent.nvml.errors import NvmlCode, NvmlNotSupported
 from tests.component.nvml.conftest import Faces
 from tests.cuda_double.build import build
+from tests.cuda_double.fixtures import CACHE
 from tests.cuda_double.layout import STATE_VARIABLE
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program, program
-
-CACHE = Path(__file__).parents[3] / "build"
 
 
 @pytest.fixture

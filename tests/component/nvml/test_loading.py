@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agent.simulator.machine import SimulatedMachine
-from tests.component.nvml.conftest import CACHE
 from tests.nvml_double.build import STATE_VARIABLE, BuildError, build
 
 REPOSITORY = Path(__file__).parents[3]
@@ -123,7 +122,7 @@ def test_an_old_driver_without_the_newer_functions(in_a_process: InAProcess) -> 
         "nvmlDeviceGetMinorNumber",
     ]
     in_a_process(
-        build(CACHE, without=without),
+        build(without=without),
         """
 binding = Binding(library)
 binding.open()
@@ -147,7 +146,7 @@ except NvmlNotSupported as error:
 
 def test_a_driver_without_the_older_temperature(in_a_process: InAProcess) -> None:
     in_a_process(
-        build(CACHE, without=["nvmlDeviceGetTemperature"]),
+        build(without=["nvmlDeviceGetTemperature"]),
         """
 binding = Binding(library)
 binding.open()

@@ -21,9 +21,13 @@ def test_compat_tells_by_its_exit_code(runtime: str, code: int, capsys: pytest.C
 
 
 @pytest.mark.parametrize(("enforcement", "code"), [("off", 0), ("report", 0), ("library", 1), ("strict", 1)])
-def test_compat_holds_vgpu_to_the_baseline_where_a_library_is_loaded(enforcement: str, code: int) -> None:
+def test_compat_holds_vgpu_to_the_baseline_where_another_library_is_loaded(
+    enforcement: str, code: int
+) -> None:
     asked = ["check", "compat", "--runtime", "12.6", "--driver", "12.8", "--mode", "vgpu"]
-    assert main([*asked, f"--set=vgpu.enforcement={enforcement}"]) == code
+    asked.append(f"--set=vgpu.enforcement={enforcement}")
+    assert main([*asked, "--set=vgpu.library=/opt/libcuda-control.so"]) == code
+    assert main(asked) == 0, "the agent's own library knows CUDA 11.8, 12 and 13"
 
 
 def test_check_alone_is_still_about_the_configuration(tmp_path: Path) -> None:

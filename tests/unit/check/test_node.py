@@ -63,7 +63,7 @@ def node(root: Path) -> Node:
 
 def test_a_good_node_has_no_fault(node: Node) -> None:
     looks = node.looks()
-    assert {each.grade for each in looks} == {Grade.OK}, [each.told() for each in looks]
+    assert {each.grade for each in looks} == {Grade.OK}, [each.line() for each in looks]
     assert verdict(looks).text == "this node can offer its GPUs"
     assert verdict(looks).code == GOOD
     assert node.of("cgroups").text == "version 2"

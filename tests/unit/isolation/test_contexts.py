@@ -10,7 +10,7 @@ import pytest
 from agent.isolation import layout
 from agent.isolation.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts
 from agent.isolation.folders import USAGE
-from agent.isolation.room import Request
+from agent.isolation.limits import Request
 from tests.unit.isolation.made_up import GPU, units
 from tests.unit.isolation.test_watch import CAP, MIB, Node
 

@@ -9,9 +9,9 @@ import pytest
 
 from agent.isolation.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.isolation.folders import LIMITS, key_of
+from agent.isolation.limits import Admission, Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
-from agent.isolation.room import Admission, Policy, Request
 from agent.nvml.errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine

@@ -89,6 +89,29 @@ def test_a_folder_that_is_mounted_noexec_is_refused(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "state" / "lib").iterdir())
 
 
+@pytest.mark.parametrize("labels", [False, True], ids=["no right to label", "labels"])
+def test_the_check_of_a_node_tries_a_label_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: bool
+) -> None:
+    tried = []
+
+    def label(descriptor: int, *_: object) -> None:
+        tried.append(os.fstat(descriptor).st_dev)
+        if not labels:
+            raise OSError(1, "Operation not permitted")
+
+    assert library.obstacle(tmp_path / "state") is None  # this kernel has no SELinux
+    monkeypatch.setattr(os, "getxattr", lambda *_: b"system_u:object_r:var_lib_t:s0\0")
+    monkeypatch.setattr(os, "setxattr", label)
+    problem = library.obstacle(tmp_path / "state")
+    assert tried == [tmp_path.stat().st_dev]
+    assert (problem is None) is labels
+    if problem:
+        assert problem.startswith(f"SELinux would keep pods from files below {tmp_path}: ")
+        assert "(Operation not permitted); let the agent relabel" in problem
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_label_of_selinux_prevents_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")

@@ -9,7 +9,8 @@ import pytest
 from agent.isolation import library as libraries
 from agent.isolation.errors import FolderUnusable, LibraryUnusable
 from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
-from agent.isolation.room import GRACE_SECONDS, Admission, Isolation, Policy, Request
+from agent.isolation.limits import Admission, Policy, Request
+from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU

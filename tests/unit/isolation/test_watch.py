@@ -10,8 +10,9 @@ import pytest
 from agent.isolation import layout
 from agent.isolation import library as libraries
 from agent.isolation.folders import USAGE, About, LimitFolders, key_of
+from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, Publisher
-from agent.isolation.room import Isolation, Policy, Request
+from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place, loads, tolerance
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
@@ -58,6 +59,11 @@ class Node:
         self.owners = Owners()
         self.publisher = Publisher(self.isolation, self.owners)
         self.watch = LimitWatch(self.isolation, self.publisher, root / "proc")
+        self.publisher._watch = self.watch
+
+    def ending(self) -> None:
+        """By option, containers above their caps are ended."""
+        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc", ends=True)
         self.publisher._watch = self.watch
 
     async def admit(self) -> str:

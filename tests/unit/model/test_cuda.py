@@ -45,7 +45,7 @@ def test_the_baseline_of_vgpu_holds_only_where_a_library_makes_it_so(runtime: st
     assert verdict(findings(*asked, "vgpu", hooked=True)) is Level.BLOCKED
     found = findings(*asked, "vgpu", hooked=False)
     assert verdict(found) is Level.ALLOWED
-    assert any("no library" in each.text for each in found)
+    assert any("no library with the baseline 12.4 is loaded" in each.text for each in found)
     # What blocks whole GPUs blocks fractions as well.
     assert verdict(findings((13, 0), parse_driver("12.9"), "vgpu", hooked=False)) is Level.BLOCKED
 

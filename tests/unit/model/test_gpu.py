@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.model.gpu import Gpu, normalise_bus_id
+from agent.model.gpu import normalise_bus_id
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,3 @@ from agent.model.gpu import Gpu, normalise_bus_id
 )
 def test_bus_ids_are_spelled_as_in_sysfs(text: str, expected: str) -> None:
     assert normalise_bus_id(text) == expected
-
-
-def test_a_hot_plug_changes_numbers_and_nothing_else() -> None:
-    gpu = Gpu("GPU-1", 0, 0, "0000:1b:00.0", "NVIDIA H200", 2**37, (9, 0))
-    moved = gpu.renumbered(3, 5)
-    assert (moved.index, moved.minor) == (3, 5)
-    assert moved.renumbered(0, 0) == gpu

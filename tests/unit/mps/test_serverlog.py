@@ -32,7 +32,7 @@ def test_fault_with_its_clients_and_recovery() -> None:
     log.feed(["[2026-11-21 09:59:00.000 Server  6472] Creating server context on device 0"])
     assert seen(log) == (None, set())
     log.feed(FAULT[:3])
-    assert seen(log) == ("its log tells of a fatal GPU error", {9741})
+    assert seen(log) == ("its log reports a fatal GPU error", {9741})
     log.feed(FAULT[3:])
     assert seen(log)[1] == {9741, 9743}
     log.feed(RECOVERY[:2])

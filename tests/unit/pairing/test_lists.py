@@ -11,7 +11,7 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.pairing.ports import PairRefused
 from agent.plugins.inject import Injector
-from agent.plugins.shared_pair import Sharing, plugins_of
+from agent.plugins.shared_pair import SharedPairPlugin, Sharing
 from agent.settings import load
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
@@ -29,7 +29,8 @@ class Kubelet(KubeletModel):
     def start_agent(self) -> None:
         super().start_agent()
         self.shares.sharing = Sharing(self.pair, self.mode, self.trim)
-        self.plugins = plugins_of(self.shares, Injector(load(None, {}, [])))
+        injector = Injector(load(None, {}, []))
+        self.plugins = {member: SharedPairPlugin(self.shares, member, injector) for member in PairMember}
         self.read()
 
     def read(self) -> None:
@@ -121,7 +122,7 @@ async def test_restarted_kubelet_that_lists_nothing() -> None:
             assert await outcome(kubelet.admit(pod(f"late-{number}", share("main", 0, 3)))) == "runs"
         kubelet.heard = None
         await kubelet.told()
-        assert kubelet.pairing.ledger.held_ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
+        assert kubelet.pairing.ledger.held.ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
             PairMember.MEMORY
         )
 

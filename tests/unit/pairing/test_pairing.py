@@ -117,12 +117,12 @@ async def test_units_of_init_containers_are_known_after_a_restart() -> None:
     await kubelet.admit(both)
     kubelet.start_agent()
     await kubelet.refresh()
-    assert kubelet.pairing.ledger.held_ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
+    assert kubelet.pairing.ledger.held.ids == kubelet.in_use(PairMember.CORE) | kubelet.in_use(
         PairMember.MEMORY
     )
     kubelet.end(both.key)
     await kubelet.refresh()
-    assert not kubelet.pairing.ledger.held_ids
+    assert not kubelet.pairing.ledger.held.ids
 
 
 async def test_mps_recalls_init_held_units() -> None:
@@ -171,9 +171,9 @@ async def test_kubelet_restart_with_init_only_units_stays_known() -> None:
     compiling = pod("a", share("prepare", 60, 30, Stage.INIT), Container("main", {}))
     await kubelet.admit(compiling)
     await kubelet.refresh()
-    before = kubelet.pairing.ledger.held_ids
+    before = kubelet.pairing.ledger.held.ids
     kubelet.heard = set()
     await kubelet.refresh()
-    assert kubelet.pairing.ledger.held_ids == before
+    assert kubelet.pairing.ledger.held.ids == before
     await kubelet.admit(pod("b", share("main", 60, 30)))
     assert index(kubelet, ("default", "b")) == [1]

@@ -138,7 +138,7 @@ class PairingMachine(RuleBasedStateMachine):
         self.run(self.kubelet.refresh())
         truth = self.kubelet.in_use(PairMember.CORE) | self.kubelet.in_use(PairMember.MEMORY)
         ledger = self.kubelet.pairing.ledger
-        assert ledger.held_ids == truth
+        assert ledger.held.ids == truth
         assert not any(
             each.complete and each.holder.pod_key in self.kubelet.taken_up for each in ledger.reservations
         )

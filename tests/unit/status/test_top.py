@@ -50,7 +50,7 @@ async def test_what_is_not_known_is_marked(tmp_path: Path) -> None:
     assert "~ estimated" in text
     await node.watch.look(replace(cell.value, taken={}))
     found = top.document(node.parts.sources.read(), {})
-    assert "? the driver tells nothing" in top_table.render(found)
+    assert "? the driver reports nothing" in top_table.render(found)
     (container,) = found["containers"]
     assert (container["memoryUsedBytes"], container["utilizationRatio"], container["processes"]) == (
         None,

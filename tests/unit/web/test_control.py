@@ -59,7 +59,7 @@ async def test_a_command_is_answered() -> None:
     ("command", "said"),
     [
         ("refuse", "not today: ask tomorrow"),
-        ("fail", "its log tells why"),
+        ("fail", "its log says why"),
         ("dance", "no such command; there are echo, fail, refuse"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agent.app.build_mps import _pod_facts, _Told
+from agent.app.build_mps import _MpsEvents, _pod_facts
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
@@ -37,7 +37,7 @@ def agent_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[Any, str
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
     told: list[tuple[str, str, bool]] = []
     agent, uuid = agent_of(told, "one", "two")
-    _Told(agent)(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
+    _MpsEvents(agent)(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
     ((reason, text, warning),) = told
     assert (reason, warning) == ("MPSFault", True)
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
@@ -48,7 +48,7 @@ def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the
 def test_recovery_is_no_warning_and_concerns_no_pod() -> None:
     told: list[tuple[str, str, bool]] = []
     agent, uuid = agent_of(told, "one")
-    _Told(agent)(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
+    _MpsEvents(agent)(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
     assert told == [("MPSRecovered", f"GPU 1 ({uuid}): the MPS control daemon serves again", False)]
 
 

@@ -1,0 +1,62 @@
+"""Builds the shares of compute of vGPU containers. Imported only where `vgpu.enforcement` is not off."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from agent.app.agent import Agent
+from agent.isolation.compute import Compute, Wish, release
+from agent.isolation.folders import About
+from agent.isolation.room import Isolation
+from agent.isolation.watch import Place
+from agent.isolation.wishes import wish_of
+from agent.model.modes import Mode
+from agent.telemetry.attribution import Grade
+from agent.telemetry.containers import Uses
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
+
+log = structlog.get_logger()
+
+
+async def build_compute(agent: Agent, isolation: Isolation, group: TaskGroup) -> Compute | None:
+    """Start to hold containers to their shares; None where nobody is to be held."""
+    settings = agent.settings.vgpu
+    if settings.compute == "off":
+        await anyio.to_thread.run_sync(release, isolation)
+        return None
+    if settings.enforcement not in ("library", "strict"):
+        log.warning(
+            "compute_not_enforced",
+            problem="shares of compute are kept by the enforcement library, which containers do not get",
+            remedy="set vgpu.enforcement to library or strict",
+        )
+    wish = partial(_wish, agent.cluster.pods, settings.resize) if agent.cluster else _none
+    compute = Compute(isolation, wish, soft=settings.compute == "soft")
+    group.start_soon(agent.supervisor.restarting, "compute shares", compute.run)
+    return compute
+
+
+def _wish(pods: "PodCache", may_burst: bool, about: About) -> Wish:
+    """A burst counts only where a policy says who may write the annotation."""
+    pod = pods.pods().get(about.uid)
+    return wish_of(about, pod.metadata.annotations if pod else {}, may_burst=may_burst)
+
+
+def _none(_about: About) -> Wish:
+    return Wish()
+
+
+def percents_of(uses: Uses) -> Mapping[Place, float]:
+    """What the driver measured of vGPU containers, in percent of their GPU."""
+    return {
+        (share.namespace, share.pod, share.container, share.gpu): each.use.utilization * 100
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Grade.MEASURED
+    }

@@ -1,0 +1,256 @@
+"""Holds containers to their shares of compute: allots them, and corrects what the library has learned.
+
+What a container does shows in its usage region, of which a few bytes are read: who launches, or waits to. On
+GPUs where somebody's share depends on that, they are read every `POLL_SECONDS`, so that a container promised
+compute and comes back finds it free; elsewhere once a second. What a container writes there can make it look
+busy or idle, and so cost or give its neighbours what is free, never what they were promised.
+
+All of it is done in a thread, in turns, so that a stop waits for a fraction of a second.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.isolation import layout
+from agent.isolation.allotment import Claim, allot, claim, elastic
+from agent.isolation.correction import Observed, corrected
+from agent.isolation.errors import FolderUnusable
+from agent.isolation.folders import PERCENT, About
+from agent.isolation.limits import ContainerLimits
+from agent.isolation.room import Isolation
+from agent.isolation.watch import Place
+from agent.kit.cell import Cell
+
+log = structlog.get_logger()
+
+POLL_SECONDS = 0.01
+TURN_SECONDS = 0.25
+IDLE_SECONDS = 1.0
+"""Who did nothing for so long leaves its promise to others until it comes back."""
+LOOK_SECONDS = 1.0
+MOST_THREADS = 1024
+"""Of a container, that can have waited at once: beyond that its word is not believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a pod's annotations say."""
+
+    burst: int | None = None  # percent of a GPU
+    low: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a container stands. `used` is None where nobody measures it."""
+
+    asked: int  # percent; 0: no claim
+    allotted: float
+    used: float | None
+    throttled_seconds: float
+
+
+@dataclass
+class _Followed:
+    """A container that is held to a share."""
+
+    about: About
+    claim: Claim
+    share: int = -1  # in force, in 1/100 %; -1: not written yet
+    factor: float = 1.0
+    written: tuple[int, float] | None = None
+    seen: tuple[int, int, int] | None = None
+    moved: float = float("-inf")  # when it last did something
+    since: float = float("-inf")  # when its share was changed
+    looked: float = float("-inf")
+    held_back: bool = False  # whether launches waited since the last measurement
+    throttled: float = 0.0  # seconds
+    used: float | None = None
+
+
+class Compute:
+    """The shares of this node's containers."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        wish: Callable[[About], Wish],
+        *,
+        soft: bool,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`soft`: every container may use what is free."""
+        self.shares: Cell[Mapping[str, Share]] = Cell(MappingProxyType({}))
+        self._isolation = isolation
+        self._wish = wish
+        self._soft = soft
+        self._clock = clock
+        self._pause = pause
+        self._followed: dict[str, _Followed] = {}
+        self._measured: Mapping[Place, float] = {}
+
+    def measured(self, percents: Mapping[Place, float]) -> None:
+        """Take in one round of what the driver measured, in percent of the GPU by container."""
+        self._measured = percents
+
+    async def run(self) -> None:
+        """Allot and correct, for ever."""
+        version = self._isolation.containers.version
+        try:
+            while True:
+                containers, measured = self._isolation.containers.value, self._measured
+                self._measured = {}
+                again = await anyio.to_thread.run_sync(self.turn, containers, measured)
+                self.shares.publish(self.told())
+                if again:
+                    continue
+                with anyio.move_on_after(LOOK_SECONDS):
+                    version = await self._isolation.containers.wait_change(version)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.settle)
+
+    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, float]) -> bool:
+        """One turn; whether the next is to follow at once. Blocks for up to `TURN_SECONDS`."""
+        self._follow(containers)
+        gpus = self._by_gpu()
+        depends = any(len(group) > 1 and elastic([each.claim for each in group]) for group in gpus)
+        with ExitStack() as opened:
+            files = self._open(opened)
+            end = self._clock() + TURN_SECONDS
+            self._look(files)
+            self._observe(measured)
+            while True:
+                for group in gpus:
+                    self._allot(group)
+                if not depends or self._clock() >= end:
+                    return depends
+                self._pause(POLL_SECONDS)
+                self._look(files)
+
+    def settle(self) -> None:
+        """Leave what is right while nobody looks: as if all worked, and a little for everybody. Blocks."""
+        for group in self._by_gpu():
+            found = allot([each.claim for each in group], {each.claim.key for each in group})
+            for each in group:
+                each.share = max(PERCENT, int(found[each.claim.key] * PERCENT))
+                self._write(each)
+
+    def _by_gpu(self) -> list[list[_Followed]]:
+        gpus: dict[str, list[_Followed]] = {}
+        for each in self._followed.values():
+            gpus.setdefault(each.about.gpu, []).append(each)
+        return list(gpus.values())
+
+    def _follow(self, containers: Mapping[str, ContainerLimits]) -> None:
+        held = {key: one.about for key, one in containers.items() if one.about.compute and one.about.build}
+        for gone in self._followed.keys() - held.keys():
+            del self._followed[gone]
+        for key, about in held.items():
+            wish = self._wish(about)
+            burst = 100 if self._soft and wish.burst is None else wish.burst
+            wanted = claim(key, about.cores, burst, low=wish.low)
+            known = self._followed.get(key)
+            if known is None or known.about.uid != about.uid:
+                self._followed[key] = _Followed(about, wanted, factor=self._factor(key))
+            else:
+                known.about, known.claim = about, wanted
+
+    def _factor(self, key: str) -> float:
+        """What an earlier agent had found out."""
+        try:
+            return self._isolation.folders.limits(key).correction
+        except FolderUnusable:
+            return 1.0
+
+    def _open(self, opened: ExitStack) -> Mapping[str, int]:
+        files = {}
+        for key in self._followed:
+            try:
+                files[key] = self._isolation.folders.open_usage(key)
+                opened.callback(os.close, files[key])
+            except FolderUnusable as error:
+                log.info("usage_unreadable", problem=str(error))
+        return files
+
+    def _look(self, files: Mapping[str, int]) -> None:
+        now = self._clock()
+        for key, file in files.items():
+            each = self._followed[key]
+            try:
+                seen = layout.read_share(file)
+            except OSError:
+                continue
+            before = each.seen
+            if (before is not None and seen != before) or seen[0] / 1e9 > now:
+                each.moved = now
+            waited = (seen[2] - (before[2] if before else 0)) / 1e9
+            if waited > 0:
+                each.held_back = True
+                if waited <= (now - each.looked) * MOST_THREADS:
+                    each.throttled += waited
+            each.seen, each.looked = seen, now
+
+    def _working(self, each: _Followed) -> bool:
+        return self._clock() - each.moved < IDLE_SECONDS
+
+    def _observe(self, measured: Mapping[Place, float]) -> None:
+        for each in self._followed.values():
+            about = each.about
+            percent = measured.get((about.namespace, about.pod, about.container, about.gpu))
+            if percent is None:
+                continue
+            each.used = percent
+            # What was measured belongs to the share that was in force all the while.
+            if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
+                observed = Observed(each.share / PERCENT, (percent,), each.held_back)
+                each.factor = corrected(each.factor, observed)
+            each.held_back = False
+
+    def _allot(self, group: list[_Followed]) -> None:
+        working = {each.claim.key for each in group if self._working(each)}
+        found = allot([each.claim for each in group], working)
+        # Containers that get less come first, so that no two have the same in between.
+        for each in sorted(group, key=lambda one: found[one.claim.key] * PERCENT - one.share):
+            share = int(found[each.claim.key] * PERCENT)
+            if share != each.share:
+                each.share, each.since = share, self._clock()
+            self._write(each)
+
+    def _write(self, each: _Followed) -> None:
+        if each.written == (each.share, each.factor):
+            return
+        values = {"compute": True, "share": each.share, "correction": each.factor}
+        try:
+            self._isolation.folders.change(each.claim.key, **values)
+            each.written = (each.share, each.factor)
+        except FolderUnusable as error:
+            log.warning("share_not_written", problem=str(error))
+
+    def told(self) -> Mapping[str, Share]:
+        """How containers stand, by folder."""
+        return MappingProxyType(
+            {
+                key: Share(each.about.cores, each.share / PERCENT, each.used, each.throttled)
+                for key, each in self._followed.items()
+            }
+        )
+
+
+def release(isolation: Isolation) -> None:
+    """Hold nobody to a share any more that an earlier configuration had held. Blocks."""
+    for key, limits in isolation.containers.value.items():
+        if limits.about.compute:
+            try:
+                isolation.folders.change(key, compute=False)
+            except FolderUnusable as error:
+                log.warning("share_not_written", problem=str(error))

@@ -1,0 +1,63 @@
+"""What is asked for a container that is admitted, and what it has then: plain values."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from agent.isolation.folders import About
+
+
+class Policy(Enum):
+    """What is done to keep containers to their memory; each includes the ones before it."""
+
+    OFF = "off"
+    REPORT = "report"  # containers that use more than their cap are reported
+    LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
+    STRICT = "strict"  # no container starts without it, and what it does not know is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A container that is being admitted, and what it may use of its GPU."""
+
+    uid: str  # of the pod
+    namespace: str
+    pod: str
+    container: str
+    gpu: str  # UUID
+    ids: tuple[str, ...]  # its units of memory
+    memory_bytes: int
+    cores: int  # percent; 0: no claim
+    driver: bool = False  # whether the driver can hold it to its memory
+    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A file of the host that a container gets."""
+
+    container_path: str
+    host_path: Path
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What keeps a container that starts now to its memory; nothing does where both are empty."""
+
+    binds: tuple[Bind, ...] = ()
+    driver: bool = False  # whether the driver is to be given the limit
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLimits:
+    """Limits of a running container.
+
+    `injected` None: no process of it was seen on the GPU yet. `limited`: what the driver says of a container
+    that it is to hold to its cap; None: it was not asked yet.
+    """
+
+    about: About
+    memory_bytes: int
+    injected: bool | None = None
+    limited: bool | None = None

@@ -1,0 +1,106 @@
+"""The documents' commands for kubectl, helm and the agent's program, on a cluster with the chart."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.chart import helm
+from tests.chart.documented import How, Piece, pieces
+from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
+    audit,
+    installation,
+    open_cluster,
+)
+from tests.cluster.installation import NAMESPACE, Installation
+from tests.cluster.rig import REPOSITORY
+from tests.cluster.waiting import NotYet, eventually
+
+LIMIT = 240
+"""Seconds for the body of one test (see conftest.py)."""
+WAITS = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "waits"},
+    "spec": {
+        "nodeSelector": {"no": "node"},
+        "containers": [
+            {"name": "main", "image": "none", "resources": {"limits": {"nvidia.com/gpu": 1}}},
+        ],
+    },
+}
+
+
+def run(site: Installation, piece: Piece, folder: Path) -> None:
+    """One command as it stands, with the names of this cluster for NODE, POD and the namespace."""
+    text = piece.text.replace("-n gpu-node-agent ", f"-n {NAMESPACE} ")
+    text = text.replace("--namespace gpu-node-agent", f"--namespace {NAMESPACE}")
+    words = shlex.split(text)
+    own = f"-n {NAMESPACE} " in text
+    agent = site.ready_agent()["metadata"]["name"]
+    names = {"NODE": site.cluster.node, "N": site.cluster.node, "NAMESPACE/POD": "default/waits"}
+    names["POD"] = agent if own else "waits"
+    words = [names.get(word, word).replace("=NODE", f"={site.cluster.node}") for word in words]
+    kubectl = str(site.cluster.parts.program("kubectl"))
+    if words[0] == "gpu-node-agent" and "explain" in words:
+        words = [sys.executable, "-m", "agent", *words[1:]]
+    elif words[0] == "gpu-node-agent":
+        once = ["--once"] if "top" in words else []
+        words = [kubectl, "-n", NAMESPACE, "exec", agent, "--", *words, *once]
+    elif words[0] == "helm":
+        words = [helm.program(), *words[1:]]
+    else:
+        words[0] = kubectl
+    environment = {**os.environ, "KUBECONFIG": str(site.cluster.kubeconfig), "HOME": str(folder)}
+    done = subprocess.run(
+        site.cluster.reaching_api(words),
+        cwd=REPOSITORY if "config/" in text or words[0] == sys.executable else folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    # 3: `check compat` finds a combination that is unstable, or `check node` something that it cannot see.
+    codes = (0, 3) if "check" in words else (0,)
+    assert done.returncode in codes, f"{piece.page}: {piece.text}\n{done.stdout}\n{done.stderr}"
+
+
+def wait_in_force(site: Installation, mode: str) -> None:
+    """Until the node is in a mode, as a person would before going on."""
+
+    def in_force() -> None:
+        node = site.cluster.get("Node", site.cluster.node)
+        if node["metadata"]["labels"].get("gpu-node-agent.io/mode") != mode:
+            raise NotYet(str(node["status"]["conditions"][-1]))
+
+    eventually(in_force, timeout=60, what=f"mode {mode} is in force", interval=0.2)
+
+
+def test_documented_commands_work(installation: Installation, tmp_path: Path) -> None:  # noqa: F811
+    site = installation
+    site.label("pgpu")
+    site.install()
+    site.ready_agent()
+    site.cluster.apply(WAITS)
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).write_text("none")
+    found = [each for each in pieces() if each.rule and each.rule.how is How.CLUSTER]
+    last = [each for each in found if each.text.startswith("helm uninstall")]
+    done = 0
+    for piece in [each for each in found if each not in last] + last:
+        if piece.text.startswith("kubectl label node") and "--overwrite" not in piece.text:
+            key = piece.text.split()[4].partition("=")[0]
+            site.cluster.kubectl("label", "node", site.cluster.node, f"{key}-")  # as on a node without it
+        run(site, piece, tmp_path)
+        if mode := re.search(r"nvidia-device-enable=(\w+)", piece.text):
+            wait_in_force(site, mode[1])
+        if piece.text.startswith("kubectl apply"):
+            name = Path(piece.text.split()[-1]).stem
+            site.cluster.delete("Pod", name, grace_seconds=0)
+        done += 1
+    assert site.pods("agent") == []
+    print(f"{done} documented commands executed")

@@ -1,0 +1,58 @@
+"""A container with a cap on its GPU memory, as the enforcement library sees one: its folder, and no more."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.isolation import layout
+
+VARIABLE = "GPU_TEST_LIMITS"  # the folder of a library that is built already: there is no compiler offline
+NAME = "libgna-limits.so"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Capped:
+    """The folder, and the GPU that it caps."""
+
+    folder: Path
+    gpu: str  # UUID
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What stands for a container's /etc/ld.so.preload."""
+        return {"LD_PRELOAD": str(self.folder / NAME)}
+
+    @property
+    def usage(self) -> layout.Usage:
+        """What the library has counted. Blocks."""
+        return layout.read_usage((self.folder / "usage").read_bytes())[0]
+
+    def resize(self, mebibytes: int) -> None:
+        """Another cap, in force at once, as the agent writes it. Blocks."""
+        descriptor = os.open(self.folder / "limits", os.O_RDWR)
+        try:
+            layout.write_limits(descriptor, 0, layout.Limits(self.gpu, mebibytes * MIB))
+        finally:
+            os.close(descriptor)
+
+
+def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
+    """A new one. Blocks; builds the library unless VARIABLE names one. Raises OSError, BuildError."""
+    folder.mkdir()
+    shutil.copy(_library(), folder / NAME)
+    (folder / "limits").write_bytes(layout.limit_file("test", [layout.Limits(gpu, mebibytes * MIB)]))
+    (folder / "limits").chmod(0o444)
+    (folder / "usage").write_bytes(layout.usage_head(1))
+    os.truncate(folder / "usage", layout.USAGE_BYTES)
+    (folder / "usage").chmod(0o666)
+    return Capped(folder, gpu)
+
+
+def _library() -> Path:
+    if given := os.environ.get(VARIABLE):
+        return Path(given) / NAME
+    from agent.isolation.clib.build import cached
+
+    return cached()

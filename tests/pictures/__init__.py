@@ -1,0 +1,1 @@
+"""Pictures of the documents, made of real runs: `make pictures`."""

@@ -1,0 +1,170 @@
+"""Panels of a dashboard as SVG, of what Prometheus answered: no figure is made here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.pictures.svg import COLOURS, GREY, INK, LINE, PALE, PAPER, box, line, text
+
+LEGEND_ROW, MOST_LEGENDS = 16.0, 4
+_SCALES = {"percent": ("%", 1.0), "percentunit": ("%", 100.0), "celsius": ("°C", 1.0), "watt": ("W", 1.0)}
+_SIZES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of an answer: times and values; the last value is the newest."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return self.points[-1][1]
+
+
+def figure(value: float, unit: str = "") -> str:
+    """A number with its unit, short: 42 %, 1.2 GHz."""
+    if unit in _SCALES:
+        sign, scale = _SCALES[unit]
+        return f"{_short(value * scale)} {sign}"
+    if unit in ("hertz", "Bps", "bytes"):
+        word = {"hertz": "Hz", "Bps": "B/s", "bytes": "B"}[unit]
+        for letter, size in _SIZES:
+            if abs(value) >= size:
+                return f"{_short(value / size)} {letter}{word}"
+        return f"{_short(value)} {word}"
+    word = unit.removeprefix("suffix:").strip()  # as in a dashboard's file
+    return f"{_short(value)} {word}" if word not in ("", "none", "short") else _short(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def timeseries(series: Sequence[Series], width: float, height: float, unit: str) -> list[str]:
+    """Lines over time with a scale from zero, and the names of the first few."""
+    if not series:
+        return _empty(width, height)
+    shown = series[: MOST_LEGENDS * 2]
+    rows = math.ceil(len(shown) / 2)
+    left, bottom = 62.0, 24.0 + rows * LEGEND_ROW
+    high = max((value for each in series for _, value in each.points), default=0.0)
+    top = _round_up(high)
+    start = min(each.points[0][0] for each in series)
+    end = max(start + 1, *(each.points[-1][0] for each in series))
+    w, h = width - left - 12, height - bottom - 8
+    parts = []
+    for step in range(5):
+        y = 8 + h * step / 4
+        parts.append(line([(left, y), (left + w, y)], stroke=LINE, stroke_width=0.7))
+        label = figure(top * (4 - step) / 4, unit)
+        parts.append(text(left - 6, y + 4, label, size=10, fill=GREY, text_anchor="end"))
+    for step in range(4):
+        x, seconds = left + w * step / 3, (end - start) * step / 3
+        label = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        anchor = ("start", "middle", "middle", "end")[step]
+        parts.append(text(x, 8 + h + 14, label, size=10, fill=GREY, text_anchor=anchor))
+    for number, each in enumerate(series):
+        points = [
+            (left + w * (at - start) / (end - start), 8 + h * (1 - value / top)) for at, value in each.points
+        ]
+        parts.append(line(points, stroke=COLOURS[number % len(COLOURS)], stroke_width=1.6))
+    for number, each in enumerate(shown):
+        x = 10 + (number % 2) * (width - 20) / 2
+        y = height - rows * LEGEND_ROW + (number // 2) * LEGEND_ROW + 8
+        parts.append(box(x, y - 8, 10, 3, fill=COLOURS[number % len(COLOURS)]))
+        parts.append(text(x + 15, y, _cut(each.name, width / 2 - 40), size=10))
+    if more := len(series) - len(shown):
+        parts.append(text(width - 10, 8, f"and {more} more", size=10, fill=GREY, text_anchor="end"))
+    return parts
+
+
+def stat(series: Sequence[Series], width: float, height: float, unit: str) -> list[str]:
+    """The newest values, large."""
+    if not series:
+        return _empty(width, height)
+    each, parts = width / len(series), []
+    for number, one in enumerate(series):
+        x = each * (number + 0.5)
+        parts.append(text(x, height / 2 + 8, figure(one.last, unit), size=22, text_anchor="middle"))
+        if len(series) > 1:
+            name = _cut(one.name, each - 8)
+            parts.append(text(x, height / 2 + 26, name, size=10, fill=GREY, text_anchor="middle"))
+    return parts
+
+
+def bars(series: Sequence[Series], width: float, height: float, unit: str) -> list[str]:
+    """A bar for each newest value."""
+    if not series:
+        return _empty(width, height)
+    most = 100.0 if unit == "percent" else _round_up(max(each.last for each in series))
+    shown = series[: max(1, int((height - 8) // 22))]
+    parts = []
+    for number, each in enumerate(shown):
+        y, room = 6.0 + number * 22, width - 270
+        share = min(1.0, max(0.0, each.last / most))
+        parts += [
+            text(10, y + 13, _cut(each.name, 180), size=11),
+            box(195, y + 2, room, 14, fill=PALE),
+            box(195, y + 2, max(1.0, room * share), 14, fill=COLOURS[0]),
+            text(width - 10, y + 13, figure(each.last, unit), size=11, text_anchor="end"),
+        ]
+    return parts
+
+
+def table(
+    series: Sequence[Series], columns: Sequence[str], width: float, height: float, unit: str
+) -> list[str]:
+    """Labels by column, and the newest value last."""
+    if not series:
+        return _empty(width, height)
+    rows = [
+        [each.labels.get(column, "") for column in columns] + [figure(each.last, unit)] for each in series
+    ]
+    names = [*columns, "value"]
+    lengths = [max(len(name), *(min(24, len(row[at])) for row in rows)) for at, name in enumerate(names)]
+    each = (width - 20) / sum(lengths)
+    places = [10 + each * sum(lengths[:at]) for at in range(len(names))]
+    parts = [text(x, 16, name, size=11, fill=GREY) for x, name in zip(places, names, strict=True)]
+    for number, row in enumerate(rows[: int((height - 24) // 20)]):
+        y = 36.0 + 20 * number
+        parts.append(line([(10, y - 15), (width - 10, y - 15)], stroke=LINE, stroke_width=0.7))
+        cells = zip(places, row, lengths, strict=True)
+        parts += [text(x, y, _cut(cell, length * each - 6), size=11, fill=INK) for x, cell, length in cells]
+    return parts
+
+
+def panel(shown: Mapping[str, Any], series: Sequence[Series], width: float, height: float) -> str:
+    """The inside of a panel of a dashboard's file, by its type."""
+    unit = str(shown.get("fieldConfig", {}).get("defaults", {}).get("unit", ""))
+    kind = shown["type"]
+    if kind == "timeseries":
+        parts = timeseries(series, width, height, unit)
+    elif kind == "stat":
+        parts = stat(series, width, height, unit)
+    elif kind == "bargauge":
+        parts = bars(series, width, height, unit)
+    else:
+        labels = sorted({key for each in series for key in each.labels} - {"__name__", "job", "instance"})
+        parts = table(series, labels[:8], width, height, unit)
+    return box(0, 0, width, height, fill=PAPER) + "".join(parts)
+
+
+def _empty(width: float, height: float) -> list[str]:
+    return [text(width / 2, height / 2, "no data", size=12, fill=GREY, text_anchor="middle")]
+
+
+def _round_up(value: float) -> float:
+    if value <= 0 or not math.isfinite(value):
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return float(next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value))
+
+
+def _cut(words: str, width: float) -> str:
+    most = max(4, int(width / 6))
+    return words if len(words) <= most else f"{words[: most - 1]}…"

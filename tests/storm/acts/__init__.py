@@ -1,0 +1,56 @@
+"""Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
+
+from tests.storm.acts import agents, api, gpus, kubelets, mps, users
+from tests.storm.acts.family import Act, Family
+from tests.storm.world import Shape, World
+
+USERS = Family("users", {users.create_pod: 40, users.delete_pod: 25})
+# Of every storm, whatever its shape.
+FAULTS = (
+    Family("labels", {users.label: 8}),
+    Family("forgeries", {users.forge_annotation: 6}),
+    Family("static pods", {users.static_pod: 4}),
+    Family("gpus", {gpus.xid: 4, gpus.fall_off: 2, gpus.plug: 2}),
+    Family("nvml", {gpus.nvml_fault: 3}),
+    Family("agent killed", {agents.kill: 3}),
+    Family("agent terminated", {agents.terminate: 3}),
+    Family("agent updated", {agents.update: 2}),
+    Family("files torn", {agents.tear_state: 2, kubelets.tear_checkpoint: 3}),
+    Family("kubelet", {kubelets.restart: 4, kubelets.slow: 2, kubelets.forget: 2}),
+    Family("reboots", {kubelets.reboot: 1}),
+    Family("api away", {api.away: 4}),
+    Family("api refuses", {api.refuses: 5, api.lost_answer: 2}),
+    Family("api slow", {api.slow: 3}),
+    Family("api silent", {api.silence: 3, api.mute_switch: 1}),
+)
+MPS_FAULTS = (Family("mps daemons", {mps.die: 4, mps.hang: 3, mps.refuse: 2, mps.forge: 2, mps.meddle: 2}),)
+RESIZES = Family("resizes", {users.resize: 12})
+
+
+def families(shape: Shape) -> tuple[Family, ...]:
+    """Faults that can befall a world of this shape."""
+    return (*FAULTS, *(MPS_FAULTS if shape.mps else ()), *((RESIZES,) if shape.resize else ()))
+
+
+async def calm(world: World) -> None:
+    """All faults end."""
+    world.clear_nvml_faults()
+    for slot in sorted(world.lost):
+        world.machine.restore(slot)
+    world.lost.clear()
+    world.http.reachable = True
+    world.http.silent = set()
+    world.api_faults.clear()
+    world.api_delay, world.lost_answers = 0.0, 0
+    world.kubelet_delay[0] = 0.0
+    world.daemons.refuses = False
+    for daemon in world.daemons.daemons:
+        daemon.hangs = False
+        if daemon.forged:
+            world.daemons.end(daemon.process.pid)
+    kubelets.mend_checkpoint(world)
+    await world.kubelet_up.wait()
+    await world.start_agent()
+
+
+__all__ = ["FAULTS", "USERS", "Act", "Family", "calm", "families"]

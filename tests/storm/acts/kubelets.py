@@ -1,0 +1,73 @@
+"""What befalls the kubelet and its files."""
+
+import random
+
+import anyio
+
+from agent.simulator.kubelet.checkpoint import FILE_NAME
+from tests.storm.world import World
+
+
+async def restart(world: World, rng: random.Random) -> str:
+    """The kubelet's process ends, and comes back beside what happens meanwhile."""
+    down = rng.choice((0.0, 0.5, 5.0, 12.0, 40.0))
+    if not world.kubelet_up.is_set():
+        return "the kubelet is down already"
+    mend_checkpoint(world)  # its administrator's work: with a torn one it would not start
+    await world.restart_kubelet(down)
+    return f"restart the kubelet, {down:g} s down"
+
+
+async def reboot(world: World, rng: random.Random) -> str:
+    """The machine restarts: all processes end at once, /run is empty, containers start anew."""
+    if not world.kubelet_up.is_set():
+        return "no reboot while the kubelet is down"
+    mend_checkpoint(world)
+    await world.kill_agent()
+    for daemon in world.daemons.daemons:
+        world.daemons.end(daemon.process.pid)
+    await world.restart_kubelet(rng.choice((0.0, 30.0)), reboot=True)
+    await anyio.sleep(rng.choice((0.0, 2.0, 45.0)))
+    await world.start_agent()
+    return "reboot"
+
+
+async def slow(world: World, rng: random.Random) -> str:
+    """Each container's admission takes longer, or no longer."""
+    world.kubelet_delay[0] = rng.choice((0.0, 0.0, 0.05, 1.0, 6.0))
+    return f"the kubelet takes {world.kubelet_delay[0]:g} s for a container"
+
+
+async def forget(world: World, rng: random.Random) -> str:
+    """The kubelet forgets that units are held, and offers them."""
+    life = world.kubelet._life
+    if life is None or not (resources := sorted(life.devices.tables.allocated)):
+        return "nothing to forget"
+    resource = rng.choice(resources)
+    ids = sorted(life.devices.tables.allocated[resource])
+    for each in rng.sample(ids, min(len(ids), 10)):
+        life.devices.tables.allocated[resource].discard(each)
+    return f"the kubelet offers {min(len(ids), 10)} units of {resource} that are held"
+
+
+async def tear_checkpoint(world: World, rng: random.Random) -> str:
+    """The kubelet's checkpoint cannot be read, or can again."""
+    if world.checkpoint is not None:
+        mend_checkpoint(world)
+        return "mend the checkpoint"
+    file = world.kubelet.root / "device-plugins" / FILE_NAME
+    if not file.exists() or not world.kubelet_up.is_set():
+        return "no checkpoint to tear"
+    data = file.read_bytes()
+    torn = rng.choice((b"", data[: len(data) // 2], b"{}", b"[]", b"\xff\xfe"))
+    world.checkpoint = (data, torn)
+    file.write_bytes(torn)
+    return "tear the checkpoint"
+
+
+def mend_checkpoint(world: World) -> None:
+    """Put back what stood there, unless the kubelet has written anew."""
+    file = world.kubelet.root / "device-plugins" / FILE_NAME
+    if world.checkpoint is not None and file.read_bytes() == world.checkpoint[1]:
+        file.write_bytes(world.checkpoint[0])
+    world.checkpoint = None

@@ -1,0 +1,41 @@
+"""`python -m tests.storm.hunting`: looks for every mutant, and adds to the figures of storms."""
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.storm.mutants import HUNTS, MOST_STEPS, DoesNotApply, hunt
+
+
+def _found(mutant: str, steps: int) -> bool:
+    with tempfile.TemporaryDirectory(prefix="gm-") as folder:
+        try:
+            found, said = hunt(mutant, Path(folder), steps)
+        except DoesNotApply as problem:
+            found, said = False, str(problem)
+    last = next((line for line in reversed(said.splitlines()) if line.startswith("seed ")), said)
+    print(f"{mutant}: {'found' if found else 'NOT FOUND'}: {last[:300]}", flush=True)
+    return found
+
+
+def main() -> int:
+    """Hunt; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.storm.hunting")
+    parser.add_argument("--steps", type=int, default=MOST_STEPS, help="of each (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="at once (default: %(default)s)")
+    parser.add_argument("--report", type=Path, help="figures of storms, to be added to")
+    options = parser.parse_args()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(lambda mutant: _found(mutant, options.steps), sorted(HUNTS)))
+    if options.report:
+        figures = json.loads(options.report.read_text(encoding="utf-8")) if options.report.exists() else {}
+        figures |= {"mutants": len(found), "mutants_found": sum(found)}
+        options.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

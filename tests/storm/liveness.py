@@ -1,0 +1,78 @@
+"""What must come true once faults have stopped."""
+
+import asyncio
+
+import anyio
+
+from agent.model.demand import CORES, VGPU
+from agent.model.modes import Mode
+from agent.node.taint import TAINT
+from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from tests.storm.invariants import Violation
+from tests.storm.pods import GPU
+from tests.storm.world import World
+
+CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
+QUIET_SECONDS, QUIET_WRITES = 300.0, 10
+WORDS = {Mode.VGPU: "vgpu", Mode.PGPU: "pgpu"}
+PER_GPU = {Mode.VGPU: (VGPU.core, CORES), Mode.PGPU: (GPU, 1)}  # what each offers, and how much of it
+MORE_TASKS = 60  # than a fresh agent has: endpoints of modes that were left stay, and offer nothing
+
+
+async def check_calm(world: World, mode: Mode) -> None:
+    """Within bounded time all is as asked for: every healthy GPU in `mode`. Raises Violation."""
+    for pod in list(world.pods):
+        if pod.key in world.kubelet.api.pods:
+            world.kubelet.api.delete(pod)
+    world.pods.clear()
+    for manifest in list(world.kubelet.api.manifests.values()):
+        world.kubelet.api.delete(manifest.spec)
+    world.label(WORDS[mode])
+    await anyio.sleep(35)
+    agent = world.running
+    if agent is None:
+        raise Violation("no agent runs")
+    await anyio.sleep(CALM_SECONDS)
+    if any(each["key"] == TAINT for each in world.kubelet.api.taints):
+        raise Violation(f"a taint is left: {world.kubelet.api.taints}")
+    healthy = [state for state in agent.inventory.snapshot.value.gpus if state.healthy]
+    resource, each_has = PER_GPU[mode]
+    wanted = each_has * len(healthy)
+    offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.healthy(resource)
+    if not offered == known == wanted:
+        raise Violation(
+            f"{len(healthy)} GPUs are well, so {wanted} of {resource} should be on offer; node.status says "
+            f"{offered}, the kubelet knows {known}"
+        )
+    begun = len(world.writes)
+    await anyio.sleep(QUIET_SECONDS)
+    if len(world.writes) - begun > QUIET_WRITES:
+        raise Violation(f"{len(world.writes) - begun} API writes in five quiet minutes: {world.writes[-3:]}")
+    for state in healthy:
+        await _runs(
+            world, PodSpec(f"probe-{state.gpu.index}", (ContainerSpec("main", dict([PER_GPU[mode]])),))
+        )
+    await _no_task_is_left(world)
+
+
+async def _runs(world: World, pod: PodSpec) -> None:
+    world.kubelet.create_pod(pod)
+    with anyio.move_on_after(60):
+        while world.kubelet.pod(pod).phase not in (Phase.RUNNING, Phase.FAILED):
+            await anyio.sleep(0.5)
+    seen = world.kubelet.pod(pod)
+    if seen.phase is not Phase.RUNNING:
+        raise Violation(f"a pod that fits is {seen.phase}: {seen.reason} {seen.message}")
+    world.kubelet.api.delete(pod)
+    await anyio.sleep(15)
+
+
+async def _no_task_is_left(world: World) -> None:
+    """An agent that has been through all this has the tasks that a fresh one has."""
+    before = len(asyncio.all_tasks())
+    await world.terminate_agent()
+    await world.start_agent()
+    await anyio.sleep(30)
+    after = len(asyncio.all_tasks())
+    if before > after + MORE_TASKS:
+        raise Violation(f"the agent had {before} tasks, a fresh one has {after}")

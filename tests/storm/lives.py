@@ -1,0 +1,64 @@
+"""Lives of the agent's process in a storm."""
+
+import asyncio
+import contextlib
+
+import anyio
+
+from agent.app import run as app
+from agent.app.agent import Agent
+from agent.settings import Settings
+from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml import SimulatedNvml
+from tests.storm import seams
+
+STOP_SECONDS = 10.0  # between SIGTERM and the end; an agent that withdraws takes 7.5 s of them at most
+
+
+class AgentRun:
+    """One life of the agent, from its start to its end."""
+
+    def __init__(self, number: int, settings: Settings, machine: SimulatedMachine) -> None:
+        self.life = seams.Life(number)
+        self.agent: Agent | None = None
+        self.failure: BaseException | None = None
+        self.ended = anyio.Event()
+        self.overdue = False  # it did not end in time after SIGTERM
+        self.began = anyio.current_time()
+        self._settings = settings
+        self._machine = machine
+        self._stop = anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    async def run(self) -> None:
+        """Live. An end that nobody asked for is kept in `failure`."""
+        seams.LIFE.set(self.life)
+        try:
+            with self._scope, contextlib.suppress(app.StoppedEarly):
+                async with app.running(
+                    self._settings, SimulatedNvml(self._machine), self._stop
+                ) as self.agent:
+                    await self._stop.wait()
+        except BaseException as error:
+            if not self.life.dead and not isinstance(error, asyncio.CancelledError):
+                self.failure = error
+            elif isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self.ended.set()
+
+    async def terminate(self) -> None:
+        """SIGTERM, and SIGKILL where it takes too long."""
+        self._stop.set()
+        with anyio.move_on_after(STOP_SECONDS):
+            await self.ended.wait()
+            return
+        self.overdue = not self.life.dead
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL: nothing that it does from here on has an effect."""
+        self.life.dead = True
+        self._scope.cancel()
+        self._stop.set()
+        await self.ended.wait()

@@ -1,0 +1,227 @@
+"""Shares of compute, from usage regions and measurements to limit files."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agent.isolation import compute as room
+from agent.isolation import layout
+from agent.isolation.compute import Compute, Wish, release
+from agent.isolation.correction import LEAST, MOST, Observed, corrected
+from agent.isolation.folders import About, LimitFolders, key_of
+from agent.isolation.limits import ContainerLimits, Policy
+from agent.isolation.room import Isolation
+from agent.isolation.wishes import wish_of
+from agent.kit.cell import Cell
+from tests.unit.isolation.made_up import GPU, about
+
+KEY = (GPU, "main")
+
+
+class Site:
+    """Containers, a clock, and what happens while the room waits."""
+
+    def __init__(self, folder: Path, *, soft: bool) -> None:
+        self.folders = LimitFolders(folder)
+        self.folders.prepare()
+        self.isolation = Isolation(
+            self.folders, folder / "none", folder, Policy.LIBRARY, Cell(None), compute=True
+        )
+        self.now = 1000.0
+        self.wishes: dict[str, Wish] = {}
+        self.during: Callable[[], None] = lambda: None
+        self.compute = Compute(
+            self.isolation,
+            lambda about: self.wishes.get(about.pod, Wish()),
+            soft=soft,
+            clock=lambda: self.now,
+            pause=self._pause,
+        )
+        self.held: dict[str, About] = {}
+
+    def _pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.during()
+
+    def add(self, pod: str, cores: int, wish: Wish | None = None) -> str:
+        """A container; its folder."""
+        made = about(pod, first=10 * len(self.held), cores=cores, build="b")
+        self.held[pod] = msgspec.structs.replace(made, compute=True)
+        self.wishes[pod] = wish or Wish()
+        return self.folders.create(self.held[pod])
+
+    def launch(self, pod: str, *, next_ns: int = 1, waited_ns: int = 0) -> None:
+        """What the library writes when a container works."""
+        path = self.folders.path(key_of(self.held[pod].ids), "usage")
+        at = layout.USAGE_HEADER_BYTES + layout.SHARE_AT
+        with path.open("r+b") as file:
+            before = layout.SHARE.unpack_from(path.read_bytes(), at)
+            file.seek(at)
+            file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
+
+    def turn(self, seconds: float = 1.0, **percents: float) -> bool:
+        """A turn later."""
+        self.now += seconds
+        containers = {
+            key_of(each.ids): ContainerLimits(each, each.memory_bytes) for each in self.held.values()
+        }
+        measured = {("default", pod, "main", GPU): value for pod, value in percents.items()}
+        return self.compute.turn(containers, measured)
+
+    def limits(self, pod: str) -> layout.Limits:
+        """In force."""
+        return self.folders.limits(key_of(self.held[pod].ids))
+
+    def shares(self) -> Mapping[str, float]:
+        """In force, in percent."""
+        return {pod: self.limits(pod).share / 100 for pod in self.held}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """Of containers that keep to what they asked for."""
+    return Site(tmp_path, soft=False)
+
+
+def test_a_container_is_held_from_its_first_launch(site: Site) -> None:
+    site.add("a", 30)
+    assert site.limits("a") == replace(site.limits("a"), compute=True, share=3000)
+    assert not site.turn()
+    assert site.shares() == {"a": 30}
+
+
+def test_low_priority_never_takes_what_was_promised(site: Site) -> None:
+    site.add("promised", 60)
+    site.add("low", 40, Wish(low=True))
+    assert site.turn()
+    site.launch("low")
+    site.turn()
+    assert site.shares() == {"promised": 60, "low": 100}
+    began = site.now = site.now + 5
+    taken: list[float] = []
+
+    def come_back() -> None:
+        if not taken:
+            site.launch("promised")
+        if site.limits("low").share == 4000:
+            taken.append(site.now - began)
+
+    site.during = come_back
+    site.turn(0)
+    assert taken[0] <= 0.05
+    assert site.shares() == {"promised": 60, "low": 40}
+    # While it works it keeps all of its promise, however little it uses; resumed once it idles.
+    site.during = lambda: site.launch("promised")
+    site.turn(promised=5.0)
+    assert site.shares()["low"] == 40
+    site.during = lambda: None
+    site.turn(1.5)
+    assert site.shares()["low"] == 100
+
+
+def test_what_all_promises_leave_nothing_of_is_a_pause(site: Site) -> None:
+    site.add("a", 60)
+    site.add("b", 40)
+    site.add("low", 0)
+    site.turn()
+    for pod in site.held:
+        site.launch(pod)
+    site.turn()
+    assert site.shares() == {"a": 60, "b": 40, "low": 0}
+    site.compute.settle()  # nobody stands still while the agent is away
+    assert site.shares() == {"a": 60, "b": 40, "low": 1}
+
+
+def test_soft_gives_everybody_what_is_free(tmp_path: Path) -> None:
+    site = Site(tmp_path, soft=True)
+    site.add("a", 30)
+    site.add("b", 50)
+    site.turn()
+    site.launch("a")
+    site.turn()
+    assert site.shares()["a"] == 100
+    site.launch("a")
+    site.launch("b")
+    site.turn(0.5)
+    assert site.shares() == {"a": 40, "b": 60}
+
+
+def test_one_alone_is_not_looked_at_all_the_time(tmp_path: Path) -> None:
+    site = Site(tmp_path, soft=True)
+    site.add("a", 30)
+    assert not site.turn()
+    assert site.shares() == {"a": 100}
+
+
+def test_the_factor_follows_the_measurement_and_freezes_when_idle(site: Site) -> None:
+    site.add("a", 40)
+    site.turn(a=20)
+    site.turn(2.0)
+    for _ in range(3):
+        site.launch("a", waited_ns=1000)
+        site.turn(a=20)
+    factor = site.limits("a").correction
+    assert factor > 1.5
+    site.turn(a=0)  # it waited for nothing: it had nothing to do
+    assert site.limits("a").correction == factor
+    site.turn(a=60)
+    assert site.limits("a").correction < factor
+    again = Compute(site.isolation, lambda _: Wish(), soft=False, clock=lambda: site.now)
+    again.turn({key_of(one.ids): ContainerLimits(one, 1) for one in site.held.values()}, {})
+    assert site.limits("a").correction < factor  # a new agent goes on from there
+
+
+def test_time_waited_is_counted_and_nonsense_is_not(site: Site) -> None:
+    key = site.add("a", 40)
+    site.turn()
+    site.launch("a", waited_ns=500_000_000)
+    site.turn()
+    site.launch("a", waited_ns=1 << 62)
+    site.turn()
+    assert site.compute.told()[key].throttled_seconds == pytest.approx(0.5)
+
+
+def test_whoever_was_held_is_let_go_when_nobody_is_to_be(site: Site) -> None:
+    key = site.add("a", 40)
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], 1)})
+    release(site.isolation)
+    assert not site.limits("a").compute
+    content = site.folders.path(key, "limits").read_bytes()
+    assert layout.GATE.unpack_from(content, layout.GATE_AT)[0] == 0
+
+
+def test_a_usage_region_that_was_truncated_is_nobodys_work(site: Site) -> None:
+    key = site.add("a", 40)
+    os.truncate(site.folders.path(key, "usage"), 100)
+    site.turn()
+    assert site.shares() == {"a": 40}
+
+
+def test_the_factor_stays_within_bounds() -> None:
+    assert corrected(MOST, Observed(40, (0.0,), throttled=True)) == MOST
+    assert corrected(LEAST, Observed(40, (100.0,), throttled=True)) == LEAST
+    assert corrected(1.5, Observed(40, (), throttled=True)) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("annotations", "wish"),
+    [
+        ({}, Wish()),
+        ({"gpu-node-agent.io/burst": "60"}, Wish(60)),
+        ({"gpu-node-agent.io/priority": "low"}, Wish(low=True)),
+        ({"gpu-node-agent.io/burst": "101"}, Wish()),
+        ({"gpu-node-agent.io/burst": "٣"}, Wish()),
+        ({"gpu-node-agent.io/priority": "high"}, Wish()),
+    ],
+)
+def test_annotations(annotations: dict[str, str], wish: Wish) -> None:
+    assert wish_of(about("p"), annotations, may_burst=True) == wish
+    assert wish_of(about("p"), annotations, may_burst=False) == Wish(low=wish.low)
+
+
+def test_the_poll_is_fast_enough() -> None:
+    assert room.POLL_SECONDS <= 0.01 < room.TURN_SECONDS

@@ -1,0 +1,71 @@
+"""Words that docs/style.md bans stay out of comments, docstrings, messages and documents."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "style.md"
+BANNED = re.compile(r"\b(anew|sells?|sold|tells|told|whoever|wish(?:es|ed)?)\b", re.IGNORECASE)
+TEXTS = ("docs/*.md", "charts/**/*.yaml", "charts/**/*.tpl", "config/**/*.yaml", "*.md")
+# The changelog is history; the style page quotes.
+EXEMPT = {PAGE, ROOT / "CHANGELOG.md"}
+# On Python 3.12 and newer the text of an f-string is a token of its own.
+SPOKEN = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
+
+def spoken(source: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings of Python source, each line with its number."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in SPOKEN:
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def banned(lines: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [(number, found[0]) for number, line in lines for found in BANNED.finditer(line)]
+
+
+def test_no_banned_word_in_the_code() -> None:
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in sorted((ROOT / "agent").rglob("*.py"))
+        if "_proto" not in path.parts and (words := banned(spoken(path.read_text())))
+    }
+    assert not found
+
+
+def test_no_banned_word_in_the_c_library() -> None:
+    found = {
+        path.name: words
+        for path in sorted((ROOT / "agent" / "isolation" / "clib").glob("*.[ch]"))
+        if (words := banned(iter(enumerate(path.read_text().splitlines(), 1))))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("pattern", TEXTS)
+def test_no_banned_word_in_documents(pattern: str) -> None:
+    files = sorted(set(ROOT.glob(pattern)) - EXEMPT)
+    assert files
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in files
+        if (words := banned(iter(enumerate(path.read_text().splitlines(), 1))))
+    }
+    assert not found
+
+
+def test_the_search_finds_comments_docstrings_and_messages() -> None:
+    source = '"""It tells."""\nsold = f"told {1}"  # anew\n'
+    assert [word for _, word in banned(spoken(source))] == ["tells", "told", "anew"]
+
+
+def test_the_page_has_ten_pairs_whose_second_half_is_clean() -> None:
+    section = PAGE.read_text().split("## Before and after")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)[2:]
+    assert len(rows) >= 10
+    assert not [after for _, after in rows if BANNED.search(after)]
