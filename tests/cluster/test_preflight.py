@@ -40,7 +40,7 @@ class Round:
     def text(self, what: str, grade: Grade) -> str:
         """Of the only look of that name and grade."""
         found = [each.text for each in self.looks if (each.what, each.grade) == (what, grade)]
-        assert len(found) == 1, "\n".join(each.told() for each in self.looks)
+        assert len(found) == 1, "\n".join(each.line() for each in self.looks)
         return found[0]
 
     def failed(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ async def test_preflight_names_each_missing_part(bare: Bare, monkeypatch: pytest
 
     # Nothing is missing, though the agent has never run here and nothing of NVIDIA's but the driver is there.
     good = await preflight.look()
-    assert good.verdict == Verdict(CAN, GOOD), "\n".join(each.told() for each in good.looks)
+    assert good.verdict == Verdict(CAN, GOOD), "\n".join(each.line() for each in good.looks)
     assert "can make one, with 8 GPUs" in good.text("GPU specification", Grade.OK)
     assert f"policy none, by {kubelet}" in good.text("Topology Manager", Grade.WARNING)
     assert cluster.parts.kubernetes_version in good.text("kubelet", Grade.OK)
