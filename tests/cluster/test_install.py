@@ -290,6 +290,8 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     log.wait(("pods", "watch"), ("pods", "patch"), ("events", "create"))
     # The server has no streaming lists.
     log.wait(("nodes", "list"), ("pods", "list"))
+    # What they say of limits.
+    log.wait(("namespaces", "list"), ("namespaces", "watch"))
 
     # What is told twice is counted.
     delete_pods(cluster)
