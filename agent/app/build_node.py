@@ -21,7 +21,9 @@ def build_node(
     agent: Agent, cluster: ClusterAccess, node: OwnNode, resources: ResourceSet, assignment: Cell[Assignment]
 ) -> NodeParts:
     """Make the parts; `run_node` is their task."""
-    offer = Offer(assignment, resources.figures, resources.delivered, _taken_in(agent))
+    offer = Offer(
+        assignment, resources.figures, resources.delivered, _taken_in(agent), resources.register_again
+    )
     taint = SchedulingTaint(node)
     capacity = Capacity(node, offer, taint)
     withdrawals = Withdrawals(node, offer, capacity, taint, _unserved(agent, cluster))

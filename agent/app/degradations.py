@@ -1,6 +1,7 @@
 """Degradations while pods are served, as /readyz and status show them."""
 
 from agent.app.agent import Agent
+from agent.model.modes import Mode
 from agent.modes.state import Phase
 from agent.node.driver_upgrade import Stage
 
@@ -32,8 +33,8 @@ def remarks(agent: Agent) -> list[str]:
         found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
     if agent.mps:
         found.extend(agent.mps.remarks())
-    if agent.limits and agent.limits.problem:
-        found.append(f"vGPU containers start without the enforcement library: {agent.limits.problem}")
+    if agent.limits and (problem := agent.limits.problem) and _offers_vgpu(agent):
+        found.append(f"vGPU containers start without the enforcement library: {problem}")
     if agent.cordons and agent.cordons.problem:
         found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
     if agent.driver_upgrade and agent.driver_upgrade.stage is not Stage.NONE:
@@ -44,3 +45,8 @@ def remarks(agent: Agent) -> list[str]:
     if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):
         found.append(f"mode {state.desired} is not in force: {state.message}")
     return found
+
+
+def _offers_vgpu(agent: Agent) -> bool:
+    gpus = agent.switcher.state.value.gpus if agent.switcher else ()
+    return any(each.active.mode is Mode.VGPU for each in gpus)

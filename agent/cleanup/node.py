@@ -16,6 +16,8 @@ import structlog
 from agent.cdi import memory_limits, specification
 from agent.cdi.programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.isolation.folders import FOLDER as LIMITS
+from agent.isolation.library import FOLDER as LIBRARIES
 from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
@@ -146,13 +148,15 @@ def _program(settings: Settings) -> Program:
 def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
     """Remove sockets, the CDI files and what the agent's folders hold. Blocks. Raises CleanupFailed.
 
-    `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay: the
-    kubelet repeats CDI names when a container is started again. Answers whether everything was removed.
+    `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay, and what
+    vGPU containers have mounted: the kubelet repeats CDI names and mounts when a container is started again.
+    Answers whether everything was removed.
     """
     folder = Path(settings.host.cdi)
     gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
-    state = Path(settings.host.state)
-    kept = bool(users) and gpus.exists()
+    state, run = Path(settings.host.state), Path(settings.host.run)
+    stay = {state: {BIN, LIBRARIES, LIMITS}, run: {LIMITS}}
+    kept = bool(users) and any(each.exists() for each in (gpus, state / LIBRARIES, run / LIMITS))
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
@@ -160,15 +164,15 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()
-        for root in (state, Path(settings.host.run)):
+        for root, names in stay.items():
             if root.is_dir():
-                _empty(root, {LOCK, BIN} if kept and root == state else {LOCK})
+                _empty(root, {LOCK, *names} if kept else {LOCK})
     except OSError as error:
         raise CleanupFailed(f"{error.filename}: cannot be removed: {error.strerror}") from error
     if kept:
         pods = ", ".join(sorted(users))
         remedy = "clean up again when they have ended"
-        log.warning("gpu_specification_kept", file=str(gpus), hook=str(state / BIN), pods=pods, remedy=remedy)
+        log.warning("gpu_specification_kept", file=str(gpus), folder=str(state), pods=pods, remedy=remedy)
     return not kept
 
 

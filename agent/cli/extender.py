@@ -27,7 +27,7 @@ def add_commands(commands: Any, configuration: Callable[[argparse.ArgumentParser
     extender = commands.add_parser("extender", help="tell kube-scheduler which GPUs of which node a pod gets")
     configuration(extender)
     extender.set_defaults(command=_extender)
-    explain = commands.add_parser("explain", help="say why a pending pod fits nowhere, and what had to go")
+    explain = commands.add_parser("explain", help="say why a pod waits or died at admission")
     explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
     explain.add_argument("-n", "--namespace", default="default", help="(default: %(default)s)")
     add_kubeconfig(explain)

@@ -115,19 +115,16 @@ class Extender:
             verdicts = Verdicts(fleet)
             self._serving = Serving(verdicts, binder)
             events = EventRecorder(self._api, self.election.identity, REPORTER)
-            pending = PendingPods(self._api, fleet, verdicts, events, self.supervisor)
+            complete = self.feed.complete
+            pending = PendingPods(self._api, fleet, verdicts, events, self.supervisor, lambda: complete.value)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._log_completeness, self.feed, fleet)
                 if self._label:
                     group.start_soon(self._label.keep, self.feed.complete)
-                group.start_soon(self._tell_owners, self.feed, pending)
+                group.start_soon(pending.run)
                 await self.feed.run()
         finally:
             self.feed = self.fleet = self._serving = None
-
-    async def _tell_owners(self, feed: Feed, pending: PendingPods) -> None:
-        await feed.complete.wait_for(bool)  # a ledger that misses pods would call GPUs free that are not
-        await pending.run()
 
     async def _log_completeness(self, feed: Feed, fleet: Fleet) -> None:
         while True:

@@ -166,6 +166,13 @@ class Fleet:
         node = self._nodes.get(name)
         return bool(node and node.inventory)
 
+    def offers_by_totals(self, name: str, demand: PodDemand) -> bool:
+        """Whether a node without an inventory offers some of every resource of a demand."""
+        node = self._nodes.get(name)
+        return bool(
+            node and node.inventory is None and all(node.totals.get(each, 0) for each, _ in demand.totals)
+        )
+
     def free(self, name: str) -> FreeCapacity:
         """Free capacity of the GPUs of a node."""
         node = self._nodes[name]

@@ -4,7 +4,7 @@ kube-scheduler asks an extender only about nodes whose totals are large enough, 
 every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import anyio
@@ -97,11 +97,14 @@ class PendingPods:
         verdicts: Verdicts,
         events: EventRecorder,
         supervisor: Supervisor,
+        complete: Callable[[], bool],
     ) -> None:
+        """`complete`: whether the ledger has all nodes and bound pods; else GPUs would be called free."""
         self._fleet = fleet
         self._verdicts = verdicts
         self._events = events
         self._supervisor = supervisor
+        self._complete = complete
         self._waiting: dict[str, _Waiting] = {}
         self._watch = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": UNBOUND}, read_pending, self, "pending pods"
@@ -129,13 +132,14 @@ class PendingPods:
         self._waiting.pop(uid, None)
 
     async def run(self) -> None:
-        """Watch and tell until cancelled; begun once the ledger is complete."""
+        """Watch, and write events while the ledger is complete, until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._supervisor.restarting, "pending pod watch", self._watch.run)
             group.start_soon(self._supervisor.restarting, "pod events", self._events.run)
             while True:
                 await anyio.sleep(LOOK_SECONDS)
-                await self._look()
+                if self._complete():
+                    await self._look()
 
     async def _look(self) -> None:
         now = anyio.current_time()
@@ -164,5 +168,4 @@ class PendingPods:
         if fitting:
             return None
         await anyio.lowlevel.checkpoint()
-        offering = [name for name in names if self._fleet.inventory(name)]
-        return waiting_reason(self._fleet, demand, refused, offering)
+        return waiting_reason(self._fleet, demand, refused)

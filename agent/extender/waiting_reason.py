@@ -26,11 +26,13 @@ class WaitingReason:
     sentence: str
 
 
-def waiting_reason(
-    fleet: Fleet, demand: PodDemand, refused: Mapping[str, str], offering: Iterable[str]
-) -> WaitingReason:
-    """`refused`: every node with the reason; `offering`: those of them that have GPUs."""
-    names = list(offering)
+def waiting_reason(fleet: Fleet, demand: PodDemand, refused: Mapping[str, str]) -> WaitingReason:
+    """`refused`: every node that was looked at, with the reason."""
+    names = [name for name in refused if fleet.inventory(name)]
+    # Other agents' GPUs: nothing is known of them but their number.
+    others = [name for name in refused if fleet.offers_by_totals(name, demand)]
+    if others:
+        return _full(demand, refused, [*names, *others])
     if not names:
         return WaitingReason(
             "no GPUs",
@@ -40,9 +42,14 @@ def waiting_reason(
     lacking = _modes_nobody_offers(fleet, demand, names)
     if lacking:
         return WaitingReason("no mode", _no_mode(lacking))
-    what = _in_words(demand)
     if not _would_fit_when_empty(fleet, names, demand):
-        return WaitingReason("too large", f"no node could hold {what} even if it were empty; {_less(demand)}")
+        return WaitingReason(
+            "too large", f"no node could hold {_in_words(demand)} even if it were empty; {_less(demand)}"
+        )
+    return _full(demand, refused, names)
+
+
+def _full(demand: PodDemand, refused: Mapping[str, str], names: Iterable[str]) -> WaitingReason:
     seen = Counter(refused[name] for name in names if refused.get(name) not in (None, NOT_REACHED))
     most = ", ".join(
         f"{reason} ({count} node{'s' if count > 1 else ''})"
@@ -52,8 +59,8 @@ def waiting_reason(
     seen_text = f": {most}" if most else ""
     return WaitingReason(
         "full",
-        f"no node has room now for {what}{seen_text}; ask for less, or wait: the pod starts when enough is "
-        "free",
+        f"no node has room now for {_in_words(demand)}{seen_text}; ask for less, or wait: the pod starts "
+        "when enough is free",
     )
 
 

@@ -15,6 +15,7 @@ import structlog
 
 from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
+from agent.isolation.copies import Copies
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
@@ -52,6 +53,7 @@ class Isolation:
         """
         self.folders = folders
         self.contexts = Contexts()
+        self._copies = Copies(state)
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
         # Why containers get no library; None: they do.
         self.problem: str | None = "the enforcement library has not been put on the host yet"
@@ -115,12 +117,13 @@ class Isolation:
         except IsolationError as error:
             if policy is Policy.STRICT:
                 raise
-            log.warning(
-                "library_not_shown",
-                pod=f"{request.namespace}/{request.pod}",
-                container=request.container,
-                problem=str(error),
-            )
+            if self._library:  # without one the start said so
+                log.warning(
+                    "library_not_shown",
+                    pod=f"{request.namespace}/{request.pod}",
+                    container=request.container,
+                    problem=str(error),
+                )
         # The driver needs no library, but a folder that says what the container may have.
         with suppress(FolderUnusable):
             return await self._admitted(request, policy, None) if request.driver else Admission()
@@ -144,6 +147,7 @@ class Isolation:
         with anyio.CancelScope(shield=True):
             try:
                 await anyio.to_thread.run_sync(self.folders.resize, key, about)
+                await anyio.to_thread.run_sync(self._copies.keep, about)
             except FolderUnusable:
                 about = await anyio.to_thread.run_sync(self.folders.about, key)
                 raise
@@ -188,6 +192,7 @@ class Isolation:
             log.warning("limits_not_removed", problem=str(error))
             self._born[key] = self._clock()  # again in a while
             return
+        await anyio.to_thread.run_sync(self._copies.drop, key)
         del self._born[key]
         self._strays -= {key}
         log.info("limits_removed", folder=key)
@@ -228,6 +233,7 @@ class Isolation:
             self._born[key] = self._clock()
             context = self.contexts.of(about.gpu, about.memory_bytes)
             await anyio.to_thread.run_sync(self.folders.create, about, context)
+            await anyio.to_thread.run_sync(self._copies.keep, about)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         if library is None:
             return Admission(driver=request.driver)
@@ -261,7 +267,15 @@ class Isolation:
                 continue
             self._mend(key, about)
             found[key] = ContainerLimits(about, about.memory_bytes)
-        return found, frozenset(strays)
+        for about in self._copies.without_folder(found):
+            try:
+                key = self.folders.create(about)
+            except FolderUnusable as error:
+                log.warning("limits_not_written", problem=str(error))
+                continue
+            found[key] = ContainerLimits(about, about.memory_bytes)
+            log.info("limits_restored", folder=key, pod=f"{about.namespace}/{about.pod}")
+        return found, frozenset(strays - found.keys())
 
     def _mend(self, key: str, about: About) -> None:
         """Have the limits be those that the folder stands for, whatever happened to the agent before."""

@@ -42,6 +42,7 @@ class Endpoint:
         self.service = DevicePluginService(plugin, allocated)
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._obstacle: str | None = "it has not been tried yet"
+        self._again = anyio.Event()  # set: it is to be registered again
         self._logged: set[str] = set()  # the obstacles since the kubelet listened last
         vendor, _, name = plugin.resource.partition("/")
         self.path = kubelet_root / "plugins_registry" / f"gna-{vendor.split('.')[0]}-{name}.sock"
@@ -59,6 +60,10 @@ class Endpoint:
         refusal = self.service.last_status_error
         why = f"the kubelet refused it: {refusal}" if refusal else self._obstacle
         return f"{self.plugin.resource} is not registered with the kubelet: {why}"
+
+    def register_again(self) -> None:
+        """Take the socket away and put it back, so that the kubelet registers the resource again."""
+        self._again.set()
 
     async def run(self) -> None:
         """Serve and stay registered until cancelled; then end streams and remove the socket."""
@@ -119,10 +124,14 @@ class Endpoint:
     async def _while_registered(self, server: DrainableServer) -> None:
         """Return when the kubelet stopped listening for good, or our socket is gone."""
         self._obstacle = "the kubelet stopped listening; it may be restarting"
+        self._again = anyio.Event()
         self._logged.clear()
         async with anyio.create_task_group() as group:
             group.start_soon(self._until_silent, group.cancel_scope)
             group.start_soon(self._until_socket_gone, server, group.cancel_scope)
+            await self._again.wait()
+            log.warning("registered_again", resource=self.plugin.resource)
+            group.cancel_scope.cancel()
 
     async def _until_silent(self, done: anyio.CancelScope) -> None:
         """One kubelet lived all the time and did not listen: it has dropped us and will not ask again.

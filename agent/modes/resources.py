@@ -99,6 +99,12 @@ class ResourceSet:
             for endpoint in self.endpoints:
                 group.start_soon(endpoint.service.delivered)
 
+    def register_again(self, names: frozenset[str]) -> None:
+        """Have the kubelet register these resources again."""
+        for endpoint in self.endpoints:
+            if endpoint.plugin.resource in names:
+                endpoint.register_again()
+
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that were handed out within the last moments."""
         return frozenset().union(*(endpoint.service.granted_lately() for endpoint in self.endpoints))

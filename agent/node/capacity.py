@@ -33,6 +33,8 @@ ARRIVE_SECONDS = 10.0  # what a busy kubelet is given
 UNASKED_SECONDS = 0.1
 ASK_SECONDS = 0.02  # until the kubelet is asked again whether it has; its socket takes 100 calls a second
 LONGEST_PAUSE_SECONDS = 0.5
+# Between two tries to be registered again: a kubelet that is only slow must not be held up by them.
+AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 60.0, 600.0
 GONE_SECONDS = 5.0  # how long more is held back for a taint that is to go
 
 
@@ -52,6 +54,8 @@ class Offer:
     # How many healthy devices the kubelet knows of each resource; None: it has no such call.
     # Raises KubeletMute.
     taken_in: Callable[[], Awaitable[Mapping[str, int] | None]]
+    # Have the kubelet register these resources again.
+    register_again: Callable[[frozenset[str]], None]
 
     def now(self) -> Amounts:
         """Under the assignment in force."""
@@ -87,6 +91,8 @@ class Capacity:
         self._taint = taint
         self._withdrawals = 0
         self._wake = Cell(None)
+        self._again = Backoff(first=AGAIN_SECONDS, longest=LONGEST_AGAIN_SECONDS)
+        self._again_from = 0.0  # not before, in seconds of the loop's clock
         self.patches = 0
         self.failures = 0
         self.problem: str | None = None  # why the node's status could not be patched last
@@ -138,10 +144,33 @@ class Capacity:
         with anyio.move_on_after(GONE_SECONDS):
             await self._taint.gone()
         # More is never offered than the kubelet says that it knows of.
-        if not await self._offer.arrived(ARRIVE_SECONDS) or self._withdrawals:
+        arrived = await self._offer.arrived(ARRIVE_SECONDS)
+        if self._withdrawals:
             return None
+        if not arrived:
+            await self._register_lost()
+            return None
+        self._again.reset()
         more, _ = self._differing()
         return await self.patch(more) if more else None
+
+    async def _register_lost(self) -> None:
+        """Have resources registered again of which the kubelet knows no device, though it listens to them.
+
+        It takes a resource for gone when an agent that had its name before ends its stream, also where
+        another one has registered the name since (kubelet 1.36, `devicemanager.PluginDisconnected`).
+        """
+        at = anyio.current_time()
+        if at < self._again_from:
+            return
+        with suppress(KubeletMute):
+            known = await self._offer.taken_in()
+            offered = {name for name, (_, left) in self._offer.now().items() if left}
+            lost = offered - {name for name, count in known.items() if count} if known is not None else None
+            if lost:
+                self._again_from = at + self._again.next()
+                log.warning("kubelet_lost_resources", resources=sorted(lost))
+                self._offer.register_again(frozenset(lost))
 
     def less(self) -> Amounts:
         """The amounts to take off node.status; all that is offered, where the node is not known."""

@@ -178,7 +178,7 @@ class Vgpu(Section, frozen=True):
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
     # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
-    enforcement: Literal["off", "report", "library", "strict"] = "off"
+    enforcement: Literal["off", "report", "library", "strict"] = "library"
     # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
     # while what nobody uses is everybody's.
     compute: Literal["off", "hard", "soft"] = "off"

@@ -19,7 +19,7 @@ class How(Enum):
 
     HERE = "executed here"
     CLUSTER = "executed on the cluster"
-    RELEASE = "executed by tests/cluster/test_release.py"
+    ELSEWHERE = "executed by another test, which reads the page, too"
     PARSED = "parsed by the real program"
     NOT = "not runnable here"
 
@@ -29,6 +29,7 @@ class Piece:
     """A command, or a block with its language."""
 
     page: str
+    heading: str
     language: str  # "sh" for a command
     text: str
 
@@ -40,25 +41,44 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rule:
-    """Pieces by language and by how they begin. `why`: for those that are not runnable here."""
+    """Pieces by language, how they begin and where they stand, as `page: heading`; the first one counts.
+
+    `why`: for those that are not runnable here.
+    """
 
     language: str
     pattern: str
     how: How
     why: str = ""
+    where: str = ""
 
     def takes(self, piece: Piece) -> bool:
         """Whether it is about a piece."""
-        return self.language == piece.language and re.match(self.pattern, piece.text) is not None
+        return (
+            self.language == piece.language
+            and re.match(self.pattern, piece.text) is not None
+            and re.match(self.where, f"{piece.page}: {piece.heading}") is not None
+        )
 
 
-def _sh(pattern: str, how: How, why: str = "") -> Rule:
-    return Rule("sh", pattern, how, why)
+def _sh(pattern: str, how: How, why: str = "", where: str = "") -> Rule:
+    return Rule("sh", pattern, how, why, where)
 
 
 AGENT = r"gpu-node-agent "
+# What a move asks of any node, whoever was there before.
+OURS = (
+    r"kubectl ((cordon|uncordon|wait node) |label node NODE "
+    r"(nvidia-device-enable=(vgpu|pgpu|disable)( gpu-agent=moved)? --overwrite|gpu-agent(=moved|-))$)"
+)
 RULES = (
-    _sh(r"make image$|\.ci/(release publish --registry|sbom)|helm install gpu-node-agent oci:", How.RELEASE),
+    # tests/cluster/test_release.py and test_install.py
+    _sh(
+        r"make image$|\.ci/(release publish --registry|sbom)|helm install gpu-node-agent oci:", How.ELSEWHERE
+    ),
+    _sh(
+        r"kubectl ", How.ELSEWHERE, where=r"migration.md: (NVIDIA's device plugin|From NVIDIA|Back to NVIDIA)"
+    ),
     _sh(r"make ", How.PARSED),
     _sh(r"\.ci/release publish", How.NOT, "publishes under names that nobody has given yet"),
     _sh(r"kind load", How.NOT, "kind needs a container engine"),
@@ -81,27 +101,35 @@ RULES = (
         "needs nodes with a driver; see test_preflight.py",
     ),
     _sh(r"kubectl annotate pod trainer", How.NOT, "test_vgpu.py resizes a pod whose container runs"),
+    _sh(OURS, How.CLUSTER, where=r"migration.md: "),
+    _sh(r"kubectl ", How.NOT, "needs the agent that is replaced", where=r"migration.md: "),
     _sh(r"kubectl ", How.CLUSTER),
     Rule("promql", "", How.HERE),
     Rule("yaml", "", How.PARSED),
 )
 
 
+_PARTS = re.compile(
+    r"^```(?P<language>\w*)\n(?P<block>(?s:.*?))^```|^#+ (?P<heading>.+)$"
+    r"|(?P<lines>^ {4}\S.*\n(?:^ {4,}\S.*\n)*)",
+    re.MULTILINE,
+)
+
+
 def pieces() -> Iterator[Piece]:
     """All of them, page by page and in order; commands that `&&` joins one by one, without comments."""
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            if language == "sh":
-                yield from _commands(page.name, block.splitlines())
-            elif language not in PROSE:
-                yield Piece(page.name, language, block)
-        without = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        joined = re.sub(r"\\\n\s*", " ", without)
-        yield from _commands(page.name, (line for line in joined.splitlines() if re.match(r"    \S", line)))
+        heading = ""
+        for part in _PARTS.finditer(page.read_text(encoding="utf-8")):
+            heading = part["heading"] or heading
+            if part["lines"] or part["language"] == "sh":
+                yield from _commands(page.name, heading, part["lines"] or part["block"])
+            elif part["block"] and part["language"] not in PROSE:
+                yield Piece(page.name, heading, part["language"], part["block"])
 
 
-def _commands(page: str, lines: "Iterator[str] | list[str]") -> Iterator[Piece]:
-    for line in lines:
+def _commands(page: str, heading: str, text: str) -> Iterator[Piece]:
+    # A line that is further indented belongs to the one before.
+    for line in re.sub(r"\\?\n {5,}", " ", text).splitlines():
         words = re.split(r"(?:^|\s)#\s", line)[0]
-        yield from (Piece(page, "sh", each.strip()) for each in words.split(" && ") if each.strip())
+        yield from (Piece(page, heading, "sh", each.strip()) for each in words.split(" && ") if each.strip())

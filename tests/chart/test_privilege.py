@@ -92,7 +92,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
     assert shares["run"]["mountPropagation"] == "Bidirectional"
-    assert set(shares) - set(mounts) == {"driver", "cgroups"}
+    assert set(shares) - set(mounts) == {"driver"}
 
 
 def test_every_host_folder_has_its_reason_written_down() -> None:
@@ -130,6 +130,7 @@ AGENT_VERBS = {
     "nodes": {"list", "watch", "patch"},
     "nodes/status": {"patch"},
     "pods": {"get", "list", "watch", "patch"},
+    "namespaces": {"list", "watch"},
     "events": {"create", "patch"},
 }
 
@@ -172,7 +173,7 @@ def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers()
 
 def test_the_host_s_cgroups_are_mounted_where_limits_are_enforced() -> None:
     for settings, mounted in (
-        ((), False),
+        ((), True),
         (('config.vgpu.enforcement="off"',), False),
         (('config.vgpu.enforcement="library"',), True),
         (('config.vgpu.enforcement="library"', "vgpu.enabled=false"), False),

@@ -16,8 +16,11 @@ BAD = {
     "no surge": ("maxUnavailable=0", ["maxUnavailable"]),
     "bad duration": ('metrics.podMonitor.interval="soon"', ["metrics.podMonitor.interval"]),
     "bad account": ('policies.choicesAllowed=["it\'s"]', ["policies.choicesAllowed"]),
+    "resizers of nothing": (
+        ['vgpu.resizers=["alice"]', 'config.vgpu.enforcement="off"'],
+        ["vgpu.resizers", "set config.vgpu.enforcement"],
+    ),
     "bad resizer": ('vgpu.resizers=["it\'s"]', ["vgpu.resizers"]),
-    "resizers of nothing": ('vgpu.resizers=["alice"]', ["vgpu.resizers", "set config.vgpu.enforcement"]),
     "resize by everybody": ("config.vgpu.resize=true", ["config.vgpu.resize", "vgpu.resizers"]),
     "ends whom nobody knows": (
         ['config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"'],
@@ -150,7 +153,7 @@ def test_default_namespace_is_guarded() -> None:
 
 
 def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
-    wanted = ['vgpu.resizers=["alice"]', 'config.vgpu.enforcement="library"']
+    wanted = ['vgpu.resizers=["alice"]']
     with pytest.raises(HelmRefused, match=r"vgpu\.resizers needs Kubernetes 1\.30"):
         helm.template(settings=wanted, kubernetes="1.29.0")
 

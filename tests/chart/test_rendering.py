@@ -120,7 +120,7 @@ def test_only_what_needs_a_restart_restarts() -> None:
         return found
 
     assert digest() == digest(
-        'config.defaultMode="pgpu"', 'config.logging.level="debug"', "vgpu.enabled=false"
+        'config.defaultMode="vgpu"', 'config.logging.level="debug"', "pgpu.enabled=false"
     )
     assert digest() != digest("config.sampling.intervalSeconds=5")
 

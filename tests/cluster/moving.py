@@ -77,3 +77,13 @@ def plugin_pods(cluster: Cluster) -> int:
     """How many pods NVIDIA's plugin has on the node."""
     selector = f"name={nvidia_plugin.LABEL}"
     return len(cluster.find_all("Pod", namespace=nvidia_plugin.NAMESPACE, labelSelector=selector))
+
+
+def in_the_wrong_order(installation: Installation) -> None:
+    """Our agent registers before NVIDIA's plugin leaves, which has the kubelet take the resource for gone."""
+    cluster = installation.cluster
+    cluster.kubectl("label", "node", cluster.node, "nvidia-device-enable=pgpu", "gpu-agent=moved")
+    installation.ready_agent()
+    cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.deploy.device-plugin=false")
+    cluster.wait_allocatable(GPU, 0)
+    cluster.wait_allocatable(GPU, len(installation.node.machine.uuids), timeout=40)

@@ -5,6 +5,7 @@ taken. The enforcement library comes into the containers as on any node, by the 
 """
 
 import json
+import shutil
 import time
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
@@ -295,8 +296,20 @@ async def test_agent_update_keeps_limits(pods: CappedPods, newer_library: Path) 
         loaded = await pods.ask_cuda(name, "[line.split()[-1] for line in open('/proc/self/maps')]")
         assert set(loaded) & (builds[0] | builds[1]) == builds[name == "after"]
 
-    # The kubelet repeats the mounts that it was answered once.
+    # A program that dies with its container holds nothing in the next one.
     first = await pods.process("before")
+    silent = "null = os.open('/dev/null', os.O_RDWR); [os.dup2(null, number) for number in range(3)]"
+    child = f"{silent}; init({gpu}); alloc(1000); time.sleep(3600)"
+    await pods.ask_cuda("before", f"fork({child!r})")
+
+    async def taken() -> bool:
+        return pods.machine.used(gpu) == 1000 * MIB + CONTEXT
+
+    await until(taken, "a program that nobody waits for has its memory")
+    # A reboot empties /run, where limits lie; the kubelet repeats the mounts that it was answered once.
+    await pods.rig.stop_agent()
+    await thread(shutil.rmtree, pods.rig.run_folder / "limits")
+    await pods.start(**{"vgpu.library": str(newer_library)})
     await pods.sh("before", "kill 1")
 
     async def again() -> bool:
@@ -306,6 +319,7 @@ async def test_agent_update_keeps_limits(pods: CappedPods, newer_library: Path) 
     await until(again, "the container was started again", 60)
     assert await pods.process("before") != first
     assert await pods.mounts("before") == before
+    await pods.learn_contexts("before")  # what was learned before a reboot is forgotten
     assert await pods.ask_cuda("before", f"init({gpu})", *FILL) == FULL
 
     # The old library goes with the last container that has it.

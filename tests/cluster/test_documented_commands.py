@@ -93,10 +93,11 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
     done = 0
     for piece in [each for each in found if each not in last] + last:
         if piece.text.startswith("kubectl label node") and "--overwrite" not in piece.text:
-            key = piece.text.split()[4].partition("=")[0]
-            site.cluster.kubectl("label", "node", site.cluster.node, f"{key}-")  # as on a node without it
+            key, given, _ = piece.text.split()[4].partition("=")
+            if given:
+                site.cluster.kubectl("label", "node", site.cluster.node, f"{key}-")  # as without it
         run(site, piece, tmp_path)
-        if mode := re.search(r"nvidia-device-enable=(\w+)", piece.text):
+        if mode := re.search(r"nvidia-device-enable=(pgpu|vgpu|mps)", piece.text):
             wait_in_force(site, mode[1])
         if piece.text.startswith("kubectl apply"):
             name = Path(piece.text.split()[-1]).stem

@@ -11,12 +11,11 @@ import pytest
 from agent.nvml.port import ComputeMode
 from tests.chart import helm
 from tests.chart.helm import HelmRefused
-from tests.cluster import manifests
+from tests.cluster import manifests, moving
 from tests.cluster.audit import AuditLog
 from tests.cluster.install_fixtures import audit, delete_pods, installation, open_cluster
 from tests.cluster.installation import NAMESPACE, RELEASE, Installation
 from tests.cluster.interrupting import hook_process, second_node, wait_cleaned
-from tests.cluster.moving import MIGRATION, follow, held, hold, plugin_pods, with_nvidia_plugin
 from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import REPORT as WRITE
 from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
@@ -285,6 +284,8 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     log.wait(("pods", "watch"), ("pods", "patch"), ("events", "create"))
     # The server has no streaming lists.
     log.wait(("nodes", "list"), ("pods", "list"))
+    # What they say of limits.
+    log.wait(("namespaces", "list"), ("namespaces", "watch"))
 
     # What is told twice is counted.
     delete_pods(cluster)
@@ -319,23 +320,27 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
 def test_move_from_nvidia_plugin_and_back(installation: Installation) -> None:
     """The documented commands in order; pods with whole GPUs run through, and no GPU has two holders."""
     cluster = installation.cluster
-    with with_nvidia_plugin(installation):
-        hold(cluster, "before", 2)
+    with moving.with_nvidia_plugin(installation):
+        moving.hold(cluster, "before", 2)
         installation.install("--set-string=nodeSelector.gpu-agent=moved")
-        follow(installation, MIGRATION, "NVIDIA's device plugin")
+        moving.follow(installation, moving.MIGRATION, "NVIDIA's device plugin")
         assert installation.pods("agent") == []
 
-        follow(installation, MIGRATION, "From NVIDIA's plugin, one node")
-        assert plugin_pods(cluster) == 0
-        hold(cluster, "here", 3)
+        moving.follow(installation, moving.MIGRATION, "From NVIDIA's plugin, one node")
+        assert moving.plugin_pods(cluster) == 0
+        moving.hold(cluster, "here", 3)
         assert "default/before" in command(installation, "status")
-        running, taken = containers(cluster), held(cluster)
+        running, taken = containers(cluster), moving.held(cluster)
 
-        follow(installation, MIGRATION, "Back to NVIDIA's plugin, one node")
-        assert plugin_pods(cluster) == 1
+        moving.follow(installation, moving.MIGRATION, "Back to NVIDIA's plugin, one node")
+        assert moving.plugin_pods(cluster) == 1
         assert installation.pods("agent") == []
-        hold(cluster, "after", 3)
+        moving.hold(cluster, "after", 3)
         assert {**containers(cluster), **running} == containers(cluster)
-        assert {**held(cluster), **taken} == held(cluster)
-        assert len(frozenset().union(*held(cluster).values())) == len(installation.node.machine.uuids)
+        assert {**moving.held(cluster), **taken} == moving.held(cluster)
+        assert len(frozenset().union(*moving.held(cluster).values())) == len(installation.node.machine.uuids)
+        delete_pods(cluster)
+
+        moving.in_the_wrong_order(installation)
+        moving.hold(cluster, "again", len(installation.node.machine.uuids))
         delete_pods(cluster)

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from agent.extender.serving_label import LABEL
+from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import HINT
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.accounts import acting_as
-from tests.cluster.api import ApiError
+from tests.cluster.api import ApiClient, ApiError
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import CONFIG
 from tests.cluster.install_fixtures import an_installation, with_image
@@ -141,6 +142,18 @@ def run(installation: Installation, name: str) -> str:
     return str(pod["metadata"]["annotations"][f"{HINT}0"])
 
 
+def told_why(cluster: Cluster, pod: str) -> str:
+    """The sentence of the extender's event on a pod that waits."""
+
+    def told() -> str:
+        for event in cluster.find_all("Event"):
+            if event["reason"] == WAITING_FOR_GPU and event["involvedObject"]["name"] == pod:
+                return str(event["message"])
+        raise NotYet("; ".join(cluster.events(pod)))
+
+    return eventually(told, timeout=30, what=f"an event {WAITING_FOR_GPU} on {pod}", interval=0.2)
+
+
 def bindings(installation: Installation) -> int:
     """How many pods the leader has bound, by its own count."""
     page = str(installation.cluster.api.request("GET", f"{SERVICE}/metrics"))
@@ -183,8 +196,35 @@ def test_standby_is_ready(installation: Installation) -> None:
     with pytest.raises(ApiError, match="may label its own replicas only"):
         account.merge_patch(path, {"metadata": {"labels": {LABEL: "true"}}})
     cluster.delete("Pod", "other", namespace=NAMESPACE)
+    check_events(cluster, account)
     # A label on the wrong replica is taken away.
     assert leader(installation) == third
+
+
+def check_events(cluster: Cluster, account: ApiClient) -> None:
+    """The account writes events about pods, in its own name."""
+    events = cluster.api.path("v1", "Event", "default")
+    component = f"{RELEASE}-extender"
+    pod = {"kind": "Pod", "name": "somebody", "namespace": "default"}
+    for about, by, allowed in (
+        (pod, component, True),
+        (pod, "kubelet", False),
+        ({"kind": "Node", "name": cluster.node}, component, False),
+    ):
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": "made-up.", "namespace": "default"},
+            "involvedObject": about,
+            "reason": WAITING_FOR_GPU,
+            "source": {"component": by},
+            "reportingComponent": by,
+        }
+        if allowed:
+            account.request("POST", events, body)
+        else:
+            with pytest.raises(ApiError, match="events about pods only, and in its own name only"):
+                account.request("POST", events, body)
 
 
 def evict(cluster: Cluster, name: str) -> None:
@@ -207,6 +247,12 @@ def test_extender_as_the_chart_installs_it(installation: Installation) -> None:
     installation.label("vgpu")
     installation.ready_agent()
     wait_sold(cluster, *SHARE)
+
+    # In total the node has this memory, no GPU has: the pod's owner is told, by the chart's own account.
+    large = manifests.container("main", ["true"], limits={**SHARE, "tencent.com/vcuda-memory": 4000})
+    cluster.apply(manifests.pod("large", large))
+    assert "even if it were empty; ask for less" in told_why(cluster, "large")
+    cluster.delete("Pod", "large")
 
     chosen = {run(installation, "one"), run(installation, "two")}
     assert bindings(installation) == 2

@@ -91,7 +91,7 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 
 {{- /* Whether limits of vGPU are enforced at all: what namespaces say of it is read. */ -}}
 {{- define "gna.enforces" -}}
-{{- $enforcement := dig "vgpu" "enforcement" "off" .Values.config -}}
+{{- $enforcement := dig "vgpu" "enforcement" "library" .Values.config -}}
 {{- if and .Values.vgpu.enabled (ne (toString $enforcement) "off") (ne (toString $enforcement) "false") }}true{{ end -}}
 {{- end -}}
 

@@ -190,18 +190,40 @@ def test_an_application_that_closes_every_descriptor_goes_on(
     assert made.charged() == machine.used() == 400 * MIB
 
 
+def in_a_namespace_of_its_own(made: Container, programs: Programs, command: str) -> int:
+    """The pid of a process, below a program that waits, once the container has been charged 500 MiB."""
+    program = programs(made, "libc = ctypes.CDLL(None)")
+    assert program("libc.unshare(0x20000000)") == 0  # CLONE_NEWPID: for its children
+    child = int(program(f"fork({command!r})"))
+    end = time.monotonic() + 30
+    while made.charged() < 500 * MIB:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return child
+
+
+def test_memory_of_a_container_that_is_started_again_is_free(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    """Its processes were in a PID namespace that is no more, and whose pids say nothing in the new one."""
+    made = container(1024)
+    child = in_a_namespace_of_its_own(made, programs, "init(); alloc(200); time.sleep(60)")
+    os.kill(child, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while machine.processes():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    program = programs(made, "init()")
+    program("alloc(700)")
+    assert made.charged() == machine.used() == 1000 * MIB
+
+
 def test_a_process_in_another_pid_namespace_is_not_taken_for_dead(
     container: MakeContainer, machine: CudaMachine, programs: Programs
 ) -> None:
     made = container(1024)
-    program = programs(made, "libc = ctypes.CDLL(None)")
-    assert program("libc.unshare(0x20000000)") == 0  # CLONE_NEWPID: for its children
-    child = program("fork('init(); alloc(200); time.sleep(60)')")
+    child = in_a_namespace_of_its_own(made, programs, "init(); alloc(200); time.sleep(60)")
     try:
-        end = time.monotonic() + 30
-        while made.charged() < 500 * MIB:
-            assert time.monotonic() < end
-            time.sleep(0.02)
         program = programs(made, "init()")
         assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(300 * MIB))") == 2
         assert made.charged() == 800 * MIB

@@ -101,6 +101,25 @@ async def test_what_no_node_can_hold_is_said_with_the_remedy() -> None:
     assert "4 whole GPUs in mode vgpu even if it were empty; ask for less, or spread" in said(api, "many")[0]
 
 
+async def test_gpus_of_other_agents_are_known_by_their_number_alone() -> None:
+    api = ClusterApi()
+    offers: dict[str, Any] = {"nvidia.com/gpu": 1}
+    api.node("theirs", **offers)
+    api.node("cpu")
+    for name in ("held", "p"):
+        pod = api.pod(name, 0, 0, "theirs" if name == "held" else "")
+        pod["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
+        pod["status"]["conditions"] = CONDITIONS
+        api.update(pod)
+    async with api.serving(), leader(api):
+        await until(lambda: said(api, "p"))
+        (sentence,) = said(api, "p")
+        assert sentence == (
+            "no node has room now for 1 x nvidia.com/gpu: 0 of 1 nvidia.com/gpu free by totals (no "
+            "inventory) (1 node); ask for less, or wait: the pod starts when enough is free"
+        )
+
+
 async def test_a_pod_with_room_or_without_gpus_gets_no_event() -> None:
     api = ClusterApi()
     api.node("a", *gpus(2))

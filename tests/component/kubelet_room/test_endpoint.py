@@ -260,3 +260,14 @@ async def test_cancellation_at_any_moment_leaves_no_socket_and_no_task(folder: P
             assert endpoint.service.streams.value == 0
         await kubelet.stop()
         await eventually(lambda: running_tasks() <= 3)
+
+
+async def test_registered_anew_on_request(folder: Path) -> None:
+    kubelet = _kubelet(folder)
+    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
+        await eventually(lambda: _listed(kubelet))
+        infos = endpoint.service.infos_given.value
+        endpoint.register_again()
+        await eventually(lambda: endpoint.service.infos_given.value > infos and endpoint.registered)
+        await eventually(lambda: _listed(kubelet))
+        assert _ours(folder) == {f"plugins_registry/{endpoint.path.name}"}

@@ -78,6 +78,18 @@ def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, 
     assert not any((tmp_path / name).exists() for name in named)
 
 
+def test_what_vgpu_containers_have_mounted_stays(settings: Settings, tmp_path: Path) -> None:
+    """Without the file a runtime makes a folder of its name, which no container takes for a limit file."""
+    mounted = ("state/lib/libgna-limits-0.so", "run/limits/GPU-1-0/limits")
+    for name in mounted:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert not node.remove_files(settings, {"team/training"})
+    assert all((tmp_path / name).exists() for name in mounted)
+    assert node.remove_files(settings)
+    assert not any((tmp_path / name).exists() for name in mounted)
+
+
 def test_holders_without_our_specification_keep_nothing(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "state/bin").mkdir()
     assert node.remove_files(settings, {"team/training"})

@@ -49,6 +49,34 @@ async def test_what_the_kubelet_does_not_know_of_is_not_offered() -> None:
 
 
 @in_virtual_time
+async def test_a_resource_that_the_kubelet_takes_for_gone_is_registered_anew() -> None:
+    """Another agent of the same name has left after we registered: the kubelet goes by the name."""
+    async with world() as node:
+        kubelet = node.kubelet
+        kubelet.known, kubelet.reads = {GPU: 0, CORE: 0}, False
+        node.api.change(_tick({GPU: "0"}))
+        await anyio.sleep(9)
+        assert kubelet.registered_again == []  # it may be busy
+        await anyio.sleep(6)
+        assert len(kubelet.registered_again) == 1
+        # One that stays deaf is not kept busy with it.
+        await anyio.sleep(3600)
+        assert 5 < len(kubelet.registered_again) < 12
+        kubelet.reads = True
+        await node.settled(20)
+
+
+@in_virtual_time
+async def test_a_kubelet_that_is_only_slow_is_let_read() -> None:
+    async with world() as node:
+        kubelet = node.kubelet
+        kubelet.known, kubelet.reads = {GPU: 3}, False  # of eight
+        node.api.change(_tick({GPU: "3"}))
+        await anyio.sleep(300)
+        assert kubelet.registered_again == []
+
+
+@in_virtual_time
 async def test_a_mute_kubelet_is_offered_nothing_until_it_answers() -> None:
     async with world() as node:
         node.kubelet.mute = True
@@ -57,6 +85,7 @@ async def test_a_mute_kubelet_is_offered_nothing_until_it_answers() -> None:
         assert node.api.writes == []
         node.kubelet.mute = False
         await node.settled(15)
+        assert node.kubelet.registered_again == []
 
 
 @in_virtual_time

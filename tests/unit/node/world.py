@@ -47,6 +47,12 @@ class Kubelet:
     mute: bool = False  # does not say what it knows
     reads: bool = True  # takes in the lists that it gets
     asked: int = 0
+    registered_again: list[float] = field(default_factory=list)  # when
+
+    def register_again(self, names: frozenset[str]) -> None:
+        """It reads the list of a resource that it did not listen to."""
+        assert names <= {GPU, CORE}
+        self.registered_again.append(anyio.current_time())
 
     async def taken_in(self) -> Mapping[str, int]:
         """GetAllocatableResources."""
@@ -76,7 +82,7 @@ class World:
         self.assignment = Cell(assignment)
         self.node = NodeObject(api, "n")
         own = ClusterNode(self.node, EventRecorder(api, "n"))
-        offer = Offer(self.assignment, offered, self._delivered, kubelet.taken_in)
+        offer = Offer(self.assignment, offered, self._delivered, kubelet.taken_in, kubelet.register_again)
         taint = SchedulingTaint(own)
         capacity = Capacity(own, offer, taint)
         withdrawals = Withdrawals(own, offer, capacity, taint, kubelet.waiting)
