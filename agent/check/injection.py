@@ -21,7 +21,7 @@ SWITCH_ON = "set enable_cdi = true there and restart containerd"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What is known of it."""
+    """The known facts of it."""
 
     settings: Settings
     host: Host

@@ -17,7 +17,7 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What had to be asked for: of the API server, and of NVIDIA's program."""
+    """Answers of the API server and of NVIDIA's program."""
 
     host: Host
     own: Own

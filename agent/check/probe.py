@@ -1,4 +1,4 @@
-"""What a container sees of the GPUs that it was given: run inside, by the agent's program or by any shell."""
+"""A container's view of its GPUs: run inside, by the agent's program or by any shell."""
 
 import os
 import shutil

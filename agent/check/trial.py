@@ -65,7 +65,7 @@ async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
 
 
 def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
-    """What it comes to. Raises TrialFailed."""
+    """The outcome. Raises TrialFailed."""
     where = f"on node {ended.spec.node_name}"
     devices = [line.removeprefix(DEVICE) for line in lines if line.startswith(DEVICE)]
     program = next((line for line in reversed(lines) if line.startswith(DRIVER_PROGRAM)), None)
