@@ -35,7 +35,7 @@ _Units = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a container is to have; None: as it is."""
+    """Sizes of a container; None: as it is."""
 
     memory: _Units | None = None  # units
     cores: Annotated[int, Meta(ge=1, le=100)] | None = None  # percent of a GPU
