@@ -163,7 +163,8 @@ def test_pods_are_written_only_where_choices_are() -> None:
 
 def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
     ends = ('config.vgpu.enforcement="library"', "attribution.enabled=true", 'config.vgpu.aboveCap="end"')
-    for settings, added in ((ends, ["KILL"]), (ends[:2], None), (ends[1:], None)):
+    off = ('config.vgpu.enforcement="off"', *ends[1:])
+    for settings, added in ((ends, ["KILL"]), (ends[1:], ["KILL"]), (ends[:2], None), (off, None)):
         (container,) = agent(*settings)["containers"]
         assert container["securityContext"]["capabilities"].get("add") == added
         made = helm.template(settings=(*settings, "openshift.enabled=true"))

@@ -5,6 +5,7 @@
 
 #define DEPTH 64
 static struct context *primary[SIM_CUDA_DEVICES];
+static uint32_t retained[SIM_CUDA_DEVICES]; /* of a primary context that was reset */
 static _Thread_local struct context *stack[DEPTH];
 static _Thread_local uint32_t depth;
 
@@ -138,6 +139,10 @@ CUresult model_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev) {
     objects_lock();
     if (primary[index] == NULL) {
         result = make(index, 0, &primary[index]);
+        if (result == CUDA_SUCCESS) {
+            primary[index]->references = retained[index];
+            retained[index] = 0;
+        }
     }
     if (result == CUDA_SUCCESS) {
         primary[index]->references++;
@@ -147,14 +152,17 @@ CUresult model_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev) {
     return result;
 }
 
-static CUresult release(CUdevice dev, int all) {
+/* "Resetting the primary context does not release it": cuda.h, of cuDevicePrimaryCtxReset. */
+static CUresult release(CUdevice dev, int reset) {
     uint32_t index;
     CUresult result = CUDA_SUCCESS;
     TRY(device_index(dev, &index));
     objects_lock();
     if (primary[index] == NULL) {
-        result = all ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-    } else if (all || --primary[index]->references == 0) {
+        result = reset || retained[index] > 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+        retained[index] -= !reset && retained[index] > 0;
+    } else if (reset || --primary[index]->references == 0) {
+        retained[index] = reset ? primary[index]->references : 0;
         unmake(primary[index]);
         primary[index] = NULL;
     }

@@ -130,12 +130,19 @@ HOOK(cuDevicePrimaryCtxRetain)(CUcontext *pctx, CUdevice dev) {
     return result;
 }
 
-static void dropped(CUdevice dev, bool wholly) {
+static void dropped(CUdevice dev, bool reset) {
     struct gna_entry entry;
     if (!gna_take(GNA_CONTEXT, primary_key(dev), &entry)) {
         return;
     }
-    if (!wholly && entry.count > 1) {
+    if (reset) {
+        /* What was allocated in it is gone. It is still retained as often, says cuda.h, and the next retain gives it
+         * back: released as if it were gone, it would be missing from the books while it is used. */
+        gna_context_gone((CUcontext)(uintptr_t)entry.other);
+        gna_put(&entry);
+        return;
+    }
+    if (entry.count > 1) {
         entry.count--;
         gna_put(&entry);
         return;
@@ -145,12 +152,12 @@ static void dropped(CUdevice dev, bool wholly) {
     gna_release(entry.record, entry.bytes);
 }
 
-#define DROP(symbol, dev, wholly)                \
+#define DROP(symbol, dev, reset)                 \
     gna_enter(&primary_lock);                    \
     gna_attach();                                \
     CUresult result = REAL(symbol)(dev);         \
     if (result == CUDA_SUCCESS) {                \
-        dropped(dev, wholly);                    \
+        dropped(dev, reset);                     \
     }                                            \
     gna_leave(&primary_lock);                    \
     return result

@@ -192,3 +192,21 @@ def test_escape_9_dlmopen(container: MakeContainer, etc: Path, machine: CudaMach
     made = container(1024)
     assert _granted(made, etc, machine, driver, ["env"], DLMOPEN) == UNLIMITED
     assert made.charged() == 0
+
+
+def test_a_reset_primary_context_is_still_charged_while_it_is_retained(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024)
+    program = programs(made, "init()", "alloc(600)")
+    program("check('cuDevicePrimaryCtxReset_v2', 0)")
+    assert made.charged() == 300 * MIB  # what was allocated in it is gone
+    program("init()", "kept = alloc(600)")
+    assert made.charged() == machine.used() == 900 * MIB
+    # One of the two that retain it leaves: neither context nor memory is gone.
+    program("check('cuDevicePrimaryCtxRelease_v2', 0)")
+    assert machine.used() == 900 * MIB
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(600 * MIB))") == 2
+    assert machine.peak() <= 1024 * MIB
+    program("check('cuDevicePrimaryCtxRelease_v2', 0)")
+    assert made.charged() == machine.used() == 0
