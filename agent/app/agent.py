@@ -63,7 +63,7 @@ class Limits(Protocol):
 
 @dataclass
 class MpsParts:
-    """What the rest of the agent has of MPS."""
+    """The parts of MPS that the rest of the agent uses."""
 
     manager: DaemonManager
     clients: ClientWatch
@@ -115,7 +115,7 @@ class MpsParts:
 
 @dataclass
 class NodeParts:
-    """What keeps the node's status and its taint true."""
+    """The writers of the node's status and of its taint."""
 
     taint: SchedulingTaint
     capacity: Capacity
@@ -125,7 +125,7 @@ class NodeParts:
 
 @dataclass
 class ClusterAccess:
-    """What the agent has of the Kubernetes API."""
+    """The agent's access to the Kubernetes API."""
 
     api: "KubeApi"
     node: "NodeObject"

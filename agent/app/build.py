@@ -214,7 +214,7 @@ async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: 
 
 
 def catalog_of(settings: Settings) -> ModeCatalog:
-    """What may be asked for under a configuration."""
+    """The modes that may be requested under a configuration."""
     allowed = settings.modes
     modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
     layouts = {
@@ -271,7 +271,7 @@ def _vgpu_plugins(
 async def _vgpu_fence(
     agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
 ) -> Fence:
-    """What keeps vGPU containers to their memory, where the configuration wants that."""
+    """The enforcement of vGPU memory, where it is configured."""
     settings = agent.settings
     if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
         return no_fence

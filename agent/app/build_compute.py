@@ -53,7 +53,7 @@ def _none(_about: About) -> Wish:
 
 
 def percents_of(uses: Uses) -> Mapping[Place, float]:
-    """What the driver measured of vGPU containers, in percent of their GPU."""
+    """Use of vGPU containers as the driver measured it, in percent of their GPU."""
     return {
         (share.namespace, share.pod, share.container, share.gpu): each.use.utilization * 100
         for each in uses.containers

@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class LimitParts:
-    """What the rest of the agent sees of the limits."""
+    """The limits as the rest of the agent sees them."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ async def build_isolation(
 
 
 class VgpuFence:
-    """What the limits of a container add to the answer for its memory."""
+    """Additions of a container's limits to the answer for its memory."""
 
     def __init__(self, parts: LimitParts) -> None:
         self._isolation = parts.isolation
@@ -213,7 +213,7 @@ async def _follow_growth(agent: Agent, isolation: Isolation, shares: SharedPair)
 
 
 def _container_ids(pods: "PodCache", about: About) -> list[str]:
-    """What the runtime calls a container, by its pod's status."""
+    """The runtime's ID of a container, by its pod's status."""
     pod = pods.pods().get(about.uid)
     return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
 
@@ -247,7 +247,7 @@ def round_of(uses: Uses) -> list[Measured]:
 
 
 def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None]:
-    """What namespaces have of their own; without the API server nothing."""
+    """Settings of namespaces; without the API server none."""
     if agent.cluster is None:
         return lambda _: None
     from agent.cluster.namespaces import LABEL, NamespaceLabels  # noqa: PLC0415  loads the client

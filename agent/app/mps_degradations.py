@@ -1,4 +1,4 @@
-"""What works less well than it should with MPS: for status, /readyz and an event."""
+"""Degradations of MPS: for status, /readyz and an event."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ async def tell_of_advisory_caps(agent: Agent, injector: Injector, assignment: Ce
 def remarks(
     agent: Agent, manager: DaemonManager, injector: Injector, assignment: Cell[Assignment]
 ) -> Callable[[], list[str]]:
-    """What works less well than it should with MPS, each in a sentence."""
+    """Degradations of MPS, each in a sentence."""
 
     def found_now() -> list[str]:
         gpus = agent.inventory.snapshot.value.by_uuid

@@ -1,4 +1,4 @@
-"""What can go wrong with the CDI specification of the GPUs; each message names the remedy."""
+"""Errors of the CDI specification of the GPUs; each message names the remedy."""
 
 
 class CdiError(Exception):

@@ -121,7 +121,7 @@ class SpecificationKeeper:
 
 
 def _needs(snapshot: Snapshot) -> Hashable:
-    """What a specification depends on; None: none can be made now."""
+    """The inputs of a specification; None: none can be made now."""
     if snapshot.driver is None or snapshot.problem or snapshot.released_until is not None:
         return None
     gpus = frozenset(

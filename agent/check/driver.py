@@ -17,7 +17,7 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What NVML says."""
+    """The findings of NVML."""
 
     driver: Driver | None
     gpus: tuple[Gpu, ...]
@@ -52,7 +52,7 @@ def look_at_machine(nvml: NvmlPort) -> Machine:
 
 
 def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
-    """What MIG, mode vgpu and mode mps find on these GPUs. Blocks on files."""
+    """The findings on MIG, mode vgpu and mode mps for these GPUs. Blocks on files."""
     if machine.driver is None or not machine.gpus:
         return
     if mig := [str(gpu.index) for gpu in machine.gpus if gpu.mig_enabled]:

@@ -21,7 +21,7 @@ SWITCH_ON = "set enable_cdi = true there and restart containerd"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What is known of it."""
+    """The known facts of it."""
 
     settings: Settings
     host: Host
@@ -36,6 +36,14 @@ class Way:
         software = self.facts.software if self.facts else None
         chosen = choose(self.settings, software, self.toolkit, self.own).cdi
         return chosen and not (self.runtime and self.runtime.cdi is False)
+
+    @property
+    def by_own_alone(self) -> bool:
+        """Whether nothing would serve instead of the agent's specification: no other one, no variable."""
+        if self.toolkit:
+            return False
+        by_nodes = self.settings.injection.device_nodes
+        return self.by_cdi or not (by_nodes or _runtime(self).grade is not Grade.FAILED)
 
     @property
     def worst(self) -> Grade:

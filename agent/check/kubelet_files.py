@@ -1,4 +1,4 @@
-"""What a node's files say of its kubelet: its configuration, and who offers devices to it. Blocks."""
+"""The kubelet by the node's files: its configuration, and who offers devices to it. Blocks."""
 
 import os
 import socket

@@ -32,7 +32,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the looks come to: the last line, and the exit code."""
+    """The result of the looks: the last line, and the exit code."""
 
     text: str
     code: int

@@ -17,7 +17,7 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What had to be asked for: of the API server, and of NVIDIA's program."""
+    """Answers of the API server and of NVIDIA's program."""
 
     host: Host
     own: Own
@@ -41,9 +41,7 @@ def look(settings: Settings, nvml: NvmlPort, seen: Observed) -> Iterator[Look]:
     yield from look_at_modes(settings, machine)
     way = way_of(settings, seen.host, seen.facts, seen.own, driver=machine.driver is not None)
     yield from look_at_injection(way)
-    yield from look_at_specification(
-        settings, seen.host, seen.own, machine, needed=way.by_cdi and not way.toolkit
-    )
+    yield from look_at_specification(settings, seen.host, seen.own, machine, needed=way.by_own_alone)
     yield from look_at_kubelet(settings, seen.host, seen.facts, seen.unread)
     yield from look_at_kernel(settings, seen.host)
     yield from _enforcement(settings, seen.host)

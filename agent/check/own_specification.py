@@ -22,7 +22,7 @@ WHAT = "GPU specification"
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What containers can get by it."""
+    """The devices that containers can get by it."""
 
     wanted: bool  # whether the agent makes one at all, with this configuration
     devices: Devices = field(default_factory=Devices)

@@ -1,4 +1,4 @@
-"""What a container sees of the GPUs that it was given: run inside, by the agent's program or by any shell."""
+"""A container's view of its GPUs: run inside, by the agent's program or by any shell."""
 
 import os
 import shutil
@@ -15,12 +15,15 @@ NO_PROGRAM = "not there"
 PREFIXES = ("NVIDIA_", "CUDA_")
 SMI_SECONDS = 60.0
 MIB = 1 << 20
+# Where a driver's programs come to, which an image's own PATH may leave out; the second on GKE.
+FOLDERS = ("usr/bin", "usr/local/nvidia/bin")
 # The same for images that have a shell and not this program. What a shell has built in is all that it needs.
 SCRIPT = f"""
 for each in /dev/nvidia* /dev/dxg; do if [ -c "$each" ]; then echo "{DEVICE}$each"; fi; done
 export -p | while read -r word each; do
   case $each in {"|".join(f"{prefix}*" for prefix in PREFIXES)}) echo "{VARIABLE}$each";; esac
 done
+PATH=$PATH:{":".join(f"/{folder}" for folder in FOLDERS)}
 if [ -f {IN_CONTAINER}/limits ]; then echo "{CAP}limits of memory are mounted"; fi
 if command -v nvidia-smi >/dev/null 2>&1; then nvidia-smi; echo "{DRIVER_PROGRAM}ended with $?"
 else echo "{DRIVER_PROGRAM}{NO_PROGRAM}"; fi
@@ -36,7 +39,8 @@ def seen(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
         if name.startswith(PREFIXES):
             yield f"{VARIABLE}{name}={value}"
     yield from _caps(root / IN_CONTAINER.strip("/") / "limits")
-    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    places = (environment.get("PATH", ""), *(str(root / folder) for folder in FOLDERS))
+    program = shutil.which("nvidia-smi", path=":".join(places))
     if program is None:
         yield f"{DRIVER_PROGRAM}{NO_PROGRAM}"
         return

@@ -1,4 +1,4 @@
-"""What a node's files say of its container runtime and of NVIDIA's container toolkit. Blocks."""
+"""The container runtime and NVIDIA's container toolkit, by a node's files. Blocks."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def _asked(program: str, root: Path | None) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Runtimes:
-    """What a node's container runtime starts containers with, by its configuration files."""
+    """The low-level runtimes of a node's container runtime, by its configuration files."""
 
     file: str  # the one that had the last word
     default: str

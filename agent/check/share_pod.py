@@ -22,7 +22,7 @@ class NothingOffered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TrialOptions:
-    """What the user asked for; None: `try` chooses."""
+    """The user's choice; None: `try` chooses."""
 
     mode: Mode | None = None
     namespace: str = "default"

@@ -1,4 +1,4 @@
-"""What the Node object says of a node: versions, and which resources are on offer there."""
+"""A node by its Node object: versions, and the resources on offer there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ OFF = (None, "none")  # the label of the mode in force while the agent offers no
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What is known of a node from outside."""
+    """Facts of a node seen from outside."""
 
     software: NodeSoftware
     labels: Mapping[str, str] = field(default_factory=dict)

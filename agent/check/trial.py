@@ -65,7 +65,7 @@ async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
 
 
 def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
-    """What it comes to. Raises TrialFailed."""
+    """The outcome. Raises TrialFailed."""
     where = f"on node {ended.spec.node_name}"
     devices = [line.removeprefix(DEVICE) for line in lines if line.startswith(DEVICE)]
     program = next((line for line in reversed(lines) if line.startswith(DRIVER_PROGRAM)), None)
@@ -149,7 +149,7 @@ async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
                 raise TrialFailed(f"node {pod.spec.node_name} refused the pod: {reasons_of(status)}")
             reasons = reasons_of(status)
             if reasons != last:
-                say(f"  waits: {reasons}")
+                say(f"  pod: {reasons}")
                 last = reasons
             if any(reason in reasons for reason in HOPELESS):
                 raise TrialFailed(f"the container cannot start: {reasons}")

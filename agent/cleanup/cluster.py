@@ -36,7 +36,7 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What the hook has to know of an installation."""
+    """Facts of an installation for the hook."""
 
     namespace: str
     agents: str  # label selector of the agents' pods

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class State(StrEnum):
-    """What became of a request on one node."""
+    """The outcome of a request on one node."""
 
     CLEAN = "clean"
     REFUSED = "refused"  # pods stand in the way, and nothing was changed

@@ -147,7 +147,7 @@ class Standby:
             log.warning("cleanup_not_answered", problem=str(problem))
 
     async def _next(self, request: Request, scope: anyio.CancelScope) -> Request | None:
-        """What follows this request, once something does."""
+        """The request after this one, once there is one."""
         removed = False
         async for items in self._node.reflector.items.values():
             for node in items.values():

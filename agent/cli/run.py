@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the command line says: how to read the configuration, and where its file is."""
+    """The command line: how to read the configuration, and where its file is."""
 
     load: Callable[[], Settings]
     nvml: Callable[[Settings], NvmlPort]

@@ -15,7 +15,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Kept(NamedTuple, Generic[T]):
-    """What is kept of an object while a list is being read."""
+    """The part of an object that is kept while a list is being read."""
 
     metadata: Metadata
     value: T

@@ -1,4 +1,4 @@
-"""What namespaces say of their own about limits: the label `gpu-node-agent.io/enforcement`."""
+"""Settings of namespaces for limits: the label `gpu-node-agent.io/enforcement`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

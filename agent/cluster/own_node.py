@@ -9,7 +9,7 @@ Amounts = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
 
 
 class Condition(NamedTuple):
-    """What a condition of the node says, and since when its status has been so (RFC 3339)."""
+    """A condition of the node, and since when its status has been so (RFC 3339)."""
 
     status: str
     reason: str

@@ -56,7 +56,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
 
 
 class ApiObject(Protocol):
-    """What a reflector needs of an object's type."""
+    """The attributes that a reflector needs of an object's type."""
 
     @property
     def metadata(self) -> Metadata:

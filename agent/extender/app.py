@@ -66,7 +66,7 @@ class Extender:
 
     @property
     def serving(self) -> Serving | None:
-        """What to answer from; None: not leader, or not complete."""
+        """The source of answers; None: not leader, or not complete."""
         ready = self.feed is not None and self.feed.complete.value and self.election.holds
         return self._serving if ready else None
 

@@ -31,7 +31,7 @@ BIND_SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """What is known of a pod that is being scheduled."""
+    """The known facts of a pod that is being scheduled."""
 
     demand: PodDemand
     policy: Policy
@@ -65,7 +65,7 @@ class Binder:
         self._open: dict[str, tuple[str, PodClaim]] = {}  # written, and no answer came
 
     def request(self, pod: Pod) -> PodRequest:
-        """What a pod wants. Raises Impossible."""
+        """The demand of a pod. Raises Impossible."""
         return PodRequest(demand_for(pod), policy_of(pod, self._policy))
 
     async def bind(self, binding: Binding) -> None:

@@ -31,7 +31,7 @@ MOST_NODES = 3  # for which the output names the pods that would have to end
 
 
 class CannotExplain(Exception):
-    """What is needed cannot be read; the text says why."""
+    """A needed object cannot be read; the text says why."""
 
 
 class _Page(msgspec.Struct):

@@ -150,7 +150,7 @@ class Fleet:
         return sum(each.expires is not None for each in self._assumed.values())
 
     def inventory(self, name: str) -> NodeInventory | None:
-        """What the node's agent published; None: nothing that can be used."""
+        """The inventory that the node's agent published; None: no usable one."""
         node = self._nodes.get(name)
         return node.inventory if node else None
 
@@ -174,7 +174,7 @@ class Fleet:
         )
 
     def free(self, name: str) -> FreeCapacity:
-        """What the GPUs of a node have left."""
+        """Free capacity of the GPUs of a node."""
         node = self._nodes[name]
         if node.free is None:
             node.free = free_capacity(node.inventory or NodeInventory(), node.claims.values())

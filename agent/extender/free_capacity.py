@@ -1,4 +1,4 @@
-"""What the GPUs of one node have left, after all that bound pods hold: pure."""
+"""Free capacity of one node's GPUs, after all that bound pods hold: pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from agent.model.node_inventory import GpuEntry, NodeInventory
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a pod holds of one GPU by the kubelet's own records."""
+    """Units of one GPU that a pod holds by the kubelet's own records."""
 
     uuid: str
     mode: Mode
@@ -40,7 +40,7 @@ Summary = tuple[str, int, int, int, int]
 
 
 class ModeCapacity(NamedTuple):
-    """What the usable GPUs of one mode have left, with what is often asked of it worked out once."""
+    """Free capacity of the usable GPUs of one mode, with frequent questions worked out once."""
 
     mode: Mode
     gpus: tuple[FreeGpu, ...]  # in order of index
@@ -51,7 +51,7 @@ class ModeCapacity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FreeCapacity:
-    """What a node has left. `out`: what GPUs that are not offered now would have."""
+    """Free capacity of a node. `out`: of GPUs that are not offered now."""
 
     # No mapping by mode: a mode's hash costs more than a look at the one or two that a node has.
     modes: tuple[ModeCapacity, ...] = ()
@@ -138,7 +138,7 @@ def _why(gpu: GpuEntry) -> str:
 
 
 class _Tally:
-    """What is taken of one GPU."""
+    """Used capacity of one GPU."""
 
     __slots__ = ("blocks", "clients", "cores", "gpu", "shut", "touched")
 

@@ -1,4 +1,4 @@
-"""What members of a gang get between filter and bind.
+"""Choices for members of a gang between filter and bind.
 
 kube-scheduler filters all members of a gang before it binds the first one, and extenders learn of no choice
 in between: all could be sent to where one fits. So a member's GPUs are chosen in filter, on one node.

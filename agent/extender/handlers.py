@@ -32,7 +32,7 @@ MOST_LOOKS = 5.0
 
 
 class Serving:
-    """What a leader answers from; a new one with each lease."""
+    """The state that a leader answers from; a new one with each lease."""
 
     def __init__(self, verdicts: Verdicts, binder: Binder) -> None:
         self.verdicts = verdicts

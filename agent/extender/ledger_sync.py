@@ -104,7 +104,7 @@ class Feed:
 
     @property
     def waits_for(self) -> str:
-        """What the ledger lacks, in words; empty: nothing."""
+        """Gaps of the ledger, in words; empty: none."""
         missing = [one.name for one in (self.nodes, self.pods) if not one.synced]
         if missing:
             return f"the list of {' and '.join(missing)} is not complete yet"

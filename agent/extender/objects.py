@@ -70,7 +70,7 @@ class WatchedPod(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What is kept of a node; `problem`: why an inventory that is there cannot be used."""
+    """The part of a node that is kept; `problem`: why an inventory that is there cannot be used."""
 
     name: str
     inventory: NodeInventory | None
@@ -180,7 +180,7 @@ def asks_for_share(pod: Pod) -> bool:
 
 
 def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:
-    """What the pod holds by the kubelet's records; None while they do not show all of it."""
+    """Units that the pod holds by the kubelet's records; None while they do not show all of them."""
     statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
     if not demand.slots or not any(each.allocated_resources_status for each in statuses):
         return None

@@ -33,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """What a pod asks for; `gpus` counts whole GPUs or time slices of the pgpu resource."""
+    """The demand of a pod; `gpus` counts whole GPUs or time slices of the pgpu resource."""
 
     slots: tuple[Slot, ...] = ()
     gpus: int = 0

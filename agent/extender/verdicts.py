@@ -34,7 +34,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class _Shape:
-    """What is known for one demand."""
+    """Known verdicts for one demand."""
 
     by_node: dict[str, str] = field(default_factory=dict)
     alike: dict[Summary, str] = field(default_factory=dict)

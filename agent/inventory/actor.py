@@ -18,7 +18,7 @@ MAILBOX_SIZE = 256
 
 
 class Inventory:
-    """What other rooms hold of the inventory: the newest snapshot to read, a mailbox to write to."""
+    """The inventory as other rooms have it: the newest snapshot to read, a mailbox to write to."""
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()

@@ -1,4 +1,4 @@
-"""What happened to the GPUs since the agent started: counters for metrics, transitions for listeners."""
+"""Events of the GPUs since the agent started: counters for metrics, transitions for listeners."""
 
 import time
 from collections import Counter

@@ -71,7 +71,7 @@ class XidExplained:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What earlier runs left behind: verdicts, and Xids that fell while no agent listened."""
+    """Remains of earlier runs: verdicts, and Xids that fell while no agent listened."""
 
     records: tuple[Record, ...]
     kernel_xids: tuple[KernelXid, ...]

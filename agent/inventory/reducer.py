@@ -174,7 +174,7 @@ def _same_device(state: GpuState, xid: KernelXid) -> bool:
 
 
 def records(snapshot: Snapshot) -> tuple[Record, ...]:
-    """What the verdict file must hold for this snapshot."""
+    """The content of the verdict file for this snapshot."""
     # While NVML is released an agent that starts could not ask it which GPUs there are.
     all_of_them = snapshot.released_until is not None
     kept = tuple(

@@ -1,4 +1,4 @@
-"""What the agent knows of the node's GPUs at one moment: immutable, shared by all readers."""
+"""The node's GPUs at one moment: immutable, shared by all readers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What stands in the verdict file about one GPU that is not healthy.
+    """The entry of the verdict file for one GPU that is not healthy.
 
     `listed` False: the verdict is of an earlier boot, and the GPU may not be in the machine any more.
     """
@@ -72,7 +72,7 @@ class KernelXid:
 
     @property
     def fault(self) -> Fault:
-        """What the GPU is accused of."""
+        """The suspected fault."""
         return Fault(FaultKind.XID, self.number, self.told)
 
 

@@ -42,7 +42,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What earlier runs knew, seen from this boot."""
+    """Verdicts of earlier runs, seen from this boot."""
 
     records: tuple[Record, ...] = ()
     log_sequence: int | None = None  # lines up to this one were seen; None: of this boot, none
@@ -63,7 +63,7 @@ class VerdictFile:
         return self._boot_id_file.read_text(encoding="ascii").strip()
 
     def load(self, now: float) -> Memory:
-        """What the file says; nothing where there is none or where it is unusable."""
+        """The file's content; empty where there is none or where it is unusable."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:

@@ -14,7 +14,7 @@ WHOLE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a container may have of its GPU, in percent."""
+    """The claim of a container to its GPU, in percent."""
 
     key: str
     cores: int  # asked for
@@ -23,7 +23,7 @@ class Claim:
 
     @property
     def promised(self) -> int:
-        """What it gets whenever it works."""
+        """Its promise, which it gets whenever it works."""
         return 0 if self.low else self.cores
 
 
@@ -59,7 +59,7 @@ def allot(claims: Sequence[Claim], working: Collection[str]) -> Mapping[str, flo
 
 
 def _poured(takers: Sequence[Claim], free: float) -> dict[str, float]:
-    """What is free in equal parts, to nobody more than it may have beyond its promise."""
+    """The rest in equal parts, to nobody more than it may have beyond its promise."""
     found = {each.key: 0.0 for each in takers}
     left = sorted(takers, key=lambda each: each.most - each.promised)
     free = max(0.0, free)

@@ -42,7 +42,7 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a pod's annotations say."""
+    """The request of a pod's annotations."""
 
     burst: int | None = None  # percent of a GPU
     low: bool = False
@@ -166,7 +166,7 @@ class Compute:
                 known.about, known.claim = about, wanted
 
     def _factor(self, key: str) -> float:
-        """What an earlier agent had found out."""
+        """The findings of an earlier agent."""
         try:
             return self._isolation.folders.limits(key).correction
         except FolderUnusable:

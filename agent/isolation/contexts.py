@@ -1,4 +1,4 @@
-"""What one CUDA context costs on this node's GPUs, learned from containers that run.
+"""The cost of one CUDA context on this node's GPUs, learned from containers that run.
 
 A context takes hundreds of MiB by its existence, no call says how many, and they differ by GPU and driver.
 Of a container with a single process they are what the driver measures beyond what the library counts there.
@@ -27,7 +27,7 @@ class Contexts:
         self._figures: dict[str, int] = {}  # by GPU; the last one stays when its containers are gone
 
     def of(self, gpu: str, cap_bytes: int) -> int:
-        """What a container is charged for each of its contexts, in bytes; 0: nobody knows yet."""
+        """The charge for each context of a container, in bytes; 0: not known yet."""
         figure = self._figures.get(gpu) or min(self._figures.values(), default=0)
         return min(figure, cap_bytes // MOST_OF_A_CAP)
 

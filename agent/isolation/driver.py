@@ -41,7 +41,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What was done for a container, and for which figures."""
+    """The applied limit of a container, and its figures."""
 
     containers: frozenset[str]  # IDs: one that restarts has another
     memory_bytes: int

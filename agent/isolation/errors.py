@@ -1,4 +1,4 @@
-"""What can go wrong with limits; each text names the object, the cause and the remedy."""
+"""Errors of limits; each text names the object, the cause and the remedy."""
 
 
 class IsolationError(Exception):

@@ -186,7 +186,7 @@ class LimitFolders:
                 os.close(descriptor)
 
     def usage(self, key: str) -> Usage | None:
-        """What the library says of the container's use; None: what is there says nothing. A hint.
+        """The container's use by the library's word; None: the region cannot be read. A hint.
 
         Raises FolderUnusable.
         """
@@ -205,7 +205,7 @@ class LimitFolders:
             return _opened(folder, USAGE, os.O_RDONLY)
 
     def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
-        """What the library says of the container's only process: bytes charged, and those for contexts.
+        """The container's only process by the library's word: bytes charged, and those for contexts.
 
         None: it has several, or what is there says nothing. A hint. Raises FolderUnusable.
         """

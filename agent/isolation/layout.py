@@ -54,7 +54,7 @@ NEWER_AT = 272
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a container may use of one GPU."""
+    """The limits of a container on one GPU."""
 
     gpu: str  # UUID as NVML writes it, GPU-...
     memory_bytes: int
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the library has counted for one GPU; its container may write what it likes there."""
+    """The library's count for one GPU; its container may write anything there."""
 
     total_bytes: int
     peak_bytes: int
@@ -132,7 +132,7 @@ def usage_head_bytes(devices: int) -> int:
 
 
 def read_usage(content: bytes) -> list[Usage]:
-    """What the library has counted, GPU by GPU. Raises BadLayout."""
+    """The library's counts, GPU by GPU. Raises BadLayout."""
     if len(content) < usage_head_bytes(1):
         raise BadLayout(f"a usage region of {len(content)} bytes is too short")
     magic, layout, *_, devices, slots, size = USAGE_HEADER.unpack_from(content)

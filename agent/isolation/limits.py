@@ -1,4 +1,4 @@
-"""What is asked for a container that is admitted, and what it has then: plain values."""
+"""The request for a container that is admitted, and its limits: plain values."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ from agent.isolation.folders import About
 
 
 class Policy(Enum):
-    """What is done to keep containers to their memory; each includes the ones before it."""
+    """Levels of enforcement of memory; each includes the ones before it."""
 
     OFF = "off"
     REPORT = "report"  # containers that use more than their cap are reported
@@ -43,7 +43,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What keeps a container that starts now to its memory; nothing does where both are empty."""
+    """The enforcement of a container that starts now; none where both are empty."""
 
     binds: tuple[Bind, ...] = ()
     driver: bool = False  # whether the driver is to be given the limit

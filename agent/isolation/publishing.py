@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Fence(Enum):
-    """What keeps a container to its memory."""
+    """A fence that keeps a container to its memory."""
 
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
@@ -157,7 +157,7 @@ class Publisher:
         return {place_of(known[key].about): share for key, share in told.items() if key in known}
 
     def measured(self, place: Place) -> int:
-        """What a container uses of the GPU's memory by the driver's word, in bytes; 0: nobody knows."""
+        """The GPU memory of a container by the driver's word, in bytes; 0: not known."""
         return self._watch.seen.value.measured.get(place, 0) if self._watch else 0
 
     def resized(self, about: About, memory_bytes: int) -> None:

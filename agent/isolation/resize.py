@@ -119,7 +119,7 @@ class Resizer:
         self._publisher.resized(about, target)
 
     async def _in_use(self, key: str, limits: ContainerLimits) -> int:
-        """What a container uses, in whole units; the library's word counts beside the driver's."""
+        """The use of a container, in whole units; the library's word counts beside the driver's."""
         folders = self._isolation.folders
         usage = await anyio.to_thread.run_sync(folders.usage, key)
         counted = usage.total_bytes if usage else 0

@@ -72,7 +72,7 @@ class Isolation:
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
     def policy(self, namespace: str) -> Policy:
-        """What holds for pods of a namespace."""
+        """The policy for pods of a namespace."""
         return self._namespaces(namespace) or self._policy
 
     def age(self, key: str) -> float:

@@ -1,4 +1,4 @@
-"""What the driver measures of containers with limits: who is above its cap, and who runs without the library.
+"""Containers with limits by the driver's measure: those above their cap, and those without the library.
 
 The third fence, and the check on the second: it needs neither the container's goodwill nor its files. It is
 fed with each round of samples; what it reads of a process is bounded. Blocking work is done in a thread.

@@ -1,4 +1,4 @@
-"""What pods say of their compute by annotations: how far they may burst, and whether they come last."""
+"""Compute as pods request it by annotations: how far they may burst, and whether they come last."""
 
 from collections.abc import Mapping
 

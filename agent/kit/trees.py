@@ -66,7 +66,7 @@ def _check(until: float) -> None:
 
 
 def names(folder: int, most: int | None = None) -> list[str]:
-    """What an open folder holds, `most` entries of it. Blocks. Raises OSError."""
+    """The content of an open folder, `most` entries of it. Blocks. Raises OSError."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in islice(entries, most)]
 

@@ -1,4 +1,4 @@
-"""What a resource offers to the kubelet, in the agent's own frozen types: wire messages stay behind it."""
+"""A resource as the kubelet sees it, in the agent's own frozen types: wire messages stay behind it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class DeviceNode:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a container gets for its device IDs of one resource."""
+    """The answer for a container's device IDs of one resource."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()

@@ -42,7 +42,7 @@ class PodResourcesUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Holding:
-    """What one container holds of one resource. A container that holds nothing of any has no entry."""
+    """Devices of one resource that one container holds. A container without any has no entry."""
 
     namespace: str
     pod: str

@@ -39,7 +39,7 @@ GRANT_SECONDS = 2.0
 
 @dataclass
 class ServiceStats:
-    """What happened on one resource's socket; read by metrics."""
+    """Counters of one resource's socket; read by metrics."""
 
     lists_sent: int = 0
     bytes_sent: int = 0

@@ -191,7 +191,7 @@ def texts(values: list[bytes]) -> tuple[str, ...]:
 
 
 def encode_allocation(allocation: Allocation) -> v1beta1.ContainerAllocateResponse:
-    """What a container gets, as the message that the kubelet reads."""
+    """An allocation as the message that the kubelet reads."""
     return v1beta1.ContainerAllocateResponse(
         envs=dict(allocation.environment),
         mounts=[

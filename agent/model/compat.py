@@ -16,7 +16,7 @@ def hooked(enforcement: str, library: str | None) -> bool:
 
 
 def vgpu_warning(driver: Driver | None) -> str | None:
-    """What to watch out for with vGPU under a driver; None: nothing, or no driver is known.
+    """The caveat of vGPU under a driver; None: there is none, or no driver is known.
 
     The product's rule: driver and runtime of the baseline's major version, the runtime no newer than the
     baseline. The agent cannot see what runtime an image brings, so this is advice and refuses nothing.

@@ -37,7 +37,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule says."""
+    """The verdict of one rule."""
 
     level: Level
     rule: Literal["product", "NVIDIA"]
@@ -82,7 +82,7 @@ def findings(
     *,
     hooked: bool = True,
 ) -> list[Finding]:
-    """What every rule that applies says, in the order in which people should read it.
+    """Verdicts of all rules that apply, in the order in which people should read them.
 
     `hooked`: a library stands between vGPU containers and the driver, which knows the CUDA of the baseline.
     """

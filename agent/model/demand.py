@@ -1,4 +1,4 @@
-"""What pods ask of a pair of fractional resources, and what of it can be granted: pure.
+"""Demands for a pair of fractional resources, and whether they can be granted: pure.
 
 The rules of vGPU are those that gpu-manager's users know (its `pkg/services/allocator`): 1..99 cores are a
 share of one GPU, 100, 200, ... whole GPUs. What it guessed at or granted silently is refused or said.
@@ -92,7 +92,7 @@ class Pod:
 
 
 def demand_of(pair: ResourcePair, container: Container) -> Demand | None:
-    """What a container asks of a pair; None if nothing. Raises Impossible."""
+    """The demand of a container for a pair; None: it has none. Raises Impossible."""
     cores, blocks = container.limits.get(pair.core, 0), container.limits.get(pair.memory, 0)
     if not cores and not blocks:
         return None
@@ -120,7 +120,7 @@ def demand_of(pair: ResourcePair, container: Container) -> Demand | None:
 
 @dataclass(frozen=True, slots=True)
 class InitContainerGroup:
-    """What the containers that inherit units from init containers need together, on the same GPUs."""
+    """The joint demand of containers that inherit units from init containers, on the same GPUs."""
 
     peak: Demand
     containers: frozenset[str]  # names of those containers

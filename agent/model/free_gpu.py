@@ -1,4 +1,4 @@
-"""What one GPU has left, for the agent of its node and for the scheduler extender alike: pure."""
+"""Free capacity of one GPU, for the agent of its node and for the scheduler extender alike: pure."""
 
 from dataclasses import dataclass
 

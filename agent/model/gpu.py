@@ -1,4 +1,4 @@
-"""What a physical GPU is, as the rest of the agent sees it: plain frozen values, no library types."""
+"""A physical GPU, as the rest of the agent sees it: plain frozen values, no library types."""
 
 from dataclasses import dataclass
 

@@ -38,7 +38,7 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a GPU is accused of; `number` is the Xid, or the recovery action that the driver asks for."""
+    """A suspected fault of a GPU; `number` is the Xid, or the recovery action that the driver asks for."""
 
     kind: FaultKind
     number: int = 0
@@ -127,7 +127,7 @@ class Rules:
         return f"Xid {fault.number}, {title}" if fault.kind is FaultKind.XID else title
 
     def remedy(self, health: Health) -> str:
-        """What a person can do about a GPU that is not healthy; empty for a healthy one."""
+        """The remedy for a GPU that is not healthy; empty for a healthy one."""
         if health.fault is None:
             return ""
         rule = self.of(health.fault)
@@ -296,7 +296,7 @@ def _watched(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
 
 
 def _condemned_by_probe(health: Health, fault: Fault, obstacle: str, rules: Rules, now: float) -> Health:
-    """What a probe finds standing against a GPU that answers, for as long as it stands."""
+    """The obstacle that a probe finds on a GPU that answers, for as long as it stands."""
     stays = health.state is HealthState.UNHEALTHY
     known = health if stays else _condemned(health, fault, rules, now)
     asks = fault.kind is FaultKind.DRIVER

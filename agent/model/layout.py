@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one GPU shall be offered as."""
+    """The mode that one GPU shall be offered in."""
 
     mode: Mode
     replicas: int = 1
@@ -47,7 +47,7 @@ def everywhere(mode: Mode) -> tuple[Entry, ...]:
 
 
 def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
-    """What is wrong with a layout whatever the node: (number of the entry, sentence)."""
+    """Faults of a layout on any node: (number of the entry, sentence)."""
     faults: list[tuple[int, str]] = []
     indices: dict[int, int] = {}
     texts: dict[str, int] = {}

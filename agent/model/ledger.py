@@ -85,7 +85,7 @@ class UnitPool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a container holds of one resource."""
+    """Units of one resource that a container holds."""
 
     holder: Holder
     member: PairMember
@@ -109,7 +109,7 @@ class Holdings:
 
     @cached_property
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
-        """What each container holds of each member."""
+        """Units of each member that each container holds."""
         return {(each.holder, each.member): each.ids for each in self.entries}
 
     @cached_property
@@ -248,7 +248,7 @@ class Ledger:
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
     ) -> dict[str, FreeGpu]:
-        """What each offerable GPU has left for a container, by UUID: not `taken`, and not owed to others."""
+        """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}

@@ -14,7 +14,7 @@ from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """What the rest of the agent has to know of a mode."""
+    """Facts of a mode for the rest of the agent."""
 
     # Resources of their own kind; those of a pair follow from it.
     single: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Mode(Enum):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What its device IDs stand for."""
+        """The unit of its device IDs."""
         pair = self.row.pair
         return self.row.single_units + ((pair.core_unit, pair.memory_unit) if pair else ())
 

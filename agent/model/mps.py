@@ -1,4 +1,4 @@
-"""What MPS can do on which GPU: gates, the ceiling of clients, and the limits a container gets. Pure.
+"""Abilities of MPS by GPU: gates, the ceiling of clients, and the limits a container gets. Pure.
 
 Facts from NVIDIA's MPS documentation: Volta and later give each client its own address space, the limit of
 device memory per client needs a driver for CUDA 11.5, a GPU serves 16 clients before Volta, 48 since, and 60

@@ -1,4 +1,4 @@
-"""What the driver itself says has to be done about a GPU: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
+"""The recovery action that the driver itself asks for: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 
 Numbers and meaning: nvml.h, `nvmlDeviceGpuRecoveryAction_t`, and NVIDIA's GPU Memory Error Management,
 "Error Recovery and Response Flags". Drivers before R565 have no such field.

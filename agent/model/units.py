@@ -1,11 +1,11 @@
-"""What a device ID can stand for, and pairs of resources whose units lie on one GPU."""
+"""Units that a device ID can stand for, and pairs of resources whose units lie on one GPU."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class UnitKind(Enum):
-    """What part of a GPU one device is."""
+    """The part of a GPU that one device is."""
 
     WHOLE = "whole"
     REPLICA = "replica"  # a time slice of a whole GPU

@@ -1,4 +1,4 @@
-"""What the driver's Xid numbers mean for a GPU.
+"""The meaning of the driver's Xid numbers for a GPU.
 
 Numbers, names and the vendor's advice: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors), the
 column of immediate actions. What follows from them for scheduling is this agent's decision; where it
@@ -22,7 +22,7 @@ class XidClass(Enum):
 
 
 class Verdict(Enum):
-    """What one occurrence does to the GPU."""
+    """The effect of one occurrence on the GPU."""
 
     COUNT = "count"  # nothing but a counter
     SUSPECT = "suspect"  # still offered, watched until the quiet time is over
@@ -200,5 +200,5 @@ UNKNOWN: Final = Rule(
 
 
 def default_verdict(kind: XidClass) -> Verdict:
-    """What a fault of this class does, unless its rule says otherwise."""
+    """The effect of a fault of this class, unless its rule says otherwise."""
     return _VERDICTS[kind]

@@ -1,4 +1,4 @@
-"""What is wanted of the node: from its label, a file, or the configuration."""
+"""The requested mode of the node: from its label, a file, or the configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ class Desired:
 
     @property
     def word(self) -> str:
-        """What is in force once this is obeyed; of a node that another agent claims nothing is."""
+        """The mode in force once this is obeyed; none on a node that another agent claims."""
         return "none" if self.problem else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class ModeCatalog:
-    """What may be asked for on this node."""
+    """The modes that may be requested on this node."""
 
     layouts: Mapping[str, tuple[Entry, ...]]
     modes: tuple[Mode, ...]  # those that the configuration allows
@@ -72,7 +72,7 @@ class ModeCatalog:
         return None if desired.problem else desired
 
     def of_labels(self, labels: Mapping[str, str]) -> Desired:
-        """What a node's labels ask for."""
+        """The request of a node's labels."""
         value = labels.get(LABEL)
         if value in FOREIGN_VALUES:
             return _claimed(value, f"label {LABEL}={value}", FOREIGN_VALUES[value])

@@ -19,7 +19,7 @@ class Patching(Protocol):
 def modes_collector(
     state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]
 ) -> Collector:
-    """What the switcher shows: the mode of each GPU, the node's phase, how often GPUs flipped.
+    """The switcher's metrics: the mode of each GPU, the node's phase, how often GPUs flipped.
 
     `writers`: who patches which part of the Node object; may grow.
     """

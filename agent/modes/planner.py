@@ -21,7 +21,7 @@ def no_gate(_: GpuState, __: Mode) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each GPU shall be offered as, by UUID. A `problem` is why that is not what was asked for."""
+    """The mode of each GPU, by UUID. A `problem` is why that is not the requested one."""
 
     targets: Mapping[str, GpuMode]
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""What the switcher needs of other rooms; the composition root hands it over."""
+"""The switcher's ports to other rooms; the composition root hands them over."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
@@ -14,7 +14,7 @@ class SetUpFailed(Exception):
 
 
 class Backend(Protocol):
-    """What must be running for a mode before its units are offered, MPS daemons for one."""
+    """Services that must run before a mode's units are offered, MPS daemons for one."""
 
     async def set_up(self, gpu: Gpu) -> None:
         """Make the GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""
@@ -23,7 +23,7 @@ class Backend(Protocol):
         """Leave the GPU as `set_up` found it; never fails, never hangs."""
 
     def depends_on(self) -> object:
-        """What a set-up may depend on, by value: once it differs, one that failed is tried again."""
+        """The inputs of a set-up, by value: once they differ, one that failed is tried again."""
 
 
 class Holdings(Protocol):

@@ -34,7 +34,7 @@ class DesiredSource:
 
     @property
     def catalog(self) -> ModeCatalog:
-        """What may be asked for."""
+        """The modes that may be requested."""
         return self._catalog
 
     def use(self, catalog: ModeCatalog) -> None:

@@ -129,7 +129,7 @@ def torn_down(state: ModeState) -> ModeState:
 
 
 def set_up(state: ModeState) -> ModeState:
-    """What was being set up is."""
+    """The set-up is done."""
     match state.stage:
         case Stage.SETTING_UP:
             return replace(state, stage=Stage.READY)
@@ -146,7 +146,7 @@ def set_up(state: ModeState) -> ModeState:
 
 
 def failed(state: ModeState, problem: str) -> ModeState:
-    """What was being set up cannot be."""
+    """The set-up has failed."""
     match state.stage:
         case Stage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
@@ -191,7 +191,7 @@ def stopped(state: ModeState) -> ModeState:
 
 
 def _sold_again(state: ModeState) -> ModeState:
-    """What stands listed is what is wanted: nothing has to be done but to see that it runs."""
+    """The listed mode is the wanted one: it only has to be seen to run."""
     if state.running is state.mode:
         return replace(state, stage=Stage.OFFERED, before=OFF)
     return replace(state, stage=Stage.SETTING_UP, running=state.mode)

@@ -68,7 +68,7 @@ def find(driver_root: Path, explicit: Path | None = None, search: str | None = N
 
 
 def find_any(finder: Callable[[], Program]) -> Program:
-    """What `finder` finds, or none that can be run: daemons without it are ended by signals. Blocks."""
+    """The program that `finder` finds, or a missing one: daemons are ended by signals then. Blocks."""
     try:
         return finder()
     except ProgramMissing:

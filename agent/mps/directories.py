@@ -58,7 +58,7 @@ class Directories:
 
     @property
     def pipe(self) -> Path:
-        """What pods see of it. In the daemon's mount namespace `own` lies over it, under this path."""
+        """The folder that pods see. In the daemon's mount namespace `own` lies over it, under this path."""
         return self.root / "pipe"
 
     @property

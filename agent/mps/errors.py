@@ -1,4 +1,4 @@
-"""What can go wrong between the agent and MPS control daemons."""
+"""Errors between the agent and MPS control daemons."""
 
 
 class MpsError(Exception):

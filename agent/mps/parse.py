@@ -12,7 +12,7 @@ _REFUSALS = ("not found", "invalid", "denied", "not permitted", "failed", "canno
 
 
 class ServerState(Enum):
-    """What an MPS server says of itself (driver 550 and newer)."""
+    """The state of an MPS server by its own word (driver 550 and newer)."""
 
     INITIALIZING = "INITIALIZING"
     ACTIVE = "ACTIVE"

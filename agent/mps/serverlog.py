@@ -74,7 +74,7 @@ def writer(line: str) -> int | None:
 
 @dataclass
 class ServerLog:
-    """What the lines say about faults and servers; fed line by line."""
+    """Faults and servers by the log's lines; fed line by line."""
 
     # The fault that the newest line reports as not over, in words of ours.
     fault: str | None = None

@@ -76,7 +76,7 @@ async def _reaped(pid: int) -> AsyncIterator[int]:
 
 
 async def _all(descriptor: int) -> str:
-    """What comes until the end."""
+    """All output until the end."""
     os.set_blocking(descriptor, False)
     found = b""
     while True:

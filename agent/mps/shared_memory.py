@@ -65,7 +65,7 @@ def _same(one: str, other: Path) -> bool:
 
 
 def _mount(folder: Path, flags: int, size: int) -> str | None:
-    """What is wrong, in words; None: nothing."""
+    """The problem, in words; None: there is none."""
     libc = ctypes.CDLL(None, use_errno=True)
     data = f"mode=1777,size={size},nr_inodes={max(1024, size // BYTES_FOR_FILE)}".encode()
     if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(FLAGS | flags), data):

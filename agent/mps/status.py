@@ -43,7 +43,7 @@ class DaemonStatus:
 
 
 class EventReason(Enum):
-    """What a supervisor reports; the values are reasons of Kubernetes events."""
+    """Reports of a supervisor; the values are reasons of Kubernetes events."""
 
     FAILED = "MPSDaemonFailed"
     FAULT = "MPSFault"

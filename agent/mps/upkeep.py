@@ -82,7 +82,7 @@ class Upkeep:
         return True
 
     def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:
-        """What is wrong with the size of a GPU's shared memory, or None."""
+        """The problem of the size of a GPU's shared memory, or None."""
         if not folders.shm.is_mount():
             return None  # that was reported when its daemon started
         problem = shared_memory.limit(folders, self._size)

@@ -1,1 +1,1 @@
-"""What the agent writes on its own Node object: capacity, taint, conditions, labels, inventory."""
+"""All that the agent writes on its own Node object: capacity, taint, conditions, labels, inventory."""

@@ -44,7 +44,7 @@ class KubeletMute(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """What the kubelet is offered, and what it has taken in."""
+    """Lists as offered to the kubelet, and as it has taken them in."""
 
     assignment: Cell[Assignment]
     # Capacity and allocatable of each registered resource under an assignment.
@@ -173,7 +173,7 @@ class Capacity:
                 self._offer.register_again(frozenset(lost))
 
     def less(self) -> Amounts:
-        """What node.status must come down by; all that is offered, where the node is not known."""
+        """The amounts to take off node.status; all that is offered, where the node is not known."""
         wanted = self._offer.now()
         known = self._node.amounts(frozenset(wanted))
         return wanted if known is None else _differing(wanted, known)[1]

@@ -62,7 +62,7 @@ class Releasing(Protocol):
 
 
 def stage_of(labels: Mapping[str, str]) -> tuple[Stage, str]:
-    """What a node's labels ask for, and the label that does."""
+    """The request of a node's labels, and the label that makes it."""
     for key, value in sorted(labels.items()):
         if key.startswith(OPERAND_PREFIX) and value.startswith(PAUSED_PREFIX):
             return Stage.RELEASE, f"{key}={value}"

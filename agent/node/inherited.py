@@ -1,4 +1,4 @@
-"""What an agent that was killed left on the node: figures that the kubelet knows nothing of, and its taint.
+"""Remains of a killed agent on the node: figures that the kubelet knows nothing of, and its taint.
 
 Its figures stand until the kubelet's next tick. Whatever is bound by them dies at admission, for this agent
 may offer something else, or may not be registered yet. So they are patched to 0 first, and only then its

@@ -89,7 +89,7 @@ def ahead(
     most_clients: int | None,
     grown: Cell[Mapping[str, int]],
 ) -> Callable[[], Awaitable[None]]:
-    """What writes the annotation, where there is none, before units are offered for the first time.
+    """The writer of the annotation, where there is none, before units are offered for the first time.
 
     Pods that wait for such units are bound the moment that the node offers them. An extender that knows no
     inventory by then goes by totals, and some of those pods would die at admission. Bounded in time: with the

@@ -156,7 +156,7 @@ class Withdrawals:
         return not scope.cancelled_caught
 
     def _offered(self) -> Amounts:
-        """What is still offered, as it has to be patched when nothing is."""
+        """The offered resources, as they have to be patched when nothing is offered."""
         listed = self._offer.now()
         known = self._node.amounts(frozenset(listed))
         return {

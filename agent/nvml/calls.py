@@ -20,7 +20,7 @@ def call(name: str, *args: Opaque) -> Opaque:
 
 
 def offered(name: str, *args: Opaque) -> Opaque:
-    """What a function answers; None where the GPU, the driver or the library has no such thing."""
+    """The answer of a function; None where the GPU, the driver or the library has no such thing."""
     try:
         return call(name, *args)
     except NvmlNotSupported:

@@ -1,4 +1,4 @@
-"""What can go wrong between the agent and NVML, as exceptions of this room."""
+"""Errors between the agent and NVML, as exceptions of this room."""
 
 from enum import IntEnum
 

@@ -39,7 +39,7 @@ class NvmlEvent:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a health probe of one GPU read; None: the GPU has no such counter."""
+    """The reading of a health probe of one GPU; None: the GPU has no such counter."""
 
     memory_used_bytes: int
     ecc_uncorrected: int | None  # volatile, since the driver was loaded
@@ -94,7 +94,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What a reading shall hold. Processes' work counts after `since_us` and up to `until_us`, since 1970."""
+    """The content of a reading. Processes' work counts after `since_us` and up to `until_us`, since 1970."""
 
     since_us: int
     pcie: bool = False  # throughput; each reading blocks for 40 ms
@@ -116,7 +116,7 @@ class PcieLevel(IntEnum):
 
 
 class LinkPeer(Enum):
-    """What sits at the far end of an NVLink (`nvmlIntNvLinkDeviceType_t`)."""
+    """The device at the far end of an NVLink (`nvmlIntNvLinkDeviceType_t`)."""
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -192,7 +192,7 @@ class NvmlPort(Protocol):
         """
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
-        """What the driver lets a cgroup's processes have of a GPU, in bytes; None: it has no limit there.
+        """The driver's limit of GPU memory for a cgroup's processes, in bytes; None: it has no limit there.
 
         `cgroup` is the folder of a cgroup v2. Raises NvmlNotSupported: drivers before
         FIRST_WITH_MEMORY_LIMITS, GPUs in MIG mode.

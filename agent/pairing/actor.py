@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass
 class PairingStats:
-    """What happened; read by metrics."""
+    """Counters; read by metrics."""
 
     granted: int = 0  # pairs
     refused: int = 0
@@ -62,7 +62,7 @@ class Pairing:
 
     @property
     def ledger(self) -> Ledger:
-        """What is held and promised now."""
+        """Held and promised units now."""
         return self._state.ledger
 
     @property

@@ -1,4 +1,4 @@
-"""What pairing needs of the outside, and how it says no."""
+"""Pairing's ports to the outside, and its refusals."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum

@@ -1,4 +1,4 @@
-"""What pairing decides: pure functions of a state and a call. `agent.pairing.actor` runs them."""
+"""Pairing's decisions: pure functions of a state and a call. `agent.pairing.actor` runs them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -98,7 +98,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What does not change between calls."""
+    """The rules, which do not change between calls."""
 
     pair: ResourcePair
     policy: Policy = Policy.BINPACK
@@ -226,7 +226,7 @@ class Rules:
         return replace(state.promised(promise), prompt=(promise.holder, call.member, call.now)), granted
 
     def _own(self, state: State, pod: Pod, holder: Holder) -> frozenset[str]:
-        """What a container has already, and what plain init containers of its pod left for it."""
+        """Units that a container has already, and those that plain init containers of its pod left for it."""
         group = init_group_of(self.pair, pod)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}

@@ -48,7 +48,7 @@ class Asker:
 
 @dataclass(frozen=True)
 class Records:
-    """What the record says about one pair of resources."""
+    """The record of one pair of resources."""
 
     held: Holdings
     containers: frozenset[Holder]  # all that the kubelet lists: no plain init containers

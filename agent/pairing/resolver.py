@@ -24,7 +24,7 @@ RETRY = "create the pod again"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known at one moment of a call."""
+    """The facts at one moment of a call."""
 
     records: Records | None  # None: they cannot be read
     pods: Mapping[PodKey, Pod]

@@ -1,4 +1,4 @@
-"""What the plugins of a mode are built from. A module of the mode's name in this package has `build`.
+"""The inputs for the plugins of a mode. A module of the mode's name in this package has `build`.
 
 vGPU and MPS need rooms above this one (isolation, daemons) and are built by the composition root itself.
 """

@@ -67,7 +67,7 @@ class RootCheck(Protocol):
 
 
 class Conditions:
-    """What MPS adds to the pair of resources: when it is offered, and what a container gets."""
+    """Additions of MPS to the pair of resources: when it is offered, and what a container gets."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Conditions:
 
 
 def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
-    """What a container needs of its daemon's folders.
+    """Mounts of its daemon's folders for a container.
 
     Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
     """

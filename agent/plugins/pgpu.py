@@ -210,7 +210,7 @@ class PgpuPlugin:
                     yield text, False, state.gpu.numa_node
 
     def _held(self) -> frozenset[str]:
-        """What the newest record shows as held. From now on it speaks for grants that it is newer than."""
+        """The holdings by the newest record. From now on it speaks for grants that it is newer than."""
         record = self._record.cell.value
         if record is not None and record.began >= self._known.began:
             self._known = record

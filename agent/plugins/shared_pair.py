@@ -52,7 +52,7 @@ def _no_obstacle(uuid: str) -> str:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What makes a mode of a pair: conditions and answers of its own."""
+    """The hooks of a mode with a pair: conditions and answers of its own."""
 
     pair: ResourcePair
     mode: Mode
@@ -198,7 +198,7 @@ class SharedPairPlugin:
             raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
-        """What the container gets: the same GPUs from both members, and what this member adds."""
+        """The answer: the same GPUs from both members, and this member's additions."""
         try:
             grant = await self._shares.pairing.allocate(self._member, ids)
         except PairRefused as refusal:

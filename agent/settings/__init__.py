@@ -110,7 +110,7 @@ class Sampling(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """What /metrics shows beyond the agent's own names."""
+    """Metrics beyond the agent's own names."""
 
     # gpu-manager's four container_* metrics, also served at its path /metric.
     gpu_manager_names: bool = False

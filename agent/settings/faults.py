@@ -1,4 +1,4 @@
-"""What is wrong with a configuration though each of its keys is right."""
+"""Faults of a configuration each of whose keys is right."""
 
 import os
 from typing import TYPE_CHECKING

@@ -190,7 +190,7 @@ class SimulatedMachine:
                 one.retirement_pending = 1
 
     def recovery_action(self, gpu: GpuRef, action: RecoveryAction | None) -> None:
-        """What the driver asks for; None: it is a driver that does not tell."""
+        """The recovery action that the driver asks for; None: an older driver, which has none."""
         self.gpu(gpu).recovery_action = NO_RECOVERY_ACTION if action is None else action
 
     # -- calls that misbehave ---------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Mapping:
                 self.state.sequence += 1
 
     def consistent(self, read: Callable[[MachineState], T]) -> T:
-        """What `read` answers between two changes."""
+        """The answer of `read` between two changes."""
         for _ in range(1000):  # a writer that died half-way must not hang its readers
             before = self.state.sequence
             value = read(self.state)

@@ -1,4 +1,4 @@
-"""What a simulated machine is made of: plain values, filled in by `profiles`."""
+"""The parts of a simulated machine: plain values, filled in by `profiles`."""
 
 import uuid
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ class Presence(IntEnum):
 
 
 class FaultKind(IntEnum):
-    """What an injected fault does to a call."""
+    """The effect of an injected fault on a call."""
 
     NONE = 0
     SLOW = 1

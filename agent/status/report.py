@@ -85,7 +85,7 @@ def _released_for(snapshot: Snapshot) -> float | None:
 
 
 def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
-    """What works less well than it should, though the node serves."""
+    """Degradations, though the node serves."""
     found = []
     if sources.gpu_monitor.events.problem:
         found.append(

@@ -103,7 +103,7 @@ def _notes(gpu: Document) -> Iterator[str]:
 
 
 def _mps_notes(mps: Document | None) -> Iterator[str]:
-    """What is wrong with a GPU's MPS daemon and among its clients."""
+    """Problems of a GPU's MPS daemon and of its clients."""
     if mps is None:
         return
     if mps["state"] != "serving":

@@ -1,4 +1,4 @@
-"""What `gpu-node-agent top` shows: the moving figures of GPUs and containers, as a document."""
+"""The document of `gpu-node-agent top`: the moving figures of GPUs and containers, as a document."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -44,7 +44,7 @@ class KnownPod:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a container uses of a GPU now. A figure whose grade is ALLOCATED is not known; it stands as 0."""
+    """The use of a GPU by a container now. A figure whose grade is ALLOCATED is not known; it stands as 0."""
 
     share: Share
     memory: int = 0  # bytes

@@ -21,7 +21,7 @@ class Watch(Protocol):
 
 
 def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
-    """What health adds to a scrape."""
+    """The metrics of health."""
 
     def read() -> Callable[[Add], None]:
         snapshot = inventory.snapshot.value

@@ -21,7 +21,7 @@ class ComputeShare(Protocol):
 
 
 class Limits(Protocol):
-    """What is known of containers with limits."""
+    """Figures of containers with limits."""
 
     def by_fence(self) -> Mapping[str, int]:
         """Containers by the fences that hold for them."""
@@ -49,7 +49,7 @@ class Limits(Protocol):
 def limits_collector(
     limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
 ) -> Collector:
-    """What limits add to a scrape. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
+    """The metrics of limits. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()

@@ -42,7 +42,7 @@ class Overview(Protocol):
 def mps_collector(
     statuses: Cell[Mapping[str, Any]], overviews: Cell[Mapping[str, Any]], ceiling: Callable[[str], int]
 ) -> Collector:
-    """What MPS adds to a scrape."""
+    """The metrics of MPS."""
 
     def read() -> Callable[[Add], None]:
         daemons: Mapping[str, Daemon] = statuses.value

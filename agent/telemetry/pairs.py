@@ -21,7 +21,7 @@ def pairs_collector(
     enforced: Callable[[], Mapping[str, bool]],
     reserved: Callable[[], int] = lambda: 0,
 ) -> Callable[[], Callable[[Add], None]]:
-    """What `mode` adds to a scrape.
+    """The metrics of the pair of `mode`.
 
     `enforced` answers which fences hold; `reserved` how many pairs are promised and not complete.
     """

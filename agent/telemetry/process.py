@@ -1,4 +1,4 @@
-"""What the agent itself uses, from /proc: a few figures in base units."""
+"""The agent's own use, from /proc: a few figures in base units."""
 
 import os
 import resource

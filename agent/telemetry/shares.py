@@ -1,4 +1,4 @@
-"""What each container may use of each GPU, from the kubelet's records."""
+"""Shares of each container in each GPU, from the kubelet's records."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ BUCKETS = 12
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a figure was over a window of time."""
+    """A figure over a window of time."""
 
     mean: float
     most: float

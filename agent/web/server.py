@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a route answers."""
+    """The answer of a route."""
 
     body: bytes
     status: int = 200

@@ -19,6 +19,15 @@ JOB = Path(__file__).parents[2] / "config" / "preflight.yaml"
 ENDING = "-preflight"
 
 
+def job_for(node: str, image: str) -> str:
+    """The file with the page's two replacements: the first in each line, as sed makes them."""
+    words = (("THIS_NODE", node), ("THIS_IMAGE", image))
+    lines = JOB.read_text().splitlines()
+    for old, new in words:
+        lines = [line.replace(old, new, 1) for line in lines]
+    return "\n".join(lines)
+
+
 @cache
 def rendered(values: Path | None = None, kubernetes: str = helm.NEWEST) -> tuple[Manifest, ...]:
     return tuple(helm.template(values, kubernetes=kubernetes, tests=True))
@@ -90,7 +99,7 @@ def test_mounts_below_the_root_are_read_only_where_kubernetes_can(kubernetes: st
 
 
 def test_the_job_can_be_applied_and_its_command_understood() -> None:
-    text = JOB.read_text().replace("NODE", "node-1").replace("IMAGE", "registry.example/agent:1")
+    text = job_for("node-1", "registry.example/agent:1")
     found = list(yaml.safe_load_all(text))
     for each in found:
         for minor in MINORS:
@@ -104,5 +113,7 @@ def test_the_job_can_be_applied_and_its_command_understood() -> None:
     loaded = settings.load(None, {}, options.set)
     assert loaded.driver.root == "/host"
     assert loaded.injection.host_driver_root == "/"
+    assert [each["name"] for each in container["env"]] == ["GPU_NODE_AGENT_CLUSTER_NODE_NAME"]
+    assert container["image"] == "registry.example/agent:1"
     mounts = {each["mountPath"]: each.get("readOnly", False) for each in container["volumeMounts"]}
     assert mounts == {"/host": True, "/tmp": False}

@@ -1,4 +1,4 @@
-"""The documents' commands for kubectl, helm and the agent's program, on a cluster with the chart."""
+"""The documents' commands for kubectl and the agent's program, on a cluster with the chart."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.chart import helm
 from tests.chart.documented import How, Piece, pieces
 from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
     audit,
@@ -49,8 +48,6 @@ def run(site: Installation, piece: Piece, folder: Path) -> None:
     elif words[0] == "gpu-node-agent":
         once = ["--once"] if "top" in words else []
         words = [kubectl, "-n", NAMESPACE, "exec", agent, "--", *words, *once]
-    elif words[0] == "helm":
-        words = [helm.program(), *words[1:]]
     else:
         words[0] = kubectl
     environment = {**os.environ, "KUBECONFIG": str(site.cluster.kubeconfig), "HOME": str(folder)}
@@ -64,8 +61,8 @@ def run(site: Installation, piece: Piece, folder: Path) -> None:
         timeout=150,
         check=False,
     )
-    # 3: `check compat` finds a combination that is unstable, or `check node` something that it cannot see.
-    codes = (0, 3) if "check" in words else (0,)
+    # 1 and 3 of `check`: it found something in the way, or could not see it; what it found is on its output.
+    codes = (0, 1, 3) if "check" in words and done.stdout else (0,)
     assert done.returncode in codes, f"{piece.page}: {piece.text}\n{done.stdout}\n{done.stderr}"
 
 
@@ -89,9 +86,7 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).write_text("none")
     found = [each for each in pieces() if each.rule and each.rule.how is How.CLUSTER]
-    last = [each for each in found if each.text.startswith("helm uninstall")]
-    done = 0
-    for piece in [each for each in found if each not in last] + last:
+    for piece in found:
         if piece.text.startswith("kubectl label node") and "--overwrite" not in piece.text:
             key, given, _ = piece.text.split()[4].partition("=")
             if given:
@@ -102,6 +97,4 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
         if piece.text.startswith("kubectl apply"):
             name = Path(piece.text.split()[-1]).stem
             site.cluster.delete("Pod", name, grace_seconds=0)
-        done += 1
-    assert site.pods("agent") == []
-    print(f"{done} documented commands executed")
+    print(f"{len(found)} documented commands executed")

@@ -110,6 +110,11 @@ def test_install_label_run_upgrade_uninstall(installation: Installation) -> None
     assert "this node can offer its GPUs" in looked
     assert cluster.parts.kubernetes_version in looked
 
+    installation.helm("test", RELEASE, "--timeout=120s")
+    report = f"{RELEASE}-preflight"
+    assert "1 of 1 nodes can offer their GPUs" in cluster.logs(report, "report", namespace=NAMESPACE)
+    cluster.delete("Pod", report, namespace=NAMESPACE)  # it stays for people to read
+
     start_pods(cluster, *SHARES)
     share = report_of(cluster, "share")
     assert share.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"

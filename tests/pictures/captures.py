@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 import yaml
 
+from agent.isolation.clib import build
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
 from tests.component.embedded_rig import embedded_rig
@@ -39,9 +40,10 @@ async def _shown(*arguments: str) -> str:
 
 
 async def _of_a_node_at_work() -> dict[str, str]:
+    library = await anyio.to_thread.run_sync(build.cached)  # of an image
     async with (
         embedded_rig() as rig,
-        mode_node(rig, layouts=LAYOUTS) as node,
+        mode_node(rig, layouts=LAYOUTS, vgpu__library=str(library)) as node,
         anyio.create_task_group() as group,
     ):
         await node.want("mixed")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import anyio
 
+from agent.app.build_isolation import LimitParts
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -58,6 +59,7 @@ class Invariants:
             self._units_have_one_holder,
             self._gpus_have_one_mode,
             self._nothing_is_taken,
+            self._grown_units_are_nobody_elses,
             self._processes_live,
             self._tasks_live,
             self._taint_goes,
@@ -103,6 +105,16 @@ class Invariants:
             mode = self._modes.get(each.uuid)
             if mode is not None and each.active.mode not in (mode, Mode.OFF):
                 raise Violation(f"{each.uuid} is held as {mode.value} and was made {each.active.mode.value}")
+
+    def _grown_units_are_nobody_elses(self) -> None:
+        agent = self._world.running
+        limits = agent.limits if agent else None
+        if not isinstance(limits, LimitParts) or not limits.isolation.grown:
+            return
+        held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
+        for ids in limits.isolation.grown.values():
+            if both := ids & held:
+                raise Violation(f"{min(both)} is held, and a container has grown by it")
 
     def _processes_live(self) -> None:
         world = self._world
@@ -169,8 +181,9 @@ class Invariants:
             return
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
-        # What a life granted that was killed before it wrote is written by nobody.
-        if missing and current is not None and self._world.created.get(name, 0.0) > current.began:
+        # What a life granted that was killed before it wrote, and what was refused, is written by nobody.
+        since = max(current.began, self._world.refused) if current else 0.0
+        if missing and current is not None and self._world.created.get(name, 0.0) > since:
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 

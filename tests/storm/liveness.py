@@ -4,9 +4,10 @@ import asyncio
 
 import anyio
 
-from agent.model.demand import CORES, VGPU
+from agent.model.demand import CORES, MPS, VGPU
 from agent.model.modes import Mode
 from agent.node.taint import TAINT
+from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
 from tests.storm.invariants import Violation
 from tests.storm.pods import GPU
@@ -14,8 +15,11 @@ from tests.storm.world import World
 
 CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
 QUIET_SECONDS, QUIET_WRITES = 300.0, 10
-WORDS = {Mode.VGPU: "vgpu", Mode.PGPU: "pgpu"}
-PER_GPU = {Mode.VGPU: (VGPU.core, CORES), Mode.PGPU: (GPU, 1)}  # what each offers, and how much of it
+WORDS = {Mode.VGPU: "vgpu", Mode.PGPU: "pgpu", Mode.MPS: "mps"}
+# What each offers, and how much of it; what a pod for a whole GPU asks for.
+PER_GPU = {Mode.VGPU: (VGPU.core, CORES), Mode.PGPU: (GPU, 1), Mode.MPS: (MPS.core, CORES)}
+PROBES = {mode: dict([each]) for mode, each in PER_GPU.items()}
+PROBES[Mode.MPS] |= {MPS.memory: 1}
 MORE_TASKS = 60  # than a fresh agent has: endpoints of modes that were left stay, and offer nothing
 
 
@@ -44,15 +48,27 @@ async def check_calm(world: World, mode: Mode) -> None:
             f"{len(healthy)} GPUs are well, so {wanted} of {resource} should be on offer; node.status says "
             f"{offered}, the kubelet knows {known}"
         )
+    _nothing_of_mps_is_left(world, mode)
     begun = len(world.writes)
     await anyio.sleep(QUIET_SECONDS)
     if len(world.writes) - begun > QUIET_WRITES:
         raise Violation(f"{len(world.writes) - begun} API writes in five quiet minutes: {world.writes[-3:]}")
     for state in healthy:
-        await _runs(
-            world, PodSpec(f"probe-{state.gpu.index}", (ContainerSpec("main", dict([PER_GPU[mode]])),))
-        )
+        await _runs(world, PodSpec(f"probe-{state.gpu.index}", (ContainerSpec("main", PROBES[mode]),)))
     await _no_task_is_left(world)
+
+
+def _nothing_of_mps_is_left(world: World, mode: Mode) -> None:
+    """GPUs in other modes have neither daemon nor compute mode of MPS; those in it have both."""
+    for slot in world.machine.slots:
+        uuid = world.machine.uuid(slot)
+        daemons = world.daemons.genuine(world.folder / "run" / "mps" / uuid / "pipe")
+        exclusive = world.machine.gpu(slot).compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+        if (len(daemons), exclusive) != ((1, True) if mode is Mode.MPS else (0, False)):
+            raise Violation(
+                f"{uuid} in mode {mode.value} has {len(daemons)} MPS daemons, and "
+                f"{'is' if exclusive else 'is not'} in compute mode EXCLUSIVE_PROCESS"
+            )
 
 
 async def _runs(world: World, pod: PodSpec) -> None:

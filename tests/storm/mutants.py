@@ -24,16 +24,38 @@ class Hunt:
 
 # Those that issue 17 names; every run looks for them. `make storm` looks for all.
 NAMED = {
-    "freed_units_listed_late": Hunt(203, 60, "was refused though it fits"),
-    "init_containers_hold_nothing": Hunt(11, 120, "was refused though it fits"),
-    "taint_kept_while_the_watch_is_silent": Hunt(12, 60, "the taint has stood", "api silent,labels"),
-    "sigterm_waits_for_an_unserved_pod": Hunt(6, 300, "did not end in time after SIGTERM"),
-    "gpu_assigned_written_too_early": Hunt(1, 300, "gpu-assigned was written"),
-    "config_hash_believed": Hunt(11, 300, "is held as", "forgeries,labels,kubelet"),
+    "freed_units_listed_late": Hunt(22, 250, "was refused though it fits", "none"),
+    "init_containers_hold_nothing": Hunt(14, 250, "was refused though it fits", "none"),
+    "taint_kept_while_the_watch_is_silent": Hunt(
+        3, 100, "the taint has stood|API writes in a minute", "api silent,labels"
+    ),
+    "sigterm_waits_for_an_unserved_pod": Hunt(
+        4,
+        50,
+        "did not end in time after SIGTERM",
+        "agent terminated,agent updated,api slow,labels,api silent",
+    ),
+    "gpu_assigned_written_too_early": Hunt(4, 50, "gpu-assigned was written", "none"),
+    "config_hash_believed": Hunt(2, 100, "is held as", "forgeries,labels,kubelet"),
 }
 OTHERS = {
-    "promises_outlive_their_pods": Hunt(512, 80, "was refused though it fits"),
-    "reporter_compares_without_end": Hunt(17, 120, "rounds of the loop within a second"),
+    "second_half_from_any_gpu": Hunt(5, 150, "was refused though it fits", "none"),
+    "drains_nobody": Hunt(1, 150, "is held as", "labels"),
+    "drain_ends_at_once": Hunt(1, 150, "is held as", "labels"),
+    "restart_forgets_holders": Hunt(1, 150, "is held as", "agent killed,labels"),
+    "taint_is_never_dropped": Hunt(1, 150, "the taint has stood", "labels"),
+    "two_agents_at_once": Hunt(1, 150, "task|ended by itself", "agent updated,labels"),
+    "compute_mode_is_kept": Hunt(1, 150, "EXCLUSIVE_PROCESS", "mps daemons,labels"),
+    "outdated_watch_is_resumed": Hunt(2, 150, "should be on offer", "api refuses,api away"),
+    "hung_call_stops_the_lane": Hunt(1, 150, "rounds of the loop", "nvml"),
+    "pod_uids_are_forgotten": Hunt(1, 200, "is held as", "kubelet,labels"),
+    "agent_gives_up_waiting": Hunt(1, 100, "another agent serves", "agent updated,api slow,labels"),
+    "torn_checkpoint_is_a_surprise": Hunt(1, 100, "task holdings failed", "files torn"),
+    "torn_verdicts_are_a_surprise": Hunt(1, 100, "the agent ended by itself", "files torn,gpus"),
+    "watches_are_called_without_a_pause": Hunt(1, 100, "rounds of the loop", "api away"),
+    "events_expect_no_failure": Hunt(1, 100, "task events failed", "api away,gpus"),
+    "scanner_expects_no_failure": Hunt(2, 100, "task scanner failed", "nvml,gpus"),
+    "compute_mode_is_never_set": Hunt(1, 100, "EXCLUSIVE_PROCESS", "mps daemons,labels"),
 }
 HUNTS = NAMED | OTHERS
 

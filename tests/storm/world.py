@@ -13,6 +13,7 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.isolation.library import ELF
 from agent.modes.desired import LABEL
 from agent.node.taint import TAINT
 from agent.settings import (
@@ -46,6 +47,7 @@ PROFILE = replace(
     _L40S, model=replace(_L40S.model, memory_mib=12 << 10), places=places("41 81 c1", (0, "0-95,192-287"))
 )
 SPARE = 2
+LIBRARY = "library.so"
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ class World:
         self.current: AgentRun | None = None
         self.runs: list[AgentRun] = []  # that may not have ended
         self.lives = 0
+        self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
+        self.refused = 0.0  # when a call was refused last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
@@ -102,7 +106,9 @@ class World:
         return Settings(
             modes=Modes(mps=self.shape.mps),
             mps=Mps(control_program=str(folder / "bin" / "nvidia-cuda-mps-control")),
-            vgpu=Vgpu(enforcement="report", resize=True) if self.shape.resize else Vgpu(),
+            vgpu=Vgpu(enforcement="library", resize=True, library=str(folder / "bin" / LIBRARY))
+            if self.shape.resize
+            else Vgpu(),
             layouts={
                 "mixed": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="vgpu")],
                 "shared": [LayoutEntry(gpus=["0"], mode="mps"), LayoutEntry(gpus=["rest"], mode="vgpu")]
@@ -139,6 +145,7 @@ class World:
 
     async def kill_agent(self) -> None:
         """SIGKILL."""
+        self.killed += 1
         for run in self.runs:
             await run.kill()
 
@@ -208,7 +215,7 @@ class World:
             body = await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
-            status = self.api_faults.pop()
+            status, self.refused = self.api_faults.pop(), anyio.current_time()
             return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
         if write:
             for observer in self.on_write:
@@ -234,6 +241,7 @@ async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
         (folder / each).mkdir()
     program = folder / "bin" / "nvidia-cuda-mps-control"
     program.touch(mode=0o755)
+    (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it
     async with anyio.create_task_group() as group:
         made = World(folder, machine, group, seed, shape)
         mps_daemons.install(made.daemons)

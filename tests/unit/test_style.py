@@ -38,6 +38,17 @@ def test_no_banned_word_in_the_code() -> None:
     assert not found
 
 
+def test_no_docstring_is_a_headless_clause() -> None:
+    """A noun says it: `Messages to the actor.`, not `What the actor is sent.`"""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "agent").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.lstrip().startswith('"""What ')
+    ]
+    assert not found
+
+
 def test_no_banned_word_in_the_c_library() -> None:
     found = {
         path.name: words

@@ -1,4 +1,4 @@
-"""What the library does at each entry point of the driver: a hook, or the reason why there is none.
+"""The library's action at each entry point of the driver: a hook, or the reason why there is none.
 
 A hook is a function of the driver's name in one of the C files, or one that only passes its call on, which
 the build writes for every symbol of `FORWARDED`. An entry point without a rule fails the build and its test.
@@ -102,7 +102,7 @@ PASSED: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is done at one entry point."""
+    """The action at one entry point."""
 
     entry: EntryPoint
     name: str
@@ -122,7 +122,7 @@ def class_of(base: str) -> str:
 
 
 def note_of(base: str) -> str:
-    """What a forwarding hook does beside it, in C; empty for nothing."""
+    """The side effect of a forwarding hook, in C; empty for none."""
     short = base.removeprefix("cu")
     return next((note for names, note in NOTED.items() if re.fullmatch(names, short)), "")
 

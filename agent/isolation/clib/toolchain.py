@@ -17,7 +17,7 @@ _COMPILE_SECONDS: Final = 300
 
 
 def target(architecture: str) -> str:
-    """What zig calls the target: `x86_64-linux-gnu.2.17`."""
+    """The target's name in zig: `x86_64-linux-gnu.2.17`."""
     return f"{architecture}-linux-gnu.{GLIBC}"
 
 

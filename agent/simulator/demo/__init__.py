@@ -83,7 +83,7 @@ def show(
 
 
 def _reason(error: BaseException) -> str:
-    """What the story missed; where the fault lies elsewhere, that."""
+    """The step that the story missed, or the fault elsewhere."""
     if isinstance(error, BaseExceptionGroup):
         announced, _ = error.split(NotAsTold)
         return describe(error) if announced is None else "; ".join(map(str, _leaves(announced)))

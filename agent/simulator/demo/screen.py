@@ -1,4 +1,4 @@
-"""What a person reads: short aligned lines, colour where a terminal takes it."""
+"""The screen: short aligned lines, colour where a terminal takes it."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What happens in the demo, act by act. Every line is printed from what was seen, after it was checked."""
+"""The demo, act by act. Every line is printed from what was seen, after it was checked."""
 
 import anyio
 import anyio.to_thread

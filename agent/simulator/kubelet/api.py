@@ -52,7 +52,7 @@ class Pod:
         return {**self.spec.annotations, **mirror, **self.written}
 
     def container_id(self, name: str) -> str:
-        """What a runtime would call the pod's container: 64 hexadecimal digits, of its own for each."""
+        """A runtime's ID of the pod's container: 64 hexadecimal digits, of its own for each."""
         return hashlib.sha256(f"{self.uid}/{name}".encode()).hexdigest()
 
 
@@ -173,5 +173,5 @@ class Api:
         return [*self.manifests.values(), *(pod for pod in self.bound_pods() if not pod.spec.static)]
 
     def used(self, resource: str) -> int:
-        """What the scheduler counts as taken: requests of all bound pods that have not finished."""
+        """Used amounts by the scheduler's count: requests of all bound pods that have not finished."""
         return sum(pod.spec.request(resource) for pod in self.bound_pods() if not pod.phase.finished)

@@ -1,4 +1,4 @@
-"""What a container gets to see: plugin answers, the pod's own environment and CDI edits, merged.
+"""The view of a container: plugin answers, the pod's own environment and CDI edits, merged.
 
 Order, seen on kubelet 1.36 with containerd 2: the plugins' environment and mounts first, the pod's own
 environment over them, CDI edits over all.

@@ -238,7 +238,7 @@ class DeviceManager:
                 raise CallFailed(f"device plugin PreStartContainer rpc failed with err: {error}") from error
 
     def responses(self, uid: str, container: str) -> list[ContainerAllocateResponse]:
-        """What the plugins answered for a container, in random order: where they differ the first wins."""
+        """The plugins' answers for a container, in random order: where they differ the first wins."""
         found = [each.response for each in self.tables.pods.of_container(uid, container).values()]
         self._rng.shuffle(found)
         return found

@@ -194,7 +194,7 @@ class EmbeddedKubelet:
         return self.api.get(spec)
 
     def container(self, spec: PodSpec, name: str) -> ContainerView:
-        """What a container was started with. Raises KeyError if it never was."""
+        """The start parameters of a container. Raises KeyError if it never was."""
         return self._machine.containers.views[self.api.get(spec).uid, name]
 
     def runs(self, spec: PodSpec, name: str) -> bool:

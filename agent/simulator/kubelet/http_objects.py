@@ -31,7 +31,7 @@ def merge(into: dict[str, str], patch: Mapping[str, str | None]) -> None:
 
 
 def without_version(item: Object) -> Object:
-    """What must differ for an object to have changed."""
+    """The part that must differ for an object to have changed."""
     return {**item, "metadata": {**item["metadata"], "resourceVersion": ""}}
 
 

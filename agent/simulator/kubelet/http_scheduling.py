@@ -1,4 +1,4 @@
-"""What a scheduler's extender needs of the API beside nodes and pods: bindings and leases."""
+"""The API of a scheduler's extender beside nodes and pods: bindings and leases."""
 
 import itertools
 

@@ -65,7 +65,7 @@ class Folders:
 
 @dataclass(slots=True)
 class Machine:
-    """What outlives the kubelet: the API's objects, the running containers, and settings."""
+    """All that outlives the kubelet: the API's objects, the running containers, and settings."""
 
     folders: Folders
     api: Api

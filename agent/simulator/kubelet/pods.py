@@ -58,7 +58,7 @@ class PodSpec:
         return (self.namespace, self.name)
 
     def request(self, resource: str) -> int:
-        """What the scheduler counts: app containers and sidecars together, or the largest step of init."""
+        """The scheduler's count: app containers and sidecars together, or the largest step of init."""
         sidecars, peak = 0, 0
         for container in self.init_containers:
             amount = container.limits.get(resource, 0)

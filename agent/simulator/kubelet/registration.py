@@ -54,7 +54,7 @@ class Plugins:
         self._open: set[PluginClient] = set()
 
     def fault(self, name: str, versions: list[str]) -> str | None:
-        """What is wrong with a registration, in the kubelet's words."""
+        """The fault of a registration, in the kubelet's words."""
         if VERSION not in versions:
             asked = ", ".join(versions)
             return (

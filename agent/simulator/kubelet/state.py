@@ -1,4 +1,4 @@
-"""What the kubelet knows about devices: the tables of its device manager, without any I/O.
+"""Devices as the kubelet knows them: the tables of its device manager, without any I/O.
 
 Facts: kubelet 1.36, `pkg/kubelet/cm/devicemanager/manager.go` and `pod_devices.go`.
 """
@@ -66,7 +66,7 @@ class PodDevices:
 
 
 class PluginCalls(Protocol):
-    """What the kubelet calls a registered plugin for. Each raises CallFailed."""
+    """The kubelet's calls of a registered plugin. Each raises CallFailed."""
 
     async def preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         """GetPreferredAllocation for one container."""

@@ -104,7 +104,7 @@ async def test_a_share_that_was_seen_is_told_and_taken_away() -> None:
     assert here.deleted
     told = "\n".join(here.said)
     assert "mode vgpu" in told
-    assert "waits: 0/1 nodes" in told
+    assert "pod: 0/1 nodes" in told
     assert "NVIDIA_VISIBLE_DEVICES=void" in told
     assert "annotation: tencent.com/predicate-gpu-idx-0=3" in told
     assert "other" not in told

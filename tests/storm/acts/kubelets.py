@@ -4,6 +4,7 @@ import random
 
 import anyio
 
+from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.checkpoint import FILE_NAME
 from tests.storm.world import World
 
@@ -26,6 +27,8 @@ async def reboot(world: World, rng: random.Random) -> str:
     await world.kill_agent()
     for daemon in world.daemons.daemons:
         world.daemons.end(daemon.process.pid)
+    for slot in range(world.spare + 1):  # the driver is loaded anew
+        world.machine.gpu(slot).compute_mode = ComputeMode.DEFAULT
     await world.restart_kubelet(rng.choice((0.0, 30.0)), reboot=True)
     await anyio.sleep(rng.choice((0.0, 2.0, 45.0)))
     await world.start_agent()

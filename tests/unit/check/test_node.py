@@ -83,7 +83,7 @@ def test_without_any_specification_runtime_and_toolkit_are_needed(node: Node, wa
     node.own = NOTHING_MADE if wanted else Own(wanted=False)
     written(node.root, {"/etc/containerd/config.toml": CONTAINERD.format(runtime="runc")})
     faults = node.faults()
-    assert set(faults) == {"toolkit", "default runtime"}
+    assert set(faults) == {"toolkit", "default runtime", *(["GPU specification"] if wanted else [])}
     assert "nvidia-ctk runtime configure" in faults["default runtime"]
     assert node.grades()["CDI"] is Grade.WARNING
     assert not node.faults("injection.deviceNodes=true")

@@ -13,7 +13,7 @@ UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
 
 def program(folder: Path, code: int) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '| NVIDIA-SMI |'\nexit {code}\n")
     (folder / "nvidia-smi").chmod(0o755)
 
@@ -26,8 +26,8 @@ def test_the_agent_s_program(tmp_path: Path, code: int) -> None:
     caps = tmp_path / "usr/lib/gpu-node-agent"
     caps.mkdir(parents=True)
     (caps / "limits").write_bytes(limit_file("x", [Limits(UUID, 2 << 30)]))
-    program(tmp_path / "bin", code)
-    environment = {"PATH": str(tmp_path / "bin"), "CUDA_X": "1", "NVIDIA_Y": "2", "SECRET": "3"}
+    program(tmp_path / "usr/bin", code)
+    environment = {"PATH": "/nowhere", "CUDA_X": "1", "NVIDIA_Y": "2", "SECRET": "3"}
     assert list(seen(environment, tmp_path)) == [
         "device: /dev/nvidia3",
         "variable: CUDA_X=1",
@@ -45,8 +45,8 @@ def test_a_container_without_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 9, None])
 def test_a_shell(tmp_path: Path, code: int | None) -> None:
     if code is not None:
-        program(tmp_path / "bin", code)
-    environment = {"PATH": f"{tmp_path}/bin", "CUDA_X": "1 2", "NVIDIA_Y": "2", "SECRET": "3"}
+        program(tmp_path / "usr/bin", code)
+    environment = {"PATH": f"{tmp_path}/usr/bin", "CUDA_X": "1 2", "NVIDIA_Y": "2", "SECRET": "3"}
     said = subprocess.run(
         ["/bin/sh", "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=30, check=True
     )
