@@ -13,6 +13,7 @@ import anyio.to_thread
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from agent import __version__
 from agent.inventory.reducer import Unavailable, reduce
 from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
@@ -131,7 +132,7 @@ async def test_tasks_mailbox_readiness_and_the_process() -> None:
     assert value(text, "gpu_agent_inventory_mailbox_messages") == 1
     assert value(text, "gpu_agent_inventory_mailbox_dropped_total") == 0
     version = ".".join(map(str, sys.version_info[:3]))
-    assert value(text, "gpu_agent_build_info", version="0.1.0", python_version=version) == 1
+    assert value(text, "gpu_agent_build_info", version=__version__, python_version=version) == 1
     memory = value(text, "gpu_agent_process_resident_memory_bytes")
     assert memory is not None
     assert memory > 2**20
