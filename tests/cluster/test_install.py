@@ -158,7 +158,7 @@ def assert_nothing_is_left(installation: Installation) -> None:
     assert not (cluster.cdi_dir / "gpu-node-agent.json").exists()
     # The two folders stay, as mounts do that were theirs; a lock file in them has nobody who holds it.
     # While pods hold GPUs there is also what vGPU containers have mounted: they may be started again.
-    stays = {"agent.lock", "lib", "limits"} if cluster.find_all("Pod") else {"agent.lock"}
+    stays = {"agent.lock", "bin", "lib", "limits"} if cluster.find_all("Pod") else {"agent.lock"}
     for folder in (cluster.layout.run / "gpu-node-agent", Path("/var/lib/gpu-node-agent")):
         assert {path.name for path in folder.iterdir()} <= stays
 
