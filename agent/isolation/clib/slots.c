@@ -108,12 +108,14 @@ static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thoro
     return gone || (now != 0 && start != 0 && now != start);
 }
 
-/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
+/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. In the own one it tells
+ * of processes that called exec: pid and start are those of before, the memory is gone. */
 static bool has_died(const struct gna_usage_slot *slot, unsigned number, bool thorough) {
-    if (slot->namespace != self.namespace) {
-        return slot->held && !gna_living_held(number);
+    bool own_namespace = slot->namespace == self.namespace;
+    if (own_namespace && is_dead(slot->pid, slot->start, slot->namespace, thorough)) {
+        return true;
     }
-    return is_dead(slot->pid, slot->start, slot->namespace, thorough);
+    return (thorough || !own_namespace) && slot->held && !gna_living_held(number);
 }
 
 /* Slots are locked. What the slot had charged goes back, device by device. */
@@ -179,14 +181,22 @@ void gna_sweep(bool thorough) {
     }
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
-        /* Looked at without the lock, and again under it. */
-        if (seen.state != GNA_SLOT_PROCESS || !has_died(&seen, number, thorough) || !lock_slots()) {
+        /* Looked at without the lock, and again under it: a process that called exec may have claimed it anew. */
+        if (seen.state != GNA_SLOT_PROCESS || !has_died(&seen, number, thorough)) {
             continue;
         }
-        if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && empty(slot)) {
-            slot->state = GNA_SLOT_FREE;
+        if (!lock_slots()) {
+            return; /* nor would it be had for the next one, and each try takes seconds */
+        }
+        bool had = true;
+        if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && slot->image == seen.image) {
+            had = empty(slot);
+            slot->state = had ? GNA_SLOT_FREE : slot->state;
         }
         pthread_mutex_unlock(&gna_usage->header.lock);
+        if (!had) {
+            return;
+        }
     }
     sweep_shared(thorough);
 }

@@ -165,6 +165,22 @@ def test_exec_gives_back_what_the_process_had(
     assert made.charged() == machine.used() == 300 * MIB
 
 
+def test_memory_of_before_exec_is_free_for_others_whatever_the_process_does_then(
+    container: MakeContainer, programs: Programs
+) -> None:
+    made = container(1024)
+    first = programs(made, "init()", "alloc(400)")
+    second = programs(made, "init()")
+    first.send(
+        "print('{\"value\": 0}', flush=True); os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])"
+    )
+    first.receive()
+    # The new program answers, has the pid of the old one, and never touches a GPU.
+    assert first("os.getpid()") == first.pid
+    second("alloc(700)")
+    assert made.charged() == 1000 * MIB
+
+
 def test_launches_are_counted(container: MakeContainer, machine: CudaMachine, programs: Programs) -> None:
     made = container(1024)
     program = programs(made, "init()", "kernel = function()")
