@@ -173,7 +173,7 @@ def test_a_stopped_holder_of_the_lock_holds_up_no_longer_the_more_have_died(
         made,
         f"import mmap; file = open({str(made.usage)!r}, 'r+b'); region = mmap.mmap(file.fileno(), 1 << 20)",
     )
-    holder(f"libc = ctypes.CDLL(None); lock = ctypes.addressof(ctypes.c_char.from_buffer(region, 128))")
+    holder("libc = ctypes.CDLL(None); lock = ctypes.addressof(ctypes.c_char.from_buffer(region, 128))")
     assert holder("libc.pthread_mutex_lock(ctypes.c_void_p(lock))") == 0
     holder.signal(signal.SIGSTOP)
     for child in children:
