@@ -213,5 +213,5 @@ def loads(pid: int, library: Path, proc: Path) -> bool | None:
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name):
             return True
-    # Nothing is said of what stands beyond what was read, or of a process that is just ending, with no memory left.
+    # It may stand beyond what was read, and a process that is ending has no memory left: nothing is said.
     return None if not text or len(text) == LONGEST_MAPS else False
