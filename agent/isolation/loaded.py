@@ -71,8 +71,8 @@ def loads(pid: int, library: Path, proc: Path) -> bool | None:
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name):
             return True
-    # Beyond what was read it may stand: nothing is said then.
-    return None if len(text) == LONGEST_MAPS else False
+    # It may stand beyond what was read, and a process that is ending has no memory left: nothing is said.
+    return None if not text or len(text) == LONGEST_MAPS else False
 
 
 def process_of(pid: int, proc: Path) -> tuple[int, int] | None:

@@ -212,6 +212,8 @@ def test_a_file_of_the_same_name_is_not_the_library(tmp_path: Path) -> None:
         assert loads(number, library, tmp_path) is expected, line
     os.truncate(tmp_path / "6" / "maps", 8 << 20)
     assert loads(6, library, tmp_path) is None  # more than is read
+    os.truncate(tmp_path / "6" / "maps", 0)
+    assert loads(6, library, tmp_path) is None  # as of a process that is just ending
 
 
 async def test_what_the_library_cannot_count_is_told_to_it(node: Node) -> None:
