@@ -179,6 +179,8 @@ def test_memory_of_before_exec_is_free_for_others_whatever_the_process_does_then
     first.receive()
     # The new program answers, has the pid of the old one, and never touches a GPU.
     assert first("os.getpid()") == first.pid
+    assert second("memory()[0]") == 24 * MIB  # the driver may be about to free it
+    _until(lambda: second("memory()[0]") == 724 * MIB)
     second("alloc(700)")
     assert made.charged() == 1000 * MIB
 
