@@ -26,7 +26,7 @@ class Entries:
 
 @dataclass(slots=True)
 class Looks:
-    """What is known of a container's processes."""
+    """Findings on the processes of a container."""
 
     loaded: dict[int, bool] = field(default_factory=dict)
     without: dict[int, int] = field(default_factory=dict)  # looks in a row that found no entry

@@ -114,7 +114,7 @@ static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thoro
     return gone || (now != 0 && start != 0 && now != start);
 }
 
-/* Of a process of the own PID namespace: pid and start are those of before, and only the lock tells that the memory is gone. */
+/* Of a process of the own PID namespace: pid and start are those of before, and only the lock shows that the memory is gone. */
 static bool has_called_exec(struct gna_usage_slot *slot, const struct gna_usage_slot *seen, unsigned number) {
     bool gone, ending = false;
     uint64_t now = gna_now_ns();
@@ -201,7 +201,7 @@ void gna_sweep(bool thorough) {
     }
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
-        /* Looked at without the lock, and again under it: a process that called exec may have claimed it anew. */
+        /* Looked at without the lock, and again under it: a process that called exec may have claimed it again. */
         if (seen.state != GNA_SLOT_PROCESS || !has_died(slot, &seen, number, thorough)) {
             continue;
         }
