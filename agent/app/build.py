@@ -276,12 +276,23 @@ async def _vgpu_fence(
 ) -> Fence:
     """The enforcement of vGPU memory, where it is configured."""
     settings = agent.settings
-    if settings.vgpu.enforcement == "off" or not settings.modes.vgpu:
+    if not settings.modes.vgpu:
+        return no_fence
+    if settings.vgpu.enforcement == "off":
+        if await anyio.to_thread.run_sync(_limited_before, Path(settings.host.state)):
+            from agent.app.build_isolation import keep_limits  # noqa: PLC0415  a room that is off
+
+            await keep_limits(agent, group)
         return no_fence
     from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
 
     agent.limits = limits = await build_isolation(agent, nvml, injector, group, recorder)
     return VgpuFence(limits)
+
+
+def _limited_before(state: Path) -> bool:
+    """Whether containers were given limits that may still run (`agent.isolation.copies`)."""
+    return any((state / "limits").glob("*.json"))
 
 
 def _vgpu_fences(agent: Agent) -> Mapping[str, bool]:

@@ -1,4 +1,4 @@
-"""Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is not off."""
+"""Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is on, or was before."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -139,6 +139,20 @@ async def build_isolation(
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
     policy = Policy(settings.vgpu.enforcement)
     return LimitParts(isolation, publisher, policy, driver, Avoidance(agent), computes=compute is not None)
+
+
+async def keep_limits(agent: Agent, group: TaskGroup) -> None:
+    """Have the folders of containers that were given limits before enforcement was switched off.
+
+    The kubelet repeats their mounts after a reboot, and the library refuses memory without the files.
+    They go with their containers, and the room is not built any more at the next start.
+    """
+    settings = agent.settings
+    folders = LimitFolders(Path(settings.host.run))
+    source = Path(settings.vgpu.library or IMAGE_FILE)
+    isolation = Isolation(folders, source, Path(settings.host.state), Policy.OFF, agent.holdings.cell)
+    await isolation.start()
+    group.start_soon(agent.supervisor.restarting, "limits", isolation.run)
 
 
 class VgpuFence:

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,11 @@ def runtimes(host: Host, version: str = "") -> Runtimes | None:
     """
     engine = version.partition("://")[0]
     places = RANCHER if "-k3s" in version else None  # the containerd that k3s and RKE2 bring
-    readers = {"containerd": lambda: _containerd(host, places), "docker": lambda: _docker(host)}
-    readers["cri-o"] = lambda: _crio(host)
+    readers: dict[str, Callable[[], Runtimes | None]] = {
+        "containerd": lambda: _containerd(host, places),
+        "docker": lambda: _docker(host),
+        "cri-o": lambda: _crio(host),
+    }
     chosen = [readers[engine]] if engine in readers else readers.values()
     return next((found for read in chosen if (found := read())), None)
 

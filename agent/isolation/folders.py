@@ -22,6 +22,7 @@ import msgspec
 from agent.isolation import layout
 from agent.isolation.errors import BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
+from agent.isolation.loaded import Entries
 from agent.kit import trees
 from agent.kit.selinux import label_for_pods
 from agent.model.ids import SEPARATOR
@@ -222,6 +223,17 @@ class LimitFolders:
             finally:
                 os.close(descriptor)
         return layout.sole_process(slots, total_bytes)
+
+    def entries(self, key: str) -> Entries:
+        """The processes that say of themselves that they have the library. A hint. Raises FolderUnusable."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, USAGE, os.O_RDONLY)
+            try:
+                return layout.read_entries(
+                    os.pread(descriptor, layout.SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
+                )
+            finally:
+                os.close(descriptor)
 
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""

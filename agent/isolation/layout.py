@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.isolation.errors import BadLayout
+from agent.isolation.loaded import Entries
 
 LAYOUT = 1
 MOST_DEVICES = 16
@@ -40,6 +41,8 @@ USAGE_DEVICE_BYTES = 4096
 SLOTS, SLOT_BYTES = 2048, 384
 SLOTS_AT = 69632
 SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes charged and those for contexts
+ENTRY = struct.Struct("<IIQ368x")  # pid, state and start time
+FREE_SLOT, PROCESS_SLOT = 0, 1
 READ_SLOTS = 64
 # What pthread_mutex_init leaves in a robust, process-shared mutex of glibc; all else of it is zero.
 LOCK_KIND, LOCK_KIND_AT = 144, 16
@@ -166,6 +169,13 @@ def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
         (charged, contexts) for _, state, charged, contexts in SLOT.iter_unpack(content[:whole]) if state
     ]
     return slots[0] if len(slots) == 1 and slots[0][0] == total_bytes >= slots[0][1] else None
+
+
+def read_entries(content: bytes) -> Entries:
+    """The processes in a usage region's slots; the last slot is shared by those that found no other."""
+    slots = list(ENTRY.iter_unpack(content[: len(content) // SLOT_BYTES * SLOT_BYTES]))
+    processes = frozenset((pid, start) for pid, state, start in slots if state == PROCESS_SLOT)
+    return Entries(processes, len(slots) == SLOTS and slots[-1][1] == FREE_SLOT)
 
 
 def _copy(generation: int, limits: Limits) -> bytes:

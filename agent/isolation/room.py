@@ -86,7 +86,8 @@ class Isolation:
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
         try:
-            self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
+            if self._policy is not Policy.OFF:
+                self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
             self.problem = None
         except LibraryUnusable as error:
             self.problem = str(error)

@@ -4,7 +4,6 @@ The third fence, and the check on the second: it needs neither the container's g
 fed with each round of samples; what it reads of a process is bounded. Blocking work is done in a thread.
 """
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from agent.isolation.ending import NotEnded, end
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits, Policy
+from agent.isolation.loaded import Entries, Looks, loads
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 
@@ -36,7 +36,6 @@ MOST_CONTEXTS = 8
 # Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20
-LONGEST_MAPS = 8 << 20
 
 Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
 
@@ -84,7 +83,7 @@ class LimitWatch:
         self._report = report
         self._proc = proc
         self._rounds: dict[Place, int] = {}  # readings above the cap in a row
-        self._loaded: dict[str, dict[int, bool]] = {}  # by folder and process
+        self._loaded: dict[str, Looks] = {}  # by folder
         self._unseen: dict[str, deque[int]] = {}
         self._written: dict[str, tuple[int, int]] = {}  # bytes unseen and for a context in the limit file
 
@@ -153,16 +152,31 @@ class LimitWatch:
         for key, limits, measured in work:
             if not limits.about.build:
                 continue  # it was given no library
-            known = self._loaded.get(key, {})
-            library = self._isolation.library_file(limits.about)
-            now = {
-                pid: known[pid] if pid in known else loads(pid, library, self._proc) for pid in measured.pids
-            }
-            self._loaded[key] = {pid: each for pid, each in now.items() if each is not None}
-            if self._loaded[key]:
-                found[key] = all(self._loaded[key].values())
+            looks = self._loaded.setdefault(key, Looks())
+            self._look_at(key, limits.about, measured.pids, looks)
+            if looks.loaded:
+                found[key] = all(looks.loaded.values())
             self._settle(key, limits, measured, loaded=found.get(key, False))
         return found
+
+    def _look_at(self, key: str, about: About, pids: Sequence[int], looks: Looks) -> None:
+        looks.keep(pids)
+        library, entries = self._isolation.library_file(about), None
+        for pid in (each for each in pids if each not in looks.loaded):
+            try:
+                loaded = loads(pid, library, self._proc)
+            except OSError:
+                entries = entries or self._entries(key)
+                looks.entered(pid, entries, self._proc)
+            else:
+                if loaded is not None:
+                    looks.loaded[pid] = loaded
+
+    def _entries(self, key: str) -> Entries | None:
+        try:
+            return self._isolation.folders.entries(key)
+        except FolderUnusable:
+            return None
 
     def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
         """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
@@ -194,24 +208,3 @@ class LimitWatch:
 def tolerance(cap_bytes: int) -> int:
     """How far above its cap a container may be measured without a report, in bytes."""
     return max(LEAST_TOLERANCE, int(cap_bytes * TOLERANCE_RATIO))
-
-
-def loads(pid: int, library: Path, proc: Path) -> bool | None:
-    """Whether a process has the library in its memory; None: it cannot be looked at. Blocks.
-
-    A file is known by its name and inode: what a container mounts or copies under that name has another.
-    """
-    try:
-        inode = str(library.stat().st_ino)
-        with (proc / str(pid) / "maps").open("rb") as maps:
-            text = maps.read(LONGEST_MAPS)
-    except OSError:
-        return None
-    name = os.fsencode(library.name)
-    for line in text.split(b"\n"):
-        # By proc(5) a line has six fields, the last two of which are inode and path.
-        fields = line.split(None, 5)
-        if len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name):
-            return True
-    # Beyond what was read it may stand: nothing is said then.
-    return None if len(text) == LONGEST_MAPS else False

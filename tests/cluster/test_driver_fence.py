@@ -45,7 +45,9 @@ def configured(cluster: Cluster, rig: RealRig, name: str) -> Mapping[str, str]:
         cluster.wait_pod(name)
         status = cluster.get("Pod", name)["status"]["containerStatuses"][0]
         container = status["containerID"].rpartition("/")[2]
-        (config,) = cluster.layout.root.rglob(f"{container}/config.json")
+        # Unlike rglob, walk passes over folders that go meanwhile, as those of snapshots do.
+        found = (Path(folder) for folder, _, files in os.walk(cluster.layout.root) if "config.json" in files)
+        (config,) = [folder / "config.json" for folder in found if folder.name == container]
         entries = json.loads(config.read_text())["process"]["env"]
         return dict(entry.split("=", 1) for entry in entries)
     finally:

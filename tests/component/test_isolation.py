@@ -1,5 +1,6 @@
 """Limits of vGPU containers on the embedded kubelet: what they are given, and what is left afterwards."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -100,6 +101,24 @@ async def test_limits_outlive_an_agent_that_is_killed() -> None:
         assert (await limits_of(rig, pod)).memory_bytes == 40 * BLOCK
         await rig.delete_pod(pod)
         await until(lambda: len(folders(rig)) == 1, "the folder of the pod before is still there")
+
+
+@pytest.mark.timeout(400)
+async def test_limits_of_before_outlive_a_reboot_with_enforcement_switched_off() -> None:
+    async with embedded_rig() as rig:
+        await serving(rig)
+        pod = vgpu.share_pod("before", 30, 40)
+        await vgpu.running(rig, pod)
+        await rig.kill_agent()
+        run = rig.agent_log().parent / "run" / "limits"
+        await anyio.to_thread.run_sync(shutil.rmtree, run)  # /run lies in memory
+        await serving(rig, **{"vgpu.enforcement": "off"})
+        assert (await limits_of(rig, pod)).memory_bytes == 40 * BLOCK
+        later = vgpu.share_pod("after", 30, 40)
+        await vgpu.running(rig, later)
+        assert not mounts(rig, later)
+        await rig.delete_pod(pod)
+        await until(lambda: not folders(rig), "the folder of the pod before is still there")
 
 
 @pytest.mark.timeout(400)

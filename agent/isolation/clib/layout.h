@@ -172,7 +172,9 @@ struct gna_usage_slot {
     uint64_t image;          /* 24  drawn by the kernel at each exec: a process that called exec lost its memory */
     uint64_t launches;       /* 32  kernels and graphs launched */
     uint32_t held;           /* 40  1: its processes hold a lock on the region at GNA_LIVING + number while they live */
-    uint8_t reserved[84];    /* 44 */
+    uint8_t reserved_a[4];   /* 44 */
+    uint64_t unheld_ns;      /* 48  CLOCK_BOOTTIME of the first look that found the lock gone and the process there; 0: none */
+    uint8_t reserved_b[72];  /* 56 */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 
@@ -213,6 +215,7 @@ GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);
 GNA_AT(struct gna_usage_device, waited_ns, 272);
 GNA_SIZE(struct gna_usage_slot, 384);
+GNA_AT(struct gna_usage_slot, unheld_ns, 48);
 GNA_AT(struct gna_usage_slot, device, 128);
 GNA_AT(struct gna_usage, device, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage, slot, GNA_USAGE_SLOTS);

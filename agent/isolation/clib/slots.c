@@ -15,6 +15,9 @@
 
 /* Of the whole container, as GNA_SWEEP_NS: 300 processes that are looked up in /proc cost 3 ms. */
 static const uint64_t THOROUGH_NS = 50000000;
+/* After exec, in which the driver frees what the process had, though nobody sees when. */
+static const uint64_t AFTER_EXEC_NS = 2000000000;
+static const uint64_t EXITING = 4; /* PF_EXITING of the kernel, in field 9 of /proc/<pid>/stat */
 
 static struct gna_mutex lock;
 static _Atomic int attached_pid;
@@ -66,10 +69,12 @@ static bool lock_slots(void) {
 }
 
 /* Field 22 of /proc/<pid>/stat, behind a name that may hold anything; 0 when it cannot be read. `*gone`: a zombie, and
- * not only the first thread, which may end before the others: field 20 counts it and those that are left. */
-static uint64_t start_of(uint32_t pid, bool *gone) {
+ * not only the first thread, which may end before the others: field 20 counts it and those that are left. `*ending`: it
+ * may still have its memory. */
+static uint64_t start_of(uint32_t pid, bool *gone, bool *ending) {
     char path[32], text[1024];
     *gone = false;
+    *ending = true;
     snprintf(path, sizeof(path), "/proc/%u/stat", pid);
     int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file < 0) {
@@ -86,6 +91,7 @@ static uint64_t start_of(uint32_t pid, bool *gone) {
     uint64_t threads = 0;
     for (int field = 3; field < 22 && at != NULL; field++) {
         threads = field == 20 ? strtoull(at + 2, NULL, 10) : threads;
+        *ending = field == 9 ? (strtoull(at + 2, NULL, 10) & EXITING) != 0 : *ending;
         at = strchr(at + 2, ' ');
         at = at == NULL ? NULL : at - 1;
     }
@@ -103,17 +109,33 @@ static bool is_dead(uint32_t pid, uint64_t start, uint64_t namespace, bool thoro
     if (!thorough) {
         return false;
     }
-    bool gone;
-    uint64_t now = start_of(pid, &gone);
+    bool gone, ending;
+    uint64_t now = start_of(pid, &gone, &ending);
     return gone || (now != 0 && start != 0 && now != start);
 }
 
-/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
-static bool has_died(const struct gna_usage_slot *slot, unsigned number, bool thorough) {
-    if (slot->namespace != self.namespace) {
-        return slot->held && !gna_living_held(number);
+/* Of a process of the own PID namespace: pid and start are those of before, and only the lock shows that the memory is gone. */
+static bool has_called_exec(struct gna_usage_slot *slot, const struct gna_usage_slot *seen, unsigned number) {
+    bool gone, ending = false;
+    uint64_t now = gna_now_ns();
+    if (!seen->held || gna_living_held(number)) {
+        now = 0;
+    } else if (seen->unheld_ns != 0 && seen->unheld_ns <= now) { /* one that lies ahead was written by somebody else */
+        start_of(seen->pid, &gone, &ending);
+        return now - seen->unheld_ns >= AFTER_EXEC_NS && !ending;
     }
-    return is_dead(slot->pid, slot->start, slot->namespace, thorough);
+    if (seen->unheld_ns != now) {
+        __atomic_store_n(&slot->unheld_ns, now, __ATOMIC_RELAXED);
+    }
+    return false;
+}
+
+/* Of processes of another PID namespace, nested or not, the lock on the region alone decides. */
+static bool has_died(struct gna_usage_slot *slot, const struct gna_usage_slot *seen, unsigned number, bool thorough) {
+    if (seen->namespace != self.namespace) {
+        return seen->held && !gna_living_held(number);
+    }
+    return is_dead(seen->pid, seen->start, seen->namespace, thorough) || (thorough && has_called_exec(slot, seen, number));
 }
 
 /* Slots are locked. What the slot had charged goes back, device by device. */
@@ -179,25 +201,33 @@ void gna_sweep(bool thorough) {
     }
     for (unsigned number = 0; number < used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = *slot;
-        /* Looked at without the lock, and again under it. */
-        if (seen.state != GNA_SLOT_PROCESS || !has_died(&seen, number, thorough) || !lock_slots()) {
+        /* Looked at without the lock, and again under it: a process that called exec may have claimed it again. */
+        if (seen.state != GNA_SLOT_PROCESS || !has_died(slot, &seen, number, thorough)) {
             continue;
         }
-        if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && empty(slot)) {
-            slot->state = GNA_SLOT_FREE;
+        if (!lock_slots()) {
+            return; /* nor would it be had for the next one, and each try takes seconds */
+        }
+        bool had = true;
+        if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && slot->image == seen.image) {
+            had = empty(slot);
+            slot->state = had ? GNA_SLOT_FREE : slot->state;
         }
         pthread_mutex_unlock(&gna_usage->header.lock);
+        if (!had) {
+            return;
+        }
     }
     sweep_shared(thorough);
 }
 
 static void know_self(void) {
-    bool gone;
+    bool gone, ending;
     struct stat status;
     const void *random = (const void *)getauxval(AT_RANDOM);
     self.pid = (uint32_t)getpid();
     self.state = GNA_SLOT_PROCESS;
-    self.start = start_of(self.pid, &gone);
+    self.start = start_of(self.pid, &gone, &ending);
     self.namespace = stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
     self.image = 0;
     if (random != NULL) {

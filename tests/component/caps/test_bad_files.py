@@ -158,6 +158,36 @@ def test_a_stopped_holder_of_the_lock_refuses_and_never_allows(
     assert layout.read_usage(made.usage.read_bytes())[0].repaired == 1
 
 
+def test_a_stopped_holder_of_the_lock_holds_up_no_longer_the_more_have_died(
+    container: MakeContainer, programs: Programs
+) -> None:
+    made = container(1024, context=0)
+    program = programs(made, "init()")
+    dead = programs(made)
+    children = [dead("fork('init(); alloc(2); time.sleep(600)')") for _ in range(4)]
+    end = time.monotonic() + 30
+    while made.charged() < 8 * MIB:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    holder = programs(
+        made,
+        f"import mmap; file = open({str(made.usage)!r}, 'r+b'); region = mmap.mmap(file.fileno(), 1 << 20)",
+    )
+    holder("libc = ctypes.CDLL(None); lock = ctypes.addressof(ctypes.c_char.from_buffer(region, 128))")
+    assert holder("libc.pthread_mutex_lock(ctypes.c_void_p(lock))") == 0
+    holder.signal(signal.SIGSTOP)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        dead(f"os.waitpid({child}, 0)[0]")
+    began = time.monotonic()
+    # It does not fit before the dead are swept: one look for them, and two tries to charge.
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(1020 * MIB))") == 2
+    assert time.monotonic() - began < 14
+    holder.kill()
+    program("alloc(1020)")
+    assert made.charged() == 1020 * MIB
+
+
 def test_a_writer_that_dies_halfway_leaves_the_limits_of_before(
     container: MakeContainer, machine: CudaMachine, programs: Programs
 ) -> None:

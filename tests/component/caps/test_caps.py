@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from agent.isolation import layout
 from agent.isolation.clib.build import cached
+from agent.isolation.loaded import process_of
 from tests.component.caps.conftest import MakeContainer, Programs
-from tests.component.caps.container import make
+from tests.component.caps.container import SLOTS_AT, make
 from tests.cuda_double.machine import MIB, CudaMachine
 
 CLASSES = {
@@ -163,6 +165,34 @@ def test_exec_gives_back_what_the_process_had(
     program("init()")
     assert program("memory()[0]") == 724 * MIB
     assert made.charged() == machine.used() == 300 * MIB
+
+
+def test_memory_of_before_exec_is_free_for_others_whatever_the_process_does_then(
+    container: MakeContainer, programs: Programs
+) -> None:
+    made = container(1024)
+    first = programs(made, "init()", "alloc(400)")
+    second = programs(made, "init()")
+    first.send(
+        "print('{\"value\": 0}', flush=True); os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])"
+    )
+    first.receive()
+    # The new program answers, has the pid of the old one, and never touches a GPU.
+    assert first("os.getpid()") == first.pid
+    assert second("memory()[0]") == 24 * MIB  # the driver may be about to free it
+    _until(lambda: second("memory()[0]") == 724 * MIB)
+    second("alloc(700)")
+    assert made.charged() == 1000 * MIB
+
+
+def test_a_process_with_a_context_is_known_by_its_entry(container: MakeContainer, programs: Programs) -> None:
+    made = container(1024, context=0)
+    plain, created = programs(made, "init()"), programs(made, "check('cuInit', 0)")
+    created("check('cuCtxCreate_v2', ctypes.byref(u64()), 0, 0)")
+    content = made.usage.read_bytes()
+    entries = layout.read_entries(content[SLOTS_AT : SLOTS_AT + layout.SLOTS * layout.SLOT_BYTES])
+    assert entries.whole
+    assert entries.processes == {process_of(each.pid, Path("/proc")) for each in (plain, created)}
 
 
 def test_launches_are_counted(container: MakeContainer, machine: CudaMachine, programs: Programs) -> None:

@@ -11,9 +11,10 @@ from agent.isolation import layout
 from agent.isolation import library as libraries
 from agent.isolation.folders import USAGE, About, LimitFolders, key_of
 from agent.isolation.limits import Policy, Request
+from agent.isolation.loaded import loads
 from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, Publisher
 from agent.isolation.room import Isolation
-from agent.isolation.watch import LimitWatch, Measured, Place, loads, tolerance
+from agent.isolation.watch import LimitWatch, Measured, Place, tolerance
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
@@ -80,6 +81,20 @@ class Node:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "maps").write_text("".join(f"{line}\n" for line in lines))
 
+    def untraceable(self, pid: int, own: int, start: int) -> None:
+        """A process whose map the agent has no right to read."""
+        folder = self.root / "proc" / str(pid)
+        (folder / "maps").mkdir(parents=True)  # root may read any file
+        (folder / "status").write_text(f"Name:\tNSpid: 9\nNSpid:\t{pid}\t77\t{own}\n")
+        (folder / "stat").write_text(f"{pid} (a) b) {' '.join(['S', *['1'] * 18, str(start), '0'])}\n")
+
+    def enter(self, number: int, own: int, state: int, start: int) -> None:
+        """What the library writes of a process that it is in."""
+        descriptor = os.open(self.isolation.folders.path(key_of(units()), USAGE), os.O_RDWR)
+        entry = layout.ENTRY.pack(own, state, start)
+        os.pwrite(descriptor, entry, layout.SLOTS_AT + number * layout.SLOT_BYTES)
+        os.close(descriptor)
+
     def loaded(self, pid: int) -> None:
         file = self.isolation.library_file(self.isolation.containers.value[key_of(units())].about)
         self.process(pid, mapping(file.stat().st_ino, f"/usr/lib/gpu-node-agent/{file.name}"))
@@ -144,6 +159,37 @@ async def test_a_process_that_cannot_be_looked_at_says_nothing(node: Node) -> No
     assert node.isolation.containers.value[key].injected is None
 
 
+async def test_an_agent_that_may_not_trace_goes_by_what_processes_entered(node: Node) -> None:
+    key = await node.admit()
+
+    def injected() -> bool | None:
+        return node.isolation.containers.value[key].injected
+
+    await anyio.to_thread.run_sync(node.untraceable, 7, 1, 5000)
+    await anyio.to_thread.run_sync(node.enter, 0, 1, 1, 4999)  # one of before, which had the same PID
+    for _ in range(2):
+        await node.look(0, 7)
+        assert injected() is None  # it may be about to enter itself
+    await anyio.to_thread.run_sync(node.enter, 0, 1, 1, 5000)
+    await node.look(0, 7)
+    assert injected() is True
+    await anyio.to_thread.run_sync(node.untraceable, 8, 2, 6000)
+    for _ in range(3):
+        await node.look(0, 7, 8)
+    assert injected() is False
+    assert node.publisher.by_fence()["library"] == 0
+    assert node.owners.events.count(("a", "LimitsNotLoaded", True)) == 1
+
+
+async def test_of_processes_that_share_an_entry_nothing_is_said(node: Node) -> None:
+    key = await node.admit()
+    await anyio.to_thread.run_sync(node.untraceable, 7, 1, 5000)
+    await anyio.to_thread.run_sync(node.enter, layout.SLOTS - 1, 0, 2, 0)
+    for _ in range(5):
+        await node.look(0, 7)
+    assert node.isolation.containers.value[key].injected is None
+
+
 def test_a_file_of_the_same_name_is_not_the_library(tmp_path: Path) -> None:
     library, other = tmp_path / "lib.so", tmp_path / "other"
     library.write_bytes(b"x")
@@ -166,6 +212,8 @@ def test_a_file_of_the_same_name_is_not_the_library(tmp_path: Path) -> None:
         assert loads(number, library, tmp_path) is expected, line
     os.truncate(tmp_path / "6" / "maps", 8 << 20)
     assert loads(6, library, tmp_path) is None  # more than is read
+    os.truncate(tmp_path / "6" / "maps", 0)
+    assert loads(6, library, tmp_path) is None  # as of a process that is just ending
 
 
 async def test_what_the_library_cannot_count_is_told_to_it(node: Node) -> None:
