@@ -57,7 +57,8 @@ def way_of(settings: Settings, host: Host, facts: NodeFacts | None, own: Own, *,
     folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
     # The missing driver alone is to be named as missing, not what follows from it.
     devices = own.devices if driver or not own.wanted else Devices(frozenset({"GPU-"}))
-    return Way(settings, host, facts, devices, runtimes(host), toolkit_devices(folders))
+    version = facts.software.runtime if facts else ""
+    return Way(settings, host, facts, devices, runtimes(host, version), toolkit_devices(folders))
 
 
 def look_at_injection(way: Way) -> Iterator[Look]:
@@ -109,6 +110,8 @@ def _runtime(way: Way) -> Look:
         return Look(what, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
     if found is None:
         found = Runtimes("its defaults, without a configuration file", "runc")
+    if found.unread:
+        return Look(what, Grade.UNKNOWN, _unread(found))
     if found.default == "nvidia":
         return Look(what, Grade.OK, f"nvidia, by {found.file}")
     seen = f"{found.default} by {found.file}"
@@ -139,6 +142,8 @@ def _cdi(way: Way) -> Look:
     if found and found.cdi is False:
         text = f"{found.file} switches it off, and pods that get CDI devices start without them or not at all"
         return Look("CDI", Grade.FAILED, f"{text}: {SWITCH_ON}, or set injection.strategy: envvar")
+    if found and found.unread:
+        return Look("CDI", Grade.UNKNOWN, f"{_unread(found)}, which may switch CDI off")
     if problem := cdi_problem(way.facts.software):
         return _by_version(way, problem)
     folders = found.cdi_folders if found else None
@@ -151,6 +156,10 @@ def _cdi(way: Way) -> Look:
         return Look("CDI", Grade.OK, f"kubelet and runtime take {len(way.toolkit)} devices of the toolkit's")
     grade = Grade.FAILED if strategy == "cdi" else Grade.WARNING
     return Look("CDI", grade, "kubelet and runtime support it, but there is no specification of the GPUs")
+
+
+def _unread(found: Runtimes) -> str:
+    return f"the runtime's configuration cannot be read: {', '.join(found.unread)}"
 
 
 def _by_version(way: Way, problem: str) -> Look:

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from agent.check.host import Host
 TOOLKIT = ("nvidia-ctk", "nvidia-container-cli", "nvidia-container-runtime")
 FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/run/current-system/sw/bin")
 VERSION_SECONDS = 5.0
-CONTAINERD = (
-    "/etc/containerd/config.toml",
+RANCHER = (
     "/var/lib/rancher/k3s/agent/etc/containerd/config.toml",
     "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
 )
+CONTAINERD = ("/etc/containerd/config.toml", *RANCHER)
 CRIO, CRIO_FOLDER = "/etc/crio/crio.conf", "/etc/crio/crio.conf.d"
 DOCKER = "/etc/docker/daemon.json"
 
@@ -66,30 +66,51 @@ class Runtimes:
     names: frozenset[str] = frozenset()  # what a RuntimeClass may lead to, as far as it is known
     cdi: bool | None = None  # containerd's switch; None: as its version has it
     cdi_folders: tuple[str, ...] | None = None  # where it looks for specifications; None: where all do
+    unread: tuple[str, ...] = ()  # files that are there and cannot be read: they may say otherwise
 
 
-def runtimes(host: Host) -> Runtimes | None:
-    """Of containerd, Docker or CRI-O, whichever is found first; None: no configuration is seen."""
-    flags = host.flags("containerd") or {}
-    named = [flags[flag] for flag in ("config", "c") if flags.get(flag)]
-    for name in (*named, *CONTAINERD):
-        if (found := _toml(host, name)) is not None:
+def runtimes(host: Host, version: str = "") -> Runtimes | None:
+    """Of the container runtime in the kubelet's own words (`version`: `containerd://2.4.2`), since a node may
+    have several; else of the first that is found. None: no configuration is seen.
+    """
+    engine = version.partition("://")[0]
+    places = RANCHER if "-k3s" in version else None  # the containerd that k3s and RKE2 bring
+    readers: dict[str, Callable[[], Runtimes | None]] = {
+        "containerd": lambda: _containerd(host, places),
+        "docker": lambda: _docker(host),
+        "cri-o": lambda: _crio(host),
+    }
+    chosen = [readers[engine]] if engine in readers else readers.values()
+    return next((found for read in chosen if (found := read())), None)
+
+
+def _containerd(host: Host, places: tuple[str, ...] | None) -> Runtimes | None:
+    if places is None:
+        flags = host.flags("containerd") or {}
+        places = (*(flags[flag] for flag in ("config", "c") if flags.get(flag)), *CONTAINERD)
+    for name in places:
+        if host.file(name):
             # nvidia-ctk writes a file of its own since 1.18, which comes in by `imports`.
-            return _merged(host, [name, *_imported(host, name, found)], "default_runtime_name")
-    if (text := host.text(DOCKER)) is not None:
-        return _docker(text)
-    files = [CRIO, *host.files(CRIO_FOLDER, "*.conf")]
-    known = [file for file in files if any(_values(_toml(host, file) or {}, "default_runtime"))]
-    return _merged(host, files, "default_runtime") if known else None
+            imported = _imported(host, name, _toml(host, name) or {})
+            return _merged(host, [name, *imported], "default_runtime_name")
+    return None
 
 
-def _docker(text: str) -> Runtimes | None:
+def _crio(host: Host) -> Runtimes | None:
+    # It takes whatever lies in the folder: OpenShift's own files have no suffix.
+    files = [file for file in (CRIO, *host.files(CRIO_FOLDER, "*")) if host.file(file)]
+    return _merged(host, files, "default_runtime") if files else None
+
+
+def _docker(host: Host) -> Runtimes | None:
+    if not host.file(DOCKER):
+        return None
     try:
-        found = json.loads(text)
+        found = json.loads(host.text(DOCKER) or "")
     except (ValueError, RecursionError):
-        return None
+        found = None
     if not isinstance(found, dict):
-        return None
+        return Runtimes(DOCKER, "runc", unread=(DOCKER,))
     names = found.get("runtimes")
     known = frozenset(names) if isinstance(names, dict) else frozenset()
     return Runtimes(DOCKER, str(found.get("default-runtime", "runc")), known)
@@ -100,8 +121,8 @@ def _merged(host: Host, files: list[str], key: str) -> Runtimes:
     where, default, names = files[0], "runc", set[str]()
     cdi: bool | None = None
     folders: tuple[str, ...] | None = None
-    for file in files:
-        document = _toml(host, file) or {}
+    documents = {file: _toml(host, file) for file in files}
+    for file, document in documents.items():
         for value in _values(document, key):
             where, default = file, str(value)
         for block in _values(document, "runtimes"):
@@ -110,7 +131,8 @@ def _merged(host: Host, files: list[str], key: str) -> Runtimes:
             cdi = bool(value)
         for value in _values(document, "cdi_spec_dirs"):
             folders = tuple(str(each) for each in value) if isinstance(value, list) else folders
-    return Runtimes(where, default, frozenset(names), cdi, folders)
+    unread = tuple(file for file, document in documents.items() if document is None)
+    return Runtimes(where, default, frozenset(names), cdi, folders, unread)
 
 
 def _imported(host: Host, file: str, document: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ DELETE_SECONDS = 10.0
 MOST_LOG_BYTES = 64 << 10
 LIST_SECONDS = 30.0
 AGENTS = "app.kubernetes.io/name=gpu-node-agent,app.kubernetes.io/component=agent"
-FORBIDDEN, NOT_FOUND = 403, 404
+FORBIDDEN, NOT_FOUND, SERVER_ERROR = 403, 404, 500
 FINAL = ("Succeeded", "Failed")
 # A registry that is slow to answer says so, too, and then brings the image all the same.
 HOPELESS = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
@@ -44,8 +44,8 @@ async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
         with anyio.CancelScope(shield=True):
             try:
                 await api.post(path.rpartition("/")[0], pod)
-            except ApiRefused:
-                there = False
+            except ApiRefused as error:
+                there = error.status >= SERVER_ERROR  # it may have been written before that
                 raise
         ended = await _ended(api, path, options.seconds, say)
         query = {"container": CONTAINER, "limitBytes": f"{MOST_LOG_BYTES}"}
@@ -160,16 +160,21 @@ async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
 async def _take_away(api: KubeApi, path: str, say: Say) -> None:
     """Delete it, and wait until it is gone, but not for ever."""
     _, _, _, _, namespace, _, name = path.split("/")
-    try:
-        with anyio.fail_after(DELETE_SECONDS):
-            await api.delete(path, {"gracePeriodSeconds": "1"})
-            while True:
+    problem, asked = f"it is still there after {DELETE_SECONDS:g} s", False
+    with anyio.move_on_after(DELETE_SECONDS):
+        while True:
+            try:
+                if not asked:
+                    await api.delete(path, {"gracePeriodSeconds": "1"})
+                    asked = True
                 await api.get(path)
-                await anyio.sleep(POLL_SECONDS)
-    except ApiRefused as error:
-        if error.status == NOT_FOUND:
-            return
-        problem = str(error)
-    except (ApiError, TimeoutError) as error:
-        problem = str(error) or f"it is still there after {DELETE_SECONDS:g} s"
+            except ApiRefused as error:
+                if error.status == NOT_FOUND:
+                    return
+                problem = str(error)
+                if error.status < SERVER_ERROR:
+                    break
+            except ApiError as error:
+                problem = str(error)
+            await anyio.sleep(POLL_SECONDS)
     say(f"the pod could not be taken away ({problem}): kubectl -n {namespace} delete pod {name}")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 from agent.status.table import parse_duration
@@ -17,6 +18,13 @@ def kubeconfig(options: argparse.Namespace) -> Path | None:
     known = os.environ.get("KUBECONFIG")
     given: Path | None = options.kubeconfig
     return given or (Path(known) if known else None)
+
+
+def namespace(text: str) -> str:
+    """A namespace's name, as a type of an argument: it becomes a part of paths."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a namespace")
+    return text
 
 
 def duration(text: str) -> float:

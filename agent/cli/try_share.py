@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agent.cli.arguments import add_kubeconfig, duration, kubeconfig
+from agent.cli.arguments import add_kubeconfig, duration, kubeconfig, namespace
 from agent.cli.interrupting import until_interrupted
 from agent.model.modes import OFFERED_MODES, Mode
 
@@ -26,7 +26,9 @@ def add_commands(commands: Any) -> None:  # noqa: ANN401  argparse names no type
     parser = commands.add_parser("try", help="have a pod ask for a share, and say what it sees")
     modes = [mode.value for mode in OFFERED_MODES]
     parser.add_argument("--mode", choices=modes, help="default: the first that a node offers")
-    parser.add_argument("-n", "--namespace", default="default", help="of the pod (default: %(default)s)")
+    parser.add_argument(
+        "-n", "--namespace", type=namespace, default="default", help="of the pod (default: %(default)s)"
+    )
     parser.add_argument("--node", help="the node to try (default: any)")
     parser.add_argument(
         "--image", help="one with a shell (default: the agent's own, which the nodes have already)"

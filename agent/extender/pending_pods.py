@@ -4,6 +4,7 @@ kube-scheduler asks an extender only about nodes whose totals are large enough, 
 every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -87,6 +88,19 @@ class _Waiting:
     due: float  # when it is looked at next
 
 
+def _in_turn(due: list[_Waiting]) -> list[_Waiting]:
+    """One of each namespace, then the next of each, the longest due first: thousands of one tenant's pods
+    neither keep those of others from being looked at, nor their own later ones.
+    """
+    before: Counter[str] = Counter()
+    turns = []
+    for each in sorted(due, key=lambda one: one.due):
+        namespace = each.pod.about.namespace
+        turns.append((before[namespace], each))
+        before[namespace] += 1
+    return [each for _, each in sorted(turns, key=lambda turn: turn[0])]
+
+
 class PendingPods:
     """One watch, and a look at the pods that it shows."""
 
@@ -143,7 +157,7 @@ class PendingPods:
 
     async def _look(self) -> None:
         now = anyio.current_time()
-        due = [each for each in self._waiting.values() if each.due <= now][:PODS_A_LOOK]
+        due = _in_turn([each for each in self._waiting.values() if each.due <= now])[:PODS_A_LOOK]
         found: dict[PodDemand, WaitingReason | None] = {}
         for each in due:
             each.due = now + AGAIN_SECONDS

@@ -204,7 +204,11 @@ class Rules:
         own = self._own(state, promise.pod, promise.holder)
         if held := ids & state.ledger.taken(promise.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
-            holders = ", ".join(str(each.holder) for each in state.ledger.held if unit in each.ids)
+            # Its owner reads this: pods of other namespaces are none of theirs.
+            here = promise.pod.namespace
+            holding = [each.holder for each in state.ledger.held if unit in each.ids]
+            named = (str(one) if one.namespace == here else "another namespace's pod" for one in holding)
+            holders = ", ".join(named)
             raise PairRefused(
                 f"{unit} of {resource} is held by {holders or 'a container that is being admitted'}, though "
                 "the kubelet offers it; nothing is handed out twice, create the pod again",

@@ -117,3 +117,16 @@ def test_the_job_can_be_applied_and_its_command_understood() -> None:
     assert container["image"] == "registry.example/agent:1"
     mounts = {each["mountPath"]: each.get("readOnly", False) for each in container["volumeMounts"]}
     assert mounts == {"/host": True, "/tmp": False}
+
+
+def test_the_job_s_account_may_be_privileged_on_openshift() -> None:
+    """OpenShift admits privileged pods by security context constraints, not by the namespace's label."""
+    found = {each["kind"]: each for each in yaml.safe_load_all(job_for("node-1", "registry.example/agent:1"))}
+    assert {
+        "apiGroups": ["security.openshift.io"],
+        "resources": ["securitycontextconstraints"],
+        "resourceNames": ["privileged"],
+        "verbs": ["use"],
+    } in found["ClusterRole"]["rules"]
+    (subject,) = found["ClusterRoleBinding"]["subjects"]
+    assert subject["name"] == found["Job"]["spec"]["template"]["spec"]["serviceAccountName"]

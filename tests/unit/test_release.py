@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
@@ -134,3 +136,37 @@ def test_placeholders_stand_only_where_the_release_looks() -> None:
 def test_versions_of_this_tree_are_one() -> None:
     refused = release(ROOT, "check").stderr
     assert "make them one" not in refused
+
+
+def jobs() -> list[tuple[dict[str, Any], str]]:
+    """Each job of the workflows, and its steps as one text."""
+    found = []
+    for file in sorted((ROOT / ".github/workflows").glob("*.yaml")):
+        each = yaml.safe_load(file.read_text())["jobs"].values()
+        found += [(job, yaml.safe_dump(job.get("steps", []), width=1000)) for job in each]
+    return found
+
+
+def test_jobs_in_containers_install_what_their_steps_call() -> None:
+    """A runner has these, a container of Debian has not. The scan's action fetches its program by curl."""
+    needs = {
+        "actions/checkout": "git",
+        "make ": "make",
+        "anchore/scan-action": "curl",
+    }
+    inside = [steps for job, steps in jobs() if "container" in job]
+    assert inside
+    for steps in inside:
+        installed = steps.partition("apt-get install")[2].partition("\n")[0].split()
+        assert {package for call, package in needs.items() if call in steps} <= set(installed)
+
+
+def test_caches_of_jobs_in_containers_are_where_programs_keep_them() -> None:
+    """HOME is /github/home there (actions/runner, issue 1146), and the cache lies below it."""
+    caches = [
+        step["with"]["path"]
+        for job, _ in jobs()
+        for step in job.get("steps", [])
+        if step.get("uses", "").startswith("actions/cache@")
+    ]
+    assert caches == ["~/.cache/gpu-node-agent"]

@@ -16,6 +16,7 @@ import yaml
 from agent.check import trial
 from agent.check.share_pod import TrialOptions
 from agent.check.trial import TrialFailed, attempt
+from agent.cli.main import main
 from agent.cluster.api import ApiRefused
 from agent.model.modes import Mode
 from tests.cluster.rig import REPOSITORY
@@ -174,6 +175,23 @@ async def test_nothing_is_taken_away_that_was_refused() -> None:
         assert not here.fake.of(POD)
 
 
+async def test_what_may_have_been_written_is_taken_away() -> None:
+    async with scene(objects({}), GONE) as here:
+        here.fake.scripts[PODS] = [status(500, "etcdserver: request timed out")]
+        with pytest.raises(ApiRefused, match="etcdserver"):
+            await here.attempt()
+        assert here.deleted
+
+
+async def test_taking_away_is_tried_again() -> None:
+    busy = status(503, "apiserver is shutting down")
+    async with scene(pod("Succeeded"), busy, objects({}), busy, GONE) as here:
+        here.fake.script(f"{POD}/log", text(SEEN))
+        await here.attempt()
+        assert [each.method for each in here.fake.of(POD)] == ["GET", "DELETE", "DELETE", "GET", "GET"]
+    assert not any("could not be taken away" in line for line in here.said)
+
+
 async def test_an_api_server_that_is_away_for_a_moment_is_waited_for() -> None:
     async def cut(request: Any) -> Any:
         request.transport.abort()
@@ -274,3 +292,11 @@ def _kubeconfig(url: str) -> dict[str, Any]:
         "clusters": [{"name": "c", "cluster": {"server": url}}],
         "users": [{"name": "u", "user": {"token": "t"}}],
     }
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../../x", "team?dryRun=All", "Team", "-x", "a" * 64])
+def test_a_namespace_that_cannot_be_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["try", f"--namespace={name}", "--kubeconfig=/nonexistent"])
+    assert ended.value.code == 2
+    assert "is no name of a namespace" in capsys.readouterr().err

@@ -196,7 +196,7 @@ class ClusterApi:
         app.router.add_get(pod, self._pod)
         app.router.add_patch(pod, self._label)
         app.router.add_post(pod + "/binding", self._bind)
-        app.router.add_post("/api/v1/namespaces/ns/events", self._event)
+        app.router.add_post("/api/v1/namespaces/{namespace}/events", self._event)
         app.router.add_post(leases, self._lease)
         app.router.add_route("*", leases + "/{name}", self._lease)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -160,3 +160,24 @@ async def test_explain_answers_for_a_pod_that_died_at_admission() -> None:
         assert await explain(client, "ns", "ran") == ["pod ns/ran is bound to node a"]
         del dead["metadata"]["ownerReferences"]
         assert "delete it and create it again" in (await explain(client, "ns", "dead"))[2]
+
+
+async def test_thousands_of_one_tenant_s_pods_keep_nobody_from_an_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Created first, and more than are looked at before the first of them is due again."""
+    monkeypatch.setattr(pending_pods, "PODS_A_LOOK", 4)
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    for number in range(100):
+        waits(api, f"crowd-{number}", 30, 0)
+    other = api.pod("other", 30, 0)
+    other["metadata"]["namespace"] = "theirs"
+    other["status"]["conditions"] = CONDITIONS
+    api.update(other)
+    async with api.serving(), leader(api):
+        await until(lambda: said(api, "other"))
+        before = len(api.events)
+        assert before < 50, "the other namespace has its turn with the first looks"
+        # All of the crowd have theirs, too, though the first are due again long before.
+        await until(lambda: len(api.events) == 101)

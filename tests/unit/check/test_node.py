@@ -96,6 +96,27 @@ def test_old_versions_are_found(node: Node) -> None:
     assert node.grades()["CDI"] is Grade.WARNING
 
 
+def test_docker_s_runtime_is_not_taken_for_containerd_s(node: Node) -> None:
+    node.own = Own(wanted=False)
+    (node.root / "etc/containerd/config.toml").unlink()
+    written(node.root, {"/etc/docker/daemon.json": '{"default-runtime": "nvidia"}'})
+    assert "runc by its defaults" in node.faults()["default runtime"]
+
+
+@pytest.mark.parametrize("cdi", [True, False])
+def test_a_configuration_that_cannot_be_read_is_no_pass(node: Node, cdi: bool) -> None:
+    if not cdi:
+        node.own = Own(wanted=False)
+    imports = 'imports = ["/etc/containerd/conf.d/*.toml"]\n' + CONTAINERD.format(runtime="nvidia")
+    written(
+        node.root, {"/etc/containerd/config.toml": imports, "/etc/containerd/conf.d/9.toml": "enable_cdi = ["}
+    )
+    assert "/etc/containerd/conf.d/9.toml" in node.of("CDI").text
+    assert node.grades()["CDI"] is Grade.UNKNOWN
+    assert node.grades()["default runtime"] is (Grade.OK if cdi else Grade.UNKNOWN)
+    assert verdict(node.looks()).code == (NOT_SEEN if cdi else WRONG)
+
+
 SWITCH = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = {value}\n'
 FOLDERS = '[plugins."io.containerd.cri.v1.runtime"]\ncdi_spec_dirs = {value}\n'
 

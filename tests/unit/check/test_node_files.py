@@ -34,11 +34,52 @@ def test_default_runtimes(tmp_path: Path, file: str, text: str, name: str) -> No
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 10_000])
-def test_files_that_are_none_are_passed_by(tmp_path: Path, text: str) -> None:
+def test_files_that_are_none_are_not_known(tmp_path: Path, text: str) -> None:
     names = ("/etc/docker/daemon.json", "/etc/containerd/config.toml", "/var/lib/kubelet/config.yaml")
     host = Host(written(tmp_path, dict.fromkeys(names, text)))
-    assert runtimes(host) is None
+    for version, file in (("docker://28.1", names[0]), ("containerd://2.4.2", names[1]), ("", names[1])):
+        read = runtimes(host, version)
+        assert read is not None
+        assert read.unread == (file,)
     assert topology_manager(host) is None
+
+
+K3S = "/var/lib/rancher/k3s/agent/etc/containerd/config.toml"
+
+
+@pytest.mark.parametrize(
+    ("version", "file"),
+    [
+        ("containerd://2.4.2", "/etc/containerd/config.toml"),
+        ("containerd://2.0.5-k3s1", K3S),
+        ("docker://28.1", "/etc/docker/daemon.json"),
+        ("cri-o://1.33.0", "/etc/crio/crio.conf.d/00-default"),
+    ],
+)
+def test_of_several_runtimes_the_kubelet_s_own_counts(tmp_path: Path, version: str, file: str) -> None:
+    process(tmp_path, 70, "/usr/bin/containerd")  # Docker's beside that of k3s
+    files = {
+        "/etc/containerd/config.toml": CONTAINERD.format(runtime="runc"),
+        K3S: CONTAINERD.format(runtime="runc"),
+        "/etc/docker/daemon.json": "{}",
+        "/etc/crio/crio.conf.d/00-default": "[crio.runtime]\n",
+    }
+    host = Host(written(tmp_path, files))
+    read = runtimes(host, version)
+    assert read is not None
+    assert (read.file, read.default) == (file, "runc")
+    (tmp_path / file.lstrip("/")).unlink()
+    assert runtimes(host, version) is None or version.startswith("containerd://2.4")
+
+
+def test_cri_o_s_files_without_a_suffix_are_read(tmp_path: Path) -> None:
+    folder = "/etc/crio/crio.conf.d"
+    files = {
+        f"{folder}/00-default": '[crio.runtime]\ncdi_spec_dirs = ["/a"]\n',
+        f"{folder}/99-nvidia.conf": '[crio.runtime]\ndefault_runtime = "nvidia"\n',
+    }
+    read = runtimes(Host(written(tmp_path, files)))
+    assert read == Runtimes(f"{folder}/99-nvidia.conf", "nvidia", cdi_folders=("/a",))
 
 
 @pytest.mark.parametrize("pattern", ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml"])

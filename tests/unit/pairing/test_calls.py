@@ -103,6 +103,13 @@ async def test_held_units_are_never_handed_out_again() -> None:
             await kubelet.pairing.allocate(PairMember.CORE, held)
         assert refusal.value.cause is Cause.UNAVAILABLE
         assert refusal.value.pod is not None
+        # Its owner reads the refusal, by an event and in the pod's status: not whose pods others are.
+        stranger = pod("d", share("main", 30, 10), namespace="other")
+        del kubelet.api[waiting.key], kubelet.taken_up[waiting.key]
+        kubelet.api[stranger.key], kubelet.taken_up[stranger.key] = stranger, Admission(stranger)
+        with pytest.raises(PairRefused, match=r"is held by another namespace's pod, though") as refusal:
+            await kubelet.pairing.allocate(PairMember.CORE, held)
+        assert "default/" not in str(refusal.value)
 
 
 async def test_a_grant_says_who_got_what() -> None:
