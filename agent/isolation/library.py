@@ -83,6 +83,11 @@ def install(source: Path, state: Path) -> Library:
     return library
 
 
+def is_there(library: Library) -> bool:
+    """Whether both files are on the host still: a runtime makes folders in their place. Blocks."""
+    return library.file.is_file() and library.preload.is_file()
+
+
 def remove_unused(state: Path, used: Collection[str]) -> None:
     """Remove builds that are in nobody's use. Raises OSError."""
     folder = state / FOLDER
@@ -141,6 +146,8 @@ def _put(folder: int, name: str, content: bytes, mode: int) -> None:
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
+        with suppress(NotADirectoryError, FileNotFoundError):
+            os.rmdir(name, dir_fd=folder)
         os.rename(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(FileNotFoundError):

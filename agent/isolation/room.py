@@ -85,13 +85,11 @@ class Isolation:
 
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
-        try:
-            if self._policy is not Policy.OFF:
-                self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
-            self.problem = None
-        except LibraryUnusable as error:
-            self.problem = str(error)
-            log.warning("enforcement_library_unusable", problem=str(error))
+        if self._policy is not Policy.OFF:
+            try:
+                await self._install()
+            except LibraryUnusable as error:
+                log.warning("enforcement_library_unusable", problem=str(error))
         found, self._strays = await anyio.to_thread.run_sync(self._found)
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
@@ -114,6 +112,9 @@ class Isolation:
         try:
             if self._library is None:
                 raise LibraryUnusable(self.problem or "")
+            if not await anyio.to_thread.run_sync(libraries.is_there, self._library):
+                log.warning("enforcement_library_gone", file=str(self._library.file))
+                await self._install()
             return await self._admitted(request, policy, self._library)
         except IsolationError as error:
             if policy is Policy.STRICT:
@@ -129,6 +130,14 @@ class Isolation:
         with suppress(FolderUnusable):
             return await self._admitted(request, policy, None) if request.driver else Admission()
         return Admission()
+
+    async def _install(self) -> None:
+        try:
+            self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
+        except LibraryUnusable as error:
+            self.problem = str(error)
+            raise
+        self.problem = None
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:

@@ -88,10 +88,12 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
         "cdi-static",
         "driver-files",
         "all-gpus",
+        "cgroups",
     }
     assert not {name for name, each in mounts.items() if each.get("mountPropagation")}
     shares = {each["name"]: each for each in agent("mps.enabled=true")["containers"][0]["volumeMounts"]}
     assert shares["run"]["mountPropagation"] == "Bidirectional"
+    assert not shares["cgroups"].get("readOnly")
     assert set(shares) - set(mounts) == {"driver"}
 
 

@@ -124,6 +124,10 @@ seccompProfile:
 {{- if include "gna.cgroups" . }}
 - name: cgroups
   mountPath: /host-cgroups
+  {{- if not .Values.mps.enabled }}
+  # The driver is given the names of cgroups in it; nothing is written there.
+  readOnly: true
+  {{- end }}
 {{- end }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}

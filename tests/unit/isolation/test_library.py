@@ -57,6 +57,16 @@ def test_a_file_that_somebody_damaged_is_replaced_in_one_step(tmp_path: Path) ->
         os.close(damaged)
 
 
+def test_a_folder_that_a_runtime_made_in_its_place_gives_way(tmp_path: Path) -> None:
+    found = library.install(source(tmp_path), tmp_path / "state")
+    for file in (found.file, found.preload):
+        file.unlink()
+        file.mkdir()
+    assert not library.is_there(found)
+    assert library.install(source(tmp_path), tmp_path / "state") == found
+    assert library.is_there(found)
+
+
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     found = library.install(source(tmp_path), tmp_path / "state")
     other = tmp_path / "other"

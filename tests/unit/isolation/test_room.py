@@ -61,6 +61,33 @@ def request(pod: str, first: int = 0, count: int = 4) -> Request:
     return Request(f"uid-{pod}", "default", pod, "main", GPU, ids, count * BLOCK, 30)
 
 
+async def test_a_library_that_was_removed_is_there_again_for_the_next_container(node: Node) -> None:
+    await node.isolation.start()
+    first = (await node.isolation.admit(request("a"))).binds
+    files = [each.host_path for each in first if each.read_only and each.host_path.name != LIMITS]
+
+    def remove() -> None:
+        for file in files:
+            file.unlink()
+            file.mkdir()  # as a runtime does that starts a container without it
+
+    await anyio.to_thread.run_sync(remove)
+    assert (await node.isolation.admit(request("b", 10))).binds
+    assert all(file.is_file() for file in files)
+    await anyio.to_thread.run_sync(remove_and_keep_nothing, node.root, files)
+    assert await node.isolation.admit(request("c", 20)) == Admission()
+    assert node.isolation.problem
+    (node.root / "image.so").write_bytes(libraries.ELF + b"one")
+    assert (await node.isolation.admit(request("d", 30))).binds
+    assert node.isolation.problem is None
+
+
+def remove_and_keep_nothing(root: Path, files: Iterable[Path]) -> None:
+    (root / "image.so").unlink()
+    for file in files:
+        file.unlink()
+
+
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
     await node.isolation.start()
     assert node.isolation.problem is None
