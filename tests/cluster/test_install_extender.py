@@ -73,14 +73,17 @@ def installation(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Insta
         yield made
 
 
+def staying(installation: Installation) -> list[dict[str, Any]]:
+    """Pods of the extender but those that are being deleted."""
+    return [each for each in installation.pods("extender") if not each["metadata"].get("deletionTimestamp")]
+
+
 def leader(installation: Installation, other_than: str = "") -> str:
     """Name of the pod that leads, once all are ready and it alone is behind the Service."""
     cluster = installation.cluster
 
     def leads() -> str:
-        pods = [
-            each for each in installation.pods("extender") if not each["metadata"].get("deletionTimestamp")
-        ]
+        pods = staying(installation)
         ready = [each["metadata"]["name"] for each in pods if _ready(each)]
         serving = [each["metadata"]["name"] for each in pods if LABEL in each["metadata"]["labels"]]
         lease = cluster.find("Lease", f"{RELEASE}-extender", namespace=NAMESPACE, api_version=LEASES)
@@ -183,7 +186,7 @@ def test_standby_is_ready(installation: Installation) -> None:
 
     # The account is held to that label of the extender's pods.
     account = acting_as(cluster, NAMESPACE, f"{RELEASE}-extender")
-    (standby,) = {pod["metadata"]["name"] for pod in installation.pods("extender")} - {third}
+    (standby,) = {pod["metadata"]["name"] for pod in staying(installation)} - {third}
     path = cluster.api.path("v1", "Pod", NAMESPACE, standby)
     account.merge_patch(path, {"metadata": {"labels": {LABEL: "true"}}})
     for changed in ({"labels": {"app": "x"}}, {"annotations": {"a": "b"}}, {"labels": {COMPONENT: None}}):

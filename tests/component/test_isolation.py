@@ -167,11 +167,8 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
         maps = anyio.Path(rig.agent_log().parent / "proc" / str(pid) / "maps")
         await maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/bin/static\n")
         rig.machine.processes.start(rig.gpu_uuids().index(gpu), pid, memory_mib=2 * 4 * 256)
-        await rig.kubelet.wait_for(
-            lambda: reasons(rig, pod) == {"LimitsApplied", "LimitsNotLoaded", "MemoryCapExceeded"},
-            WAIT_SECONDS,
-            lambda: f"events of the pod: {reasons(rig, pod)}",
-        )
+        expected = {"LimitsApplied", "LimitsNotLoaded", "MemoryCapExceeded"}
+        await until(lambda: reasons(rig, pod) == expected, "not all events of the pod have come")
         socket = rig.agent_log().parent / "run" / "agent.sock"
         status = await anyio.to_thread.run_sync(ask, socket, "status")
         (holder,) = [
@@ -238,9 +235,7 @@ async def test_resize_of_a_running_pod() -> None:
         assert await vgpu.gpu_of(rig, fits) == gpu
         assert await vgpu.gpu_of(rig, does_not) != gpu
         resize(rig, pod, 501)  # one more than there is
-        await rig.kubelet.wait_for(
-            lambda: "ResizeRefused" in reasons(rig, pod), WAIT_SECONDS, lambda: f"events: {reasons(rig, pod)}"
-        )
+        await until(lambda: "ResizeRefused" in reasons(rig, pod), "no event says that the resize is refused")
         assert (await limits_of(rig, pod)).memory_bytes == 500 * BLOCK
         await rig.kill_agent()
         await started(rig, **{"vgpu.resize": True})
