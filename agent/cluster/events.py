@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 REPORTER = "gpu-node-agent"
 WAITING = 64  # events that wait for the API server; more are dropped, and the log still has them
+WAITING_OF_PODS = 48  # of these; tenants' pods, however many, leave room for what happens to the node
 NODE_EVENTS_NAMESPACE = "default"  # where events of objects without a namespace live
 KEPT_SECONDS = 3600.0  # --event-ttl of the API server: after it an event is gone and may be written again
 WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server still knows the name
@@ -56,11 +57,12 @@ class EventRecorder:
         self._once: OrderedDict[str, float] = OrderedDict()  # names of events, and when they were written
         self._mailbox: Mailbox[Event] = Mailbox(WAITING)
         self._counts: dict[Event, tuple[int, str]] = {}
+        self._crowded = 0  # of pods, dropped while others had room
 
     @property
     def dropped(self) -> int:
         """Events that were given up because too many waited."""
-        return self._mailbox.dropped
+        return self._mailbox.dropped + self._crowded
 
     def node(self, reason: str, message: str, warning: bool = False) -> None:
         """An event about the own node."""
@@ -69,7 +71,10 @@ class EventRecorder:
 
     def emit(self, event: Event) -> None:
         """Hand an event over; dropped when too many wait."""
-        self._mailbox.offer(event)
+        if event.regarding.kind == "Pod" and self._mailbox.depth >= WAITING_OF_PODS:
+            self._crowded += 1
+        else:
+            self._mailbox.offer(event)
 
     async def run(self) -> None:
         """Send what is handed over until cancelled; what the server refuses is logged once each."""

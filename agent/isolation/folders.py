@@ -30,6 +30,9 @@ from agent.model.ids import SEPARATOR
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"
 LONGEST_ABOUT = 256 << 10  # thousands of IDs
+# Containers have `limits` by a read-only mount. Its owner may write: an agent without capabilities may not
+# otherwise.
+MODES = {LIMITS: 0o644, USAGE: 0o666}
 PERCENT = 100  # of the units that shares are written in
 
 
@@ -104,9 +107,9 @@ class LimitFolders:
                 folder = os.open(scratch, trees.FOLDER, dir_fd=root)
                 try:
                     _write(folder, ABOUT, msgspec.json.encode(about), 0o600)
-                    _write(folder, LIMITS, limits, 0o444)
+                    _write(folder, LIMITS, limits, MODES[LIMITS])
                     # Sparse: its pages are the container's memory, not the agent's.
-                    _write(folder, USAGE, layout.usage_head(1), 0o666, layout.USAGE_BYTES)
+                    _write(folder, USAGE, layout.usage_head(1), MODES[USAGE], layout.USAGE_BYTES)
                 finally:
                     os.close(folder)
                 inner = self.root / scratch
@@ -290,7 +293,16 @@ def _write(folder: int, name: str, content: bytes, mode: int, size: int = 0) -> 
 
 def _opened(folder: int, name: str, flags: int) -> int:
     """A descriptor of a regular file. Raises OSError for whatever else has that name."""
-    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder)
+    except PermissionError:
+        # Root of a container is the owner of its region, too, and may have closed it to an agent without
+        # capabilities. In this folder nobody else puts another file, or a link, in its place.
+        if name not in MODES:
+            raise
+        os.chmod(name, MODES[name], dir_fd=folder)
+        descriptor = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(OSError):
             os.close(descriptor)

@@ -155,7 +155,7 @@ class DriverUpgrade:
                 return self._release_by - at
         elif snapshot.released_until is not None:
             self._released = True
-        elif self._released:
+        elif self._released and at < self._until:  # else it ran out while the labels were not known
             log.warning("driver_upgrade_refused", label=self.label, reason="release --end was asked for")
             self._until, self._released, self._refused = None, False, True
             return 0.0

@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.cluster.events import WAITING, Event, EventRecorder, Regarding
+from agent.cluster.events import WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import objects, status
 from tests.component.kubelet_room.parts import eventually
@@ -67,6 +67,20 @@ async def test_events_that_find_no_room_or_no_server_are_told(logs: Any) -> None
             group.cancel_scope.cancel()
     assert {one["event"] for one in logs} == {"event_not_sent"}
     assert "events is forbidden" in logs[0]["problem"]
+
+
+async def test_events_of_pods_leave_room_for_the_node_s() -> None:
+    async with serving() as (fake, api):
+        fake.script(EVENTS, objects({}))
+        recorder = EventRecorder(api, "n")
+        for number in range(1000):  # a tenant's, made again and again
+            recorder.emit(Event(Regarding("Pod", f"p{number}", "ns", f"{number}"), "AllocationRefused", "x"))
+        recorder.node("GPULost", "GPU x is lost", warning=True)
+        assert recorder.dropped == 1000 - WAITING_OF_PODS
+        async with anyio.create_task_group() as group:
+            group.start_soon(recorder.run)
+            await eventually(lambda: len(fake.of(EVENTS)) == 1)
+            group.cancel_scope.cancel()
 
 
 async def test_the_memory_of_events_is_bounded() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def test_a_folder_holds_all_that_a_container_needs(limits: LimitFolders) -> None
     assert limits.limits(key) == Limits(container.gpu, container.memory_bytes, 30)
     assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
     modes = {name: stat.S_IMODE(limits.path(key, name).stat().st_mode) for name in (ABOUT, LIMITS, USAGE)}
-    assert modes == {ABOUT: 0o600, LIMITS: 0o444, USAGE: 0o666}
+    assert modes == {ABOUT: 0o600, LIMITS: 0o644, USAGE: 0o666}
     assert stat.S_IMODE(limits.root.stat().st_mode) == 0o700
     usage = limits.path(key, USAGE).stat()
     assert usage.st_size == layout.USAGE_BYTES
@@ -133,6 +135,34 @@ def test_a_usage_region_that_its_container_made_longer_is_cut_back(limits: Limit
     os.truncate(limits.path(key, USAGE), 1 << 40)
     limits.bound(key)
     assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
+    assert limits.path(key, USAGE).stat().st_size == layout.USAGE_BYTES
+
+
+def unprivileged(root: Path, command: str) -> str:
+    """What a command on the folders prints in an agent as the chart starts it: root without capabilities."""
+    script = (
+        "import sys; from pathlib import Path; from agent.isolation.folders import LimitFolders; "
+        f"limits = LimitFolders(Path(sys.argv[1])); key, = limits.keys(); print({command})"
+    )
+    drop = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+    words = (*drop, sys.executable, "-c", script, str(root))
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_an_agent_without_capabilities_changes_limits(limits: LimitFolders) -> None:
+    key = limits.create(about("a"))
+    unprivileged(limits.root.parent, f"limits.change(key, memory_bytes={7 * GIB})")
+    assert limits.limits(key).memory_bytes == 7 * GIB
+    limits.path(key, LIMITS).chmod(0o444)  # as the file was made at first
+    unprivileged(limits.root.parent, f"limits.change(key, memory_bytes={8 * GIB})")
+    assert limits.limits(key).memory_bytes == 8 * GIB
+
+
+def test_an_agent_without_capabilities_cuts_back_a_region_that_was_closed_to_it(limits: LimitFolders) -> None:
+    key = limits.create(about("a"))
+    os.truncate(limits.path(key, USAGE), 1 << 40)
+    limits.path(key, USAGE).chmod(0)  # its container's root is the file's owner, too
+    assert unprivileged(limits.root.parent, "limits.bound(key), limits.usage(key).total_bytes") == "None 0"
     assert limits.path(key, USAGE).stat().st_size == layout.USAGE_BYTES
 
 

@@ -13,7 +13,14 @@ from agent.model.modes import GpuMode, Mode
 from agent.modes.cordons import Cordon, Cordons
 from agent.modes.state import STARTING, GpuSwitch, Phase, SwitchState
 from agent.node import driver_upgrade
-from agent.node.driver_upgrade import PATIENCE_SECONDS, STATE_LABEL, DriverUpgrade, Stage, stage_of
+from agent.node.driver_upgrade import (
+    PATIENCE_SECONDS,
+    RELEASE_SECONDS,
+    STATE_LABEL,
+    DriverUpgrade,
+    Stage,
+    stage_of,
+)
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time
@@ -173,6 +180,23 @@ async def test_a_long_exchange_is_one_release_that_ends_soon_after_a_killed_agen
                 assert 60 < left <= 180
             assert world.cordons.version == versions
             assert "end" not in world.nvml.calls
+
+
+@in_virtual_time
+async def test_a_release_that_ran_out_was_ended_by_nobody() -> None:
+    """The Node object is not known for a while, and the exchange goes on: NVML is closed again."""
+    with pytest.MonkeyPatch.context() as patching:
+        async with followed(patching) as world:
+            world.switch.publish(world.modes(Mode.OFF))
+            await world.state("pod-restart-required")
+            known, world.node.known = world.node.known, None
+            await anyio.sleep(RELEASE_SECONDS + 1)
+            world.inventory.publish(replace(world.inventory.value, problem=None, released_until=None))
+            await anyio.sleep(10)
+            world.node.known = known
+            world.node.changes.publish(object())
+            await anyio.sleep(0.01)
+            assert (world.closed(), world.upgrade.stage) == (True, Stage.RELEASE)
 
 
 @in_virtual_time
