@@ -265,7 +265,10 @@ def test_the_hook_writes_two_annotations_and_one_label(serving: Installation) ->
 def test_migration_leaves_the_running_suite_alone(serving: Installation) -> None:
     """gpu-manager and gpu-admission go on writing, and no agent comes to nodes that were not moved."""
     cluster = serving.cluster
-    install, end = (flags(words) for words in commands(REPOSITORY / "docs" / "migration.md"))
+    # Of the ways in the guide the one from gpu-manager.
+    documented = [flags(words) for words in commands(REPOSITORY / "docs" / "migration.md")]
+    (install,) = [each for each in documented if any(":gpu-admission" in flag for flag in each)]
+    (end,) = [each for each in documented if any("choicesAllowed=[]" in flag for flag in each)]
     manager, admission = (service_account(cluster, "kube-system", name, "cluster-admin") for name in SUITE)
     cluster.apply(manifests.pod("held", nodeName=OTHER))
     cluster.apply(manifests.pod("waiting", schedulerName="none"))
