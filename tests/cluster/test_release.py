@@ -113,8 +113,6 @@ def test_documented_install_commands_work_from_a_registry(cluster: Cluster) -> N
             seen |= {pod["spec"]["containers"][0]["image"] for pod in agents(cluster)}
     (image,) = seen
     assert image.startswith(f"{address}/gpu/gpu-node-agent:")
-    if commands[-1].startswith("helm uninstall"):
-        assert not agents(cluster)
 
 
 def rig_values(node: Node, folder: Path) -> Path:
