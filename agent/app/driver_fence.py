@@ -15,9 +15,9 @@ from agent.app.agent import Agent
 from agent.cdi import memory_limits
 from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
-from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
 log = structlog.get_logger()

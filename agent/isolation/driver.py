@@ -18,6 +18,7 @@ from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
@@ -73,8 +74,7 @@ class DriverLimits:
     async def run(self, pods: Cell[Any]) -> None:
         """Follow containers with limits, and the node's pods, for ever."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self._follow, pods)
-            group.start_soon(self._follow, self._isolation.containers)
+            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
             while True:
                 self._wake = anyio.Event()
                 waits = await self.look()
@@ -91,9 +91,8 @@ class DriverLimits:
             waits |= await self._keep(key, limits)
         return waits
 
-    async def _follow(self, cell: Cell[Any]) -> None:
-        async for _ in cell.values():
-            self._wake.set()
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     async def _keep(self, key: str, limits: ContainerLimits) -> bool:
         containers = frozenset(self._containers_of(limits.about))

@@ -24,6 +24,7 @@ from agent.isolation.publishing import Publisher, place_of
 from agent.isolation.room import Isolation
 from agent.isolation.wishes import BURST
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.model.demand import VGPU
 
 log = structlog.get_logger()
@@ -78,8 +79,7 @@ class Resizer:
     async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
         """Follow `pods`, for ever; `annotations` answers the pods' by UID."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self._follow, pods)
-            group.start_soon(self._follow, self._isolation.containers)
+            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
             while True:
                 self._wake = anyio.Event()
                 waits = await self.look(annotations())
@@ -109,9 +109,8 @@ class Resizer:
                 self._refuse(limits.about, text, str(error))
         return waits
 
-    async def _follow(self, cell: Cell[Any]) -> None:
-        async for _ in cell.values():
-            self._wake.set()
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     async def _resize(self, key: str, limits: ContainerLimits, units: int) -> None:
         about = limits.about

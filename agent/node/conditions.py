@@ -10,6 +10,7 @@ import structlog
 from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kit.timestamps import now
 from agent.model.modes import SWITCHING, Mode
 from agent.modes.state import GpuSwitch, Phase, SwitchState
@@ -71,12 +72,10 @@ class NodeStateWriter:
         async with anyio.create_task_group() as group:
             wake = [anyio.Event()]
 
-            async def follow(cell: Cell[Any]) -> None:
-                async for _ in cell.values():
-                    wake[0].set()
+            def wake_up() -> None:
+                wake[0].set()
 
-            for cell in self._wake_on:
-                group.start_soon(follow, cell)
+            group.start_soon(follow, wake_up, *self._wake_on)
             while True:
                 wake[0] = anyio.Event()
                 pause = await self._write()

@@ -12,7 +12,7 @@ also where no upgrade controller runs.
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import anyio
 import structlog
@@ -21,6 +21,7 @@ from agent.cluster.own_node import OwnNode
 from agent.inventory.clock import boot_seconds
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kit.timestamps import now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
@@ -105,13 +106,12 @@ class DriverUpgrade:
         """Follow the labels for ever."""
         async with anyio.create_task_group() as group:
             wake = [anyio.Event()]
+            cells = (self._node.changes, self._inventory, self._switch, self._by_hand)
 
-            async def follow(cell: Cell[Any]) -> None:
-                async for _ in cell.values():
-                    wake[0].set()
+            def wake_up() -> None:
+                wake[0].set()
 
-            for cell in (self._node.changes, self._inventory, self._switch, self._by_hand):
-                group.start_soon(follow, cell)
+            group.start_soon(follow, wake_up, *cells)
             while True:
                 wake[0] = anyio.Event()
                 with anyio.move_on_after(self.look()):

@@ -12,6 +12,7 @@ import anyio
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kubelet.api import Allocation, Mount, Reason, Refused
 from agent.kubelet.podresources import RecordReader
 from agent.model.demand import MPS
@@ -26,7 +27,6 @@ from agent.pairing.ports import PodSource, Recorder
 from agent.pairing.reducer import Rules
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
-from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.settings import Settings

@@ -8,6 +8,7 @@ from time import monotonic
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
 from agent.kubelet.podresources import (
     PATIENCE_SECONDS,
@@ -22,7 +23,6 @@ from agent.model.preference import choose
 from agent.model.units import REPLICA, WHOLE
 from agent.plugins import encode
 from agent.plugins.context import PluginContext
-from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
 RESOURCE, SHARED_RESOURCE = Mode.PGPU.resources

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
@@ -20,7 +21,6 @@ from agent.pairing.ports import Cause, PairRefused
 from agent.pairing.reducer import Grant
 from agent.pairing.requester import resource_of
 from agent.plugins import encode
-from agent.plugins.follow import follow
 from agent.plugins.inject import Injector
 
 Fence = Callable[[PairMember, Grant], Awaitable[Allocation]]

@@ -6,12 +6,12 @@
 from collections.abc import Iterator, Sequence
 
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kubelet.api import Allocation, PreferenceRequest, Refused, ResourcePlugin
 from agent.model.ids import BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, Mode
 from agent.plugins import encode
 from agent.plugins.context import PluginContext
-from agent.plugins.follow import follow
 
 HALVES = 2
 
