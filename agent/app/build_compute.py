@@ -9,11 +9,11 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
-from agent.isolation.compute import Compute, Wish, release
+from agent.isolation.compute import Compute, ComputeRequest, release
+from agent.isolation.compute_request import compute_request_of
 from agent.isolation.folders import About
 from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
-from agent.isolation.wishes import wish_of
 from agent.model.modes import Mode
 from agent.telemetry.attribution import Grade
 from agent.telemetry.containers import Uses
@@ -36,20 +36,20 @@ async def build_compute(agent: Agent, isolation: Isolation, group: TaskGroup) ->
             problem="shares of compute are kept by the enforcement library, which containers do not get",
             remedy="set vgpu.enforcement to library or strict",
         )
-    wish = partial(_wish, agent.cluster.pods, settings.resize) if agent.cluster else _none
-    compute = Compute(isolation, wish, soft=settings.compute == "soft")
+    request = partial(_request_of, agent.cluster.pods, settings.resize) if agent.cluster else _none
+    compute = Compute(isolation, request, soft=settings.compute == "soft")
     group.start_soon(agent.supervisor.restarting, "compute shares", compute.run)
     return compute
 
 
-def _wish(pods: "PodCache", may_burst: bool, about: About) -> Wish:
+def _request_of(pods: "PodCache", may_burst: bool, about: About) -> ComputeRequest:
     """A burst counts only where a policy says who may write the annotation."""
     pod = pods.pods().get(about.uid)
-    return wish_of(about, pod.metadata.annotations if pod else {}, may_burst=may_burst)
+    return compute_request_of(about, pod.metadata.annotations if pod else {}, may_burst=may_burst)
 
 
-def _none(_about: About) -> Wish:
-    return Wish()
+def _none(_about: About) -> ComputeRequest:
+    return ComputeRequest()
 
 
 def percents_of(uses: Uses) -> Mapping[Place, float]:

@@ -71,12 +71,12 @@ class LimitParts:
     @property
     def problem(self) -> str | None:
         """Why containers start without the library, though they should have it; None: they have it."""
-        return self.isolation.problem if self._policy in (Policy.LIBRARY, Policy.STRICT) else None
+        return self.isolation.problem if self._policy.enforces else None
 
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
-        library = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.isolation.problem is None
-        driver = self._policy in (Policy.LIBRARY, Policy.STRICT) and self.driver.holds
+        library = self._policy.enforces and self.isolation.problem is None
+        driver = self._policy.enforces and self.driver.holds
         return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
     def units_grown(self, uuid: str) -> frozenset[str]:
@@ -108,11 +108,12 @@ async def build_isolation(
 ) -> LimitParts:
     """Build the room, find what containers that run have, and start its tasks."""
     settings, spawn = agent.settings, agent.supervisor.restarting
+    policy = Policy(settings.vgpu.enforcement)
     isolation = Isolation(
         LimitFolders(Path(settings.host.run)),
         Path(settings.vgpu.library or IMAGE_FILE),
         Path(settings.host.state),
-        Policy(settings.vgpu.enforcement),
+        policy,
         agent.holdings.cell,
         _namespaces(agent, group),
         compute=settings.vgpu.compute != "off",
@@ -137,7 +138,6 @@ async def build_isolation(
             isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
         )
         group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
-    policy = Policy(settings.vgpu.enforcement)
     return LimitParts(isolation, publisher, policy, driver, Avoidance(agent), computes=compute is not None)
 
 
@@ -168,7 +168,7 @@ class VgpuFence:
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
         ways: tuple[str, ...] = ()
-        if self._isolation.policy(grant.pod.namespace) in (Policy.LIBRARY, Policy.STRICT):
+        if self._isolation.policy(grant.pod.namespace).enforces:
             ways = await self._avoidance.ways(grant.pod, grant.container)
         request = Request(
             grant.pod.uid,

@@ -41,7 +41,7 @@ MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ComputeRequest:
     """The request of a pod's annotations."""
 
     burst: int | None = None  # percent of a GPU
@@ -82,7 +82,7 @@ class Compute:
     def __init__(
         self,
         isolation: Isolation,
-        wish: Callable[[About], Wish],
+        request: Callable[[About], ComputeRequest],
         *,
         soft: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +91,7 @@ class Compute:
         """`soft`: every container may use what is free."""
         self.shares: Cell[Mapping[str, Share]] = Cell(MappingProxyType({}))
         self._isolation = isolation
-        self._wish = wish
+        self._request_of = request
         self._soft = soft
         self._clock = clock
         self._pause = pause
@@ -110,7 +110,7 @@ class Compute:
                 containers, measured = self._isolation.containers.value, self._measured
                 self._measured = {}
                 again = await anyio.to_thread.run_sync(self.turn, containers, measured)
-                self.shares.publish(self.told())
+                self.shares.publish(self.standing())
                 if again:
                     continue
                 with anyio.move_on_after(LOOK_SECONDS):
@@ -156,9 +156,9 @@ class Compute:
         for gone in self._followed.keys() - held.keys():
             del self._followed[gone]
         for key, about in held.items():
-            wish = self._wish(about)
-            burst = 100 if self._soft and wish.burst is None else wish.burst
-            wanted = claim(key, about.cores_now, burst, low=wish.low)
+            request = self._request_of(about)
+            burst = 100 if self._soft and request.burst is None else request.burst
+            wanted = claim(key, about.cores_now, burst, low=request.low)
             known = self._followed.get(key)
             if known is None or known.about.uid != about.uid:
                 self._followed[key] = _Followed(about, wanted, factor=self._factor(key))
@@ -236,7 +236,7 @@ class Compute:
         except FolderUnusable as error:
             log.warning("share_not_written", problem=str(error))
 
-    def told(self) -> Mapping[str, Share]:
+    def standing(self) -> Mapping[str, Share]:
         """How containers stand, by folder."""
         return MappingProxyType(
             {

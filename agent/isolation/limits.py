@@ -15,6 +15,11 @@ class Policy(Enum):
     LIBRARY = "library"  # the enforcement library refuses allocations, where it can be shown
     STRICT = "strict"  # no container starts without it, and what it does not know is refused
 
+    @property
+    def enforces(self) -> bool:
+        """Whether containers are held to their cap, and not only measured."""
+        return self in (Policy.LIBRARY, Policy.STRICT)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

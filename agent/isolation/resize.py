@@ -17,12 +17,12 @@ import msgspec
 import structlog
 from msgspec import Meta
 
+from agent.isolation.compute_request import BURST
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.publishing import Publisher, place_of
 from agent.isolation.room import Isolation
-from agent.isolation.wishes import BURST
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.demand import VGPU

@@ -129,7 +129,7 @@ class LimitWatch:
         counted: dict[Place, int] = {}
         for each in round_:
             cap = caps.get(each.place, each.cap_bytes)
-            enforced = self._isolation.policy(each.place[0]) in (Policy.LIBRARY, Policy.STRICT)
+            enforced = self._isolation.policy(each.place[0]).enforces
             contexts = min(len(each.pids), MOST_CONTEXTS) * CONTEXT_BYTES
             if not enforced or each.memory_bytes <= cap + tolerance(cap) + contexts:
                 continue

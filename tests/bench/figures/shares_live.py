@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from agent.isolation.clib.build import NAME, cached
-from agent.isolation.compute import Compute, Wish
+from agent.isolation.compute import Compute, ComputeRequest
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.publishing import Publisher
@@ -30,7 +30,7 @@ from tests.cuda_double.layout_time import ClockMode
 from tests.cuda_double.machine import CudaGpu, CudaMachine
 
 ROUNDS = 5
-WISHES = {"promised": Wish(), "low": Wish(low=True)}
+REQUESTS = {"promised": ComputeRequest(), "low": ComputeRequest(low=True)}
 
 
 class _Node:
@@ -43,7 +43,7 @@ class _Node:
         folders.prepare()
         record: Cell[PodList | None] = Cell(None)
         self.isolation = Isolation(folders, self.library, folder, Policy.LIBRARY, record, compute=True)
-        self.compute = Compute(self.isolation, lambda about: WISHES[about.pod], soft=False)
+        self.compute = Compute(self.isolation, lambda about: REQUESTS[about.pod], soft=False)
         self.keys: dict[str, str] = {}
 
     def add(self, pod: str, cores: int) -> None:

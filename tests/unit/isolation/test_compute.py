@@ -12,14 +12,14 @@ import pytest
 
 from agent.isolation import compute as room
 from agent.isolation import layout
-from agent.isolation.compute import Compute, Wish, release
+from agent.isolation.compute import Compute, ComputeRequest, release
+from agent.isolation.compute_request import compute_request_of
 from agent.isolation.correction import LEAST, MOST, Observed, corrected
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import Resizer
 from agent.isolation.room import Isolation
-from agent.isolation.wishes import wish_of
 from agent.kit.cell import Cell
 from agent.model.demand import Pod
 from tests.unit.isolation.made_up import GPU, about
@@ -37,11 +37,11 @@ class Site:
             self.folders, folder / "none", folder, Policy.LIBRARY, Cell(None), compute=True
         )
         self.now = 1000.0
-        self.wishes: dict[str, Wish] = {}
+        self.requests: dict[str, ComputeRequest] = {}
         self.during: Callable[[], None] = lambda: None
         self.compute = Compute(
             self.isolation,
-            lambda about: self.wishes.get(about.pod, Wish()),
+            lambda about: self.requests.get(about.pod, ComputeRequest()),
             soft=soft,
             clock=lambda: self.now,
             pause=self._pause,
@@ -52,11 +52,11 @@ class Site:
         self.now += seconds
         self.during()
 
-    def add(self, pod: str, cores: int, wish: Wish | None = None) -> str:
+    def add(self, pod: str, cores: int, request: ComputeRequest | None = None) -> str:
         """A container; its folder."""
         made = about(pod, first=10 * len(self.held), cores=cores, build="b")
         self.held[pod] = msgspec.structs.replace(made, compute=True)
-        self.wishes[pod] = wish or Wish()
+        self.requests[pod] = request or ComputeRequest()
         return self.folders.create(self.held[pod])
 
     def launch(self, pod: str, *, next_ns: int = 1, waited_ns: int = 0) -> None:
@@ -101,7 +101,7 @@ def test_a_container_is_held_from_its_first_launch(site: Site) -> None:
 
 def test_low_priority_never_takes_what_was_promised(site: Site) -> None:
     site.add("promised", 60)
-    site.add("low", 40, Wish(low=True))
+    site.add("low", 40, ComputeRequest(low=True))
     assert site.turn()
     site.launch("low")
     site.turn()
@@ -175,7 +175,7 @@ def test_the_factor_follows_the_measurement_and_freezes_when_idle(site: Site) ->
     assert site.limits("a").correction == factor
     site.turn(a=60)
     assert site.limits("a").correction < factor
-    again = Compute(site.isolation, lambda _: Wish(), soft=False, clock=lambda: site.now)
+    again = Compute(site.isolation, lambda _: ComputeRequest(), soft=False, clock=lambda: site.now)
     again.turn({key_of(one.ids): ContainerLimits(one, 1) for one in site.held.values()}, {})
     assert site.limits("a").correction < factor  # a new agent goes on from there
 
@@ -187,7 +187,7 @@ def test_time_waited_is_counted_and_nonsense_is_not(site: Site) -> None:
     site.turn()
     site.launch("a", waited_ns=1 << 62)
     site.turn()
-    assert site.compute.told()[key].throttled_seconds == pytest.approx(0.5)
+    assert site.compute.standing()[key].throttled_seconds == pytest.approx(0.5)
 
 
 def test_whoever_was_held_is_let_go_when_nobody_is_to_be(site: Site) -> None:
@@ -213,19 +213,19 @@ def test_the_factor_stays_within_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("annotations", "wish"),
+    ("annotations", "expected"),
     [
-        ({}, Wish()),
-        ({"gpu-node-agent.io/burst": "60"}, Wish(60)),
-        ({"gpu-node-agent.io/priority": "low"}, Wish(low=True)),
-        ({"gpu-node-agent.io/burst": "101"}, Wish()),
-        ({"gpu-node-agent.io/burst": "٣"}, Wish()),
-        ({"gpu-node-agent.io/priority": "high"}, Wish()),
+        ({}, ComputeRequest()),
+        ({"gpu-node-agent.io/burst": "60"}, ComputeRequest(60)),
+        ({"gpu-node-agent.io/priority": "low"}, ComputeRequest(low=True)),
+        ({"gpu-node-agent.io/burst": "101"}, ComputeRequest()),
+        ({"gpu-node-agent.io/burst": "٣"}, ComputeRequest()),
+        ({"gpu-node-agent.io/priority": "high"}, ComputeRequest()),
     ],
 )
-def test_annotations(annotations: dict[str, str], wish: Wish) -> None:
-    assert wish_of(about("p"), annotations, may_burst=True) == wish
-    assert wish_of(about("p"), annotations, may_burst=False) == Wish(low=wish.low)
+def test_annotations(annotations: dict[str, str], expected: ComputeRequest) -> None:
+    assert compute_request_of(about("p"), annotations, may_burst=True) == expected
+    assert compute_request_of(about("p"), annotations, may_burst=False) == ComputeRequest(low=expected.low)
 
 
 def test_the_poll_is_fast_enough() -> None:

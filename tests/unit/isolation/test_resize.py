@@ -50,7 +50,7 @@ class Resizing(Node):
         self.publisher._watch = self.watch
         self.resizer = Resizer(self.isolation, self.free, self.publisher)
 
-    async def wish(self, text: str) -> bool:
+    async def request(self, text: str) -> bool:
         return await self.resizer.look({"uid-a": text})
 
     async def cap(self) -> int:
@@ -76,11 +76,11 @@ async def node(tmp_path: Path) -> Resizing:
 
 
 async def test_a_container_grows_into_free_units(node: Resizing) -> None:
-    assert not await node.wish('{"main": 7}')
+    assert not await node.request('{"main": 7}')
     assert await node.cap() == 7
     assert node.grown == {GPU: frozenset(units(100, 3))}
     assert node.reasons == ["LimitsResized"]
-    await node.wish('{"main": 7}')
+    await node.request('{"main": 7}')
     assert node.reasons == ["LimitsResized"]
     assert len(node.free.ids) == 7
 
@@ -88,17 +88,17 @@ async def test_a_container_grows_into_free_units(node: Resizing) -> None:
 async def test_without_free_units_nothing_changes_until_there_are(node: Resizing) -> None:
     taken, node.free.ids = node.free.ids, []
     for _ in range(2):
-        assert await node.wish('{"main": 5}')
+        assert await node.request('{"main": 5}')
     assert await node.cap() == 4
     assert not node.grown
     assert node.reasons == ["ResizeRefused"]  # once
     node.free.ids = taken
-    assert not await node.wish('{"main": 5}')
+    assert not await node.request('{"main": 5}')
     assert await node.cap() == 5
 
 
 async def test_growth_survives_a_restart_and_goes_with_its_container(node: Resizing) -> None:
-    await node.wish('{"main": 9}')
+    await node.request('{"main": 9}')
     node.holding(("a", units()))
     await node.agent().start()
     node.restart()
@@ -121,7 +121,7 @@ async def test_an_agent_killed_while_a_container_grows_finishes_at_its_next_star
     with monkeypatch.context() as patch:
         patch.setattr(layout, "write_limits", killed)
         with pytest.raises(KeyboardInterrupt):
-            await node.wish('{"main": 6}')
+            await node.request('{"main": 6}')
     await node.agent().start()
     node.restart()
     # The units are its own: nobody else may get them.
@@ -130,17 +130,17 @@ async def test_an_agent_killed_while_a_container_grows_finishes_at_its_next_star
 
 
 async def test_a_container_shrinks_to_what_it_uses_and_gives_back_what_it_grew_by(node: Resizing) -> None:
-    await node.wish('{"main": 9}')
+    await node.request('{"main": 9}')
     await node.watch.look([Measured(PLACE, 4 * BLOCK, 6 * BLOCK + 1)])
-    assert not await node.wish('{"main": 2}')
+    assert not await node.request('{"main": 2}')
     assert await node.cap() == 7
     assert node.grown == {GPU: frozenset(units(100, 3))}
     await node.watch.look([Measured(PLACE, 4 * BLOCK, BLOCK)])
-    await node.wish('{"main": 2}')
+    await node.request('{"main": 2}')
     assert await node.cap() == 2
     assert not node.grown
     assert node.free.returned == 2
-    await node.wish('{"main": 4}')
+    await node.request('{"main": 4}')
     assert await node.cap() == 4
     assert not node.grown
 
@@ -153,7 +153,7 @@ async def test_a_forged_count_keeps_a_container_at_its_own_cap_at_most(node: Res
         os.close(descriptor)
 
     await anyio.to_thread.run_sync(forge)
-    await node.wish('{"main": 1}')
+    await node.request('{"main": 1}')
     assert await node.cap() == 4
 
 
@@ -167,7 +167,7 @@ async def test_limits_that_are_measured_meanwhile_lose_no_resize(node: Resizing)
     async with anyio.create_task_group() as group:
         group.start_soon(anyio.to_thread.run_sync, settle)
         for count in (5, 6, 7, 8):
-            await node.wish(f'{{"main": {count}}}')
+            await node.request(f'{{"main": {count}}}')
             assert await node.cap() == count
     limits = await anyio.to_thread.run_sync(node.isolation.folders.limits, key)
     assert (limits.unseen_bytes, limits.cores) == (199, 30)
@@ -191,12 +191,12 @@ async def test_a_bad_annotation_changes_nothing_and_says_so_once(node: Resizing,
     with pytest.raises(BadResize):
         wanted(text)
     for _ in range(2):
-        await node.wish(text)
+        await node.request(text)
     assert await node.cap() == 4
     assert node.reasons == ["ResizeRefused"]
 
 
 async def test_another_container_of_the_pod_is_left_alone(node: Resizing) -> None:
-    await node.wish('{"sidecar": 7}')
+    await node.request('{"sidecar": 7}')
     assert await node.cap() == 4
     assert not node.reasons

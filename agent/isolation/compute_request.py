@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from agent.isolation.compute import Wish
+from agent.isolation.compute import ComputeRequest
 from agent.isolation.folders import About
 
 log = structlog.get_logger()
@@ -16,7 +16,7 @@ _reported: dict[tuple[str, str], str] = {}
 _MOST_REPORTED = 1000
 
 
-def wish_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> Wish:
+def compute_request_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> ComputeRequest:
     """The request of a container's pod. What cannot be understood is left out, and the log says so once."""
     burst, priority = annotations.get(BURST), annotations.get(PRIORITY)
     percent = _percent(burst) if burst is not None and may_burst else None
@@ -24,7 +24,7 @@ def wish_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) ->
         _report(about, BURST, burst, "must be a whole number from 1 to 100: percent of a GPU")
     if priority is not None and priority != LOW:
         _report(about, PRIORITY, priority, f"must be {LOW}, or absent")
-    return Wish(percent, priority == LOW)
+    return ComputeRequest(percent, priority == LOW)
 
 
 def _percent(text: str) -> int | None:
