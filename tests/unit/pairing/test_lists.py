@@ -102,6 +102,39 @@ async def test_waiting_pod_fits_after_agent_update(first: object) -> None:
         assert await outcome(kubelet.admit(pod("c", share("main", 50, 30)))) == "runs"
 
 
+async def test_a_container_gets_what_it_needs_more_than_the_init_container_that_took_the_last_memory() -> None:
+    for seed in SEEDS:
+        kubelet = Kubelet(gpus=1, seed=seed)
+        await kubelet.admit(pod("a", share("main", 50, 39)))
+        await kubelet.told()
+
+        def read(call: int) -> None:
+            del call
+            kubelet.read()
+
+        growing = pod("b", share("init", 25, 1, Stage.INIT), share("main", 40, 1))
+        assert await outcome(kubelet.admit(growing, read)) == "runs"
+        await kubelet.told()
+        assert len(kubelet.listed(PairMember.CORE)) == 90  # the rest is of no use to anybody
+
+
+async def test_cores_are_of_use_only_while_the_pod_that_began_is_admitted() -> None:
+    kubelet = Kubelet(gpus=1)
+    await kubelet.admit(pod("a", share("main", 50, 39)))
+
+    def killed(call: int) -> None:
+        if call == 4:  # the second container's
+            raise Refused("the kubelet gave the pod up")
+
+    growing = pod("b", share("init", 25, 1, Stage.INIT), share("main", 40, 1))
+    assert await outcome(kubelet.admit(growing, killed)) != "runs"
+    assert len(kubelet.listed(PairMember.CORE)) == 100
+    kubelet.now += 60
+    await kubelet.admit(pod("c", share("main", 10, 1)))
+    await kubelet.told()
+    assert len(kubelet.listed(PairMember.CORE)) == 60
+
+
 async def test_restarted_kubelet_that_lists_nothing() -> None:
     for seed in SEEDS:
         kubelet = Kubelet(seed=seed)
