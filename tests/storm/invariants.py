@@ -10,8 +10,8 @@ from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.state import Phase
-from agent.simulator.kubelet.api import Pod
+from agent.modes.switch_state import Phase
+from agent.simulator.kubelet.api_server import Pod
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.world import World
 
