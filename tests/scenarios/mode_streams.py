@@ -171,10 +171,11 @@ async def test_label_flapping(rig: Rig) -> None:
         made = patches_after - patches
         acted = len(await node.logged("mode_wanted")) - before
         print(f"{FLIPS} flips in {seconds:.1f} s: {acted} acted on, {made:.0f} patches of the node")
-        # The first flip and the last word are acted on; one in between only where a busy machine held the
-        # flips up for a second. A switch writes taint, amounts, labels and condition, each twice at most.
-        assert 2 <= acted <= 2 + seconds / 2
-        assert made <= 8 * acted
+        # The last word is acted on, and the first unless one came just before; others only where a busy
+        # machine held the flips up for a second. One writes taint, labels and condition twice, amounts in
+        # up to four steps.
+        assert 1 <= acted <= 2 + seconds / 2
+        assert made <= 10 * acted
         assert files_after <= files + 8
         (pod,) = await node.run("vgpu", "after")
         assert 0 <= await node.index_of(pod) < GPUS

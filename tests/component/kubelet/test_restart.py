@@ -71,7 +71,7 @@ async def test_nothing_is_listed_until_the_pods_are_told(root: Path) -> None:
             await ready(kubelet)
             await run(kubelet, pod("old", 5))
             await kubelet.restart()
-            await eventually(lambda: kubelet.known_devices(GPU) == 8)
+            await eventually(lambda: kubelet.healthy(GPU) == 8)
             assert await listed(kubelet) == {}
             assert {entry["PodUID"] for entry in document(root)["Data"]["PodDeviceEntries"]} == {
                 kubelet.pod(pod("old")).uid
@@ -94,7 +94,7 @@ async def test_pod_deleted_while_the_kubelet_is_down_goes_at_its_start(
     kubelet: EmbeddedKubelet, root: Path
 ) -> None:
     async with kubelet.running():
-        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)
             await run(kubelet, pod("old", 8))
             await kubelet.stop()
