@@ -21,14 +21,14 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agent.model.gpu import Gpu
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
-from agent.mps.compute import NoComputeModes
+from agent.mps.compute_mode import NoComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState, EventReason, shared_memory_source
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from agent.mps.status import DaemonState, EventReason, shared_memory_source
 from tests.gpu.limits import Capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 

@@ -31,7 +31,7 @@ from agent.settings import (
 )
 from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.http_api import HttpApi
-from agent.simulator.kubelet.pods import PodSpec
+from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
