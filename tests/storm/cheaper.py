@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import anyio
 import betterproto2
 import yaml
+from agent.simulator.kubelet.state import NO_NUMA
 
 from agent._proto import v1
 from agent.app import reload
@@ -104,7 +105,7 @@ class _Encoded(v1.ContainerDevices):
 
 @cache
 def _entry(resource: str, device: str, numa: int) -> _Encoded:
-    nodes = None if numa == podresources.NO_NUMA else v1.TopologyInfo(nodes=[v1.NumaNode(id=numa)])
+    nodes = None if numa == NO_NUMA else v1.TopologyInfo(nodes=[v1.NumaNode(id=numa)])
     return _Encoded(resource_name=resource, device_ids=[device], topology=nodes)
 
 
