@@ -18,7 +18,6 @@ from typing import Any, TextIO
 import anyio
 import betterproto2
 import yaml
-from agent.simulator.kubelet.state import NO_NUMA
 
 from agent._proto import v1
 from agent.app import reload
@@ -30,6 +29,7 @@ from agent.mps import following
 from agent.plugins import inject
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources, registry
+from agent.simulator.kubelet.device_tables import NO_NUMA
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ENTRIES = inotify._CREATE | inotify._DELETE | inotify._MOVED_FROM | inotify._MOVED_TO | inotify._CLOSE_WRITE
