@@ -28,7 +28,7 @@ from agent.modes import sources
 from agent.mps import following
 from agent.plugins import inject
 from agent.simulator.faults import FaultTable
-from agent.simulator.kubelet import containers, podresources, registry
+from agent.simulator.kubelet import containers, podresources_server, registry
 from agent.simulator.kubelet.device_tables import NO_NUMA
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -110,7 +110,7 @@ def _entry(resource: str, device: str, numa: int) -> _Encoded:
 
 
 def _entries(resource: str, by_numa: Mapping[int, tuple[str, ...]]) -> list[_Encoded]:
-    """See `podresources._entries`."""
+    """See `podresources_server._entries`."""
     return [_entry(resource, device, numa) for numa, devices in by_numa.items() for device in devices]
 
 
@@ -148,7 +148,7 @@ def install() -> None:
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005
     FaultTable.strike = _strike_if_any  # type: ignore[method-assign]
-    podresources._entries = _entries  # type: ignore[assignment]
+    podresources_server._entries = _entries  # type: ignore[assignment]
     betterproto2.Message._get_field_default = _default  # type: ignore[method-assign,assignment]
     for room in (containers, inject):
         room.yaml = _Yaml  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 
 from anyio._backends import _asyncio as anyio_asyncio
 
-from agent.kubelet import server, service
+from agent.kubelet import grpc_server, service
 from agent.simulator.kubelet import registration
 
 
@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (anyio_asyncio.CancelScope, ("_tasks", "_child_scopes")),
     (anyio_asyncio.TaskGroup, ("_tasks",)),
     (service.DevicePluginService, ("_waiting",)),
-    (server._TrackingServer, ("connections",)),
+    (grpc_server._TrackingServer, ("connections",)),
     (registration.Plugins, ("_open",)),
 )
 _installed: list[bool] = []
