@@ -73,7 +73,7 @@ class CappedPods:
         count = CORES * len(self.rig.gpu_uuids())
 
         async def offered() -> bool:
-            return await self.rig.healthy(CORE) == count
+            return await self.rig.known_devices(CORE) == count
 
         await until(offered, "the kubelet knows all units")
         await self.rig.wait_allocatable(count, CORE, WAIT_SECONDS)

@@ -158,7 +158,7 @@ class SmallStorm:
 
     async def _answers(self) -> bool:
         try:
-            await self.rig.healthy()
+            await self.rig.known_devices()
         except (OSError, GRPCError, StreamTerminatedError):
             return False
         return True

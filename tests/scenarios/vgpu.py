@@ -46,7 +46,7 @@ async def offered(rig: Rig, blocks: int, deadline: float = 60.0) -> None:
     """Wait until all cores and so many blocks are to be had, by the status and by the kubelet itself."""
     for resource, count in ((CORE, GPUS * CORES), (MEMORY, blocks)):
         with anyio.fail_after(deadline):
-            while await rig.healthy(resource) != count:
+            while await rig.known_devices(resource) != count:
                 await anyio.sleep(0.05)
         await rig.wait_allocatable(count, resource)
 

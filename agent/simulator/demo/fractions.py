@@ -64,7 +64,7 @@ class _Act:
         wanted = {VGPU.core: self._count * CORES, VGPU.memory: self._count * self._blocks}
         await self._stage.wait(
             lambda: all(
-                kubelet.healthy(resource) == kubelet.api.allocatable.get(resource) == count
+                kubelet.known_devices(resource) == kubelet.api.allocatable.get(resource) == count
                 for resource, count in wanted.items()
             ),
             lambda: f"the node offers {dict(kubelet.api.allocatable)}, not {wanted},",

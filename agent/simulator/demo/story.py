@@ -118,7 +118,7 @@ class Story:
         with stage.kubelet.observing_node(lambda _, allocatable: offered.append(allocatable[GPU])):
             await stage.kubelet.restart(DOWN_SECONDS)
             up = anyio.current_time()
-            known = stage.kubelet.healthy
+            known = stage.kubelet.known_devices
             await stage.wait(
                 lambda: known(GPU) == self._count, lambda: f"the kubelet knows {known(GPU)} GPUs again,"
             )

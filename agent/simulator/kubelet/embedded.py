@@ -152,7 +152,7 @@ class EmbeddedKubelet:
         """`status.capacity` of the node."""
         return self.api.capacity
 
-    def healthy(self, resource: str) -> int:
+    def known_devices(self, resource: str) -> int:
         """Devices that the kubelet itself knows as healthy; the node's status may have been patched ahead."""
         return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
 

@@ -55,7 +55,7 @@ async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedK
             await run(kubelet, pod("old", 5))
             before = held(kubelet, pod("old"))
             await kubelet.restart(down=0.1)
-            await eventually(lambda: plugin.streams == 1 and kubelet.healthy(GPU) == 8)
+            await eventually(lambda: plugin.streams == 1 and kubelet.known_devices(GPU) == 8)
             await run(kubelet, pod("new", 3))
             assert kubelet.pod(pod("old")).phase is Phase.RUNNING
             assert held(kubelet, pod("old")) == before
@@ -71,7 +71,7 @@ async def test_nothing_is_listed_until_the_pods_are_told(root: Path) -> None:
             await ready(kubelet)
             await run(kubelet, pod("old", 5))
             await kubelet.restart()
-            await eventually(lambda: kubelet.healthy(GPU) == 8)
+            await eventually(lambda: kubelet.known_devices(GPU) == 8)
             assert await listed(kubelet) == {}
             assert {entry["PodUID"] for entry in document(root)["Data"]["PodDeviceEntries"]} == {
                 kubelet.pod(pod("old")).uid
@@ -100,7 +100,9 @@ async def test_pod_deleted_while_the_kubelet_is_down_goes_at_its_start(
             await kubelet.stop()
             kubelet.api.delete(pod("old"))
             await kubelet.start()
-            await eventually(lambda: pod("old").key not in kubelet.api.pods and kubelet.healthy(GPU) == 8)
+            await eventually(
+                lambda: pod("old").key not in kubelet.api.pods and kubelet.known_devices(GPU) == 8
+            )
             await run(kubelet, pod("new", 8))
 
 

@@ -81,7 +81,7 @@ async def test_a_restarted_kubelet_lists_it_before_all_others(kubelet: EmbeddedK
             await kubelet.stop()
             kubelet.api.reachable = False
             await kubelet.start()
-            await eventually(lambda: kubelet.healthy(GPU) == 8)
+            await eventually(lambda: kubelet.known_devices(GPU) == 8)
             listed = await anyio.to_thread.run_sync(_held, kubelet)
             assert {container: {one for _, one in ids} for container, ids in listed.items()} == {
                 (STATIC.name, "main"): before

@@ -98,7 +98,7 @@ async def test_cordoned_gpu() -> None:
         async with rig.api_server_away():
             await node.start()
             with anyio.fail_after(30):
-                while not (known := await rig.healthy(GPU)):
+                while not (known := await rig.known_devices(GPU)):
                     await anyio.sleep(0.1)
             assert known == 7
         await rig.wait_allocatable(7, GPU)
