@@ -69,7 +69,7 @@ class _Nvml:
         self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None], bool]] = {}
 
     def wake(self, *, lifted: bool = False) -> None:
-        """Look again: something happened to a GPU, or all faults were `lifted`; else calls that hang do so."""
+        """Look again: something happened to a GPU, or all faults were `lifted`; else calls go on hanging."""
         for job, (handle, again, hangs) in list(self.waiting.items()):
             if lifted or not hangs:
                 del self.waiting[job]
