@@ -16,7 +16,7 @@ from agent.app.agent import Agent, ClusterAccess
 from agent.app.build import start
 from agent.app.degradations import remarks
 from agent.inventory.actor import Inventory
-from agent.inventory.rules import rules_from
+from agent.inventory.health_rules import rules_from
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.holdings import HoldingsWatch
@@ -33,6 +33,9 @@ Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 11.0
+
+# How long calls to NVML are waited for once nothing is offered any more: a wait for events takes a second.
+NVML_SECONDS = 1.5
 
 # A node that no agent may be wanted on any more is cleared of what is ours, once nothing is offered.
 FORGET_SECONDS = 1.0
@@ -76,21 +79,26 @@ async def running(
             )
             await outer.start(_serve_http, agent)
             async with anyio.create_task_group() as inner:
-                if await _in_time(stop, start, agent, nvml, inner):
-                    log.info("agent_started", http_port=agent.http_port)
                 try:
-                    yield agent
+                    if await _in_time(stop, start, agent, nvml, inner):
+                        log.info("agent_started", http_port=agent.http_port)
+                    try:
+                        yield agent
+                    finally:
+                        agent.stopping = True
+                        log.info("agent_stopping")
+                        # Nothing is offered any more before the lists end; bounded in time.
+                        if agent.node and agent.switcher:
+                            with anyio.CancelScope(shield=True):
+                                writer = agent.state_writer
+                                gives_back = writer is not None and writer.nothing_to_give_back
+                                await agent.node.withdrawals.stop(agent.switcher.close)
+                        withdrawn()
+                        inner.cancel_scope.cancel()
                 finally:
-                    agent.stopping = True
-                    log.info("agent_stopping")
-                    # Nothing is offered any more before the lists end; bounded in time.
-                    if agent.node and agent.switcher:
-                        with anyio.CancelScope(shield=True):
-                            writer = agent.state_writer
-                            gives_back = writer is not None and writer.nothing_to_give_back
-                            await agent.node.withdrawals.stop(agent.switcher.close)
-                    withdrawn()
-                    inner.cancel_scope.cancel()
+                    agent.calls.end_within(NVML_SECONDS)
+                    if agent.gpu_monitor:
+                        agent.gpu_monitor.thread.end_within(NVML_SECONDS)
             outer.cancel_scope.cancel()
         if agent.cluster and gives_back:
             with anyio.CancelScope(shield=True), anyio.move_on_after(FORGET_SECONDS):

@@ -10,7 +10,7 @@ import pytest
 
 from agent.isolation import layout
 from agent.model.node_inventory import INVENTORY, decode
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.status.client import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.scenarios import vgpu
@@ -222,6 +222,7 @@ async def test_resize_of_a_running_pod() -> None:
         await serving(rig, **{"vgpu.resize": True})
         pod = vgpu.share_pod("grows", 30, 200)
         await vgpu.running(rig, pod)
+        await until(lambda: "LimitsApplied" in reasons(rig, pod), "no event says which limits hold")
         resize(rig, pod, 500)
         await capped(rig, pod, 500)
         # What it has grown by is nobody else's: the kubelet's list has it no more, nor have schedulers.
@@ -250,7 +251,10 @@ async def test_resize_of_a_running_pod() -> None:
         await capped(rig, pod, 300)
         await rig.delete_pod(pod)
         await rig.wait_allocatable(vgpu.GPUS * vgpu.BLOCKS, vgpu.MEMORY, WAIT_SECONDS)
-        assert {"LimitsApplied", "LimitsResized", "ResizeRefused"} <= reasons(rig, pod)
+        await until(
+            lambda: {"LimitsResized", "ResizeRefused"} <= reasons(rig, pod),
+            f"not all events of the pod have come, but {reasons(rig, pod)}",
+        )
 
 
 @pytest.mark.timeout(400)

@@ -17,7 +17,6 @@ from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from tests.component.kubelet_room.parts import GPU, Peer, ScriptedPlugin, eventually, listing, running_tasks
 
 FAST = Timings(registry_poll=0.02, registry_retry=0.05, first_status=0.5)
-BLIND = Timings(registry_poll=3600, registry_retry=0.05, first_status=0.1)  # looks into the registry once
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +77,14 @@ async def test_the_kubelet_finds_the_socket(folder: Path, logs: Any) -> None:
 
 
 async def test_a_kubelet_that_does_not_look_is_told_of(folder: Path) -> None:
-    kubelet = _kubelet(folder, BLIND)
-    async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
+    """It has another root folder than the agent believes."""
+    kubelet, believed = _kubelet(folder), folder / "elsewhere"
+    await anyio.Path(believed / "plugins_registry").mkdir(parents=True)
+    ours = Endpoint(ScriptedPlugin("a", "b"), believed, folder / "device-plugins")
+    async with kubelet.running(), _life(ours) as endpoint:
         await eventually(lambda: "serves, but has not asked" in (endpoint.blocker or ""))
-        assert _ours(folder) == {"plugins_registry/gna-nvidia-gpu.sock"}  # nothing else is tried
+        assert _ours(believed) == {"plugins_registry/gna-nvidia-gpu.sock"}
+        assert not _ours(folder)  # nothing else is tried
 
 
 async def test_a_kubelet_that_is_down_is_told_of_and_waited_for(folder: Path) -> None:
