@@ -40,7 +40,7 @@ class Kubelet(KubeletModel):
             found = v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices
             self.known[member] = frozenset(each.id for each in found if each.health == "Healthy")
 
-    def read_before(self, call: int) -> None:  # noqa: ARG002  `interrupt`'s signature
+    def read_before(self, call: int) -> None:
         """The kubelet is as quick as the agent: it takes in the lists before each call."""
         self.read()
 
