@@ -9,13 +9,13 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.sources import DesiredSource
-from agent.modes.state import STARTING, Phase, SwitchState
+from agent.modes.switch_state import STARTING, Phase, SwitchState
 from agent.modes.switcher import ModeSwitcher
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.daemon_manager import DaemonManager
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from agent.cdi.keeper import SpecificationKeeper
     from agent.cluster.api import KubeApi
-    from agent.cluster.events import EventRecorder
+    from agent.cluster.event_recorder import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
     from agent.plugins.shared_pair import SharedPair

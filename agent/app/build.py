@@ -20,14 +20,14 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
-from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
-from agent.model.layout import Entry
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
+from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import ModeCatalog
-from agent.modes.memory import ModeMemory
-from agent.modes.metrics import Patching, modes_collector
+from agent.modes.last_request import ModeMemory
+from agent.modes.mode_metrics import Patching, modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
@@ -46,7 +46,7 @@ from agent.status import top
 from agent.status.commands import Commands
 from agent.status.node_events import node_events
 from agent.status.report import StatusSources
-from agent.telemetry.health import health_collector
+from agent.telemetry.health_metrics import health_collector
 from agent.telemetry.pairs import pairs_collector
 from agent.web.control import NAME as CONTROL_SOCKET
 from agent.web.control import ControlServer
@@ -297,7 +297,7 @@ async def _reach_cluster(settings: Settings) -> ClusterAccess | None:
         return None
     # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
     from agent.cluster.api import connect  # noqa: PLC0415
-    from agent.cluster.events import EventRecorder  # noqa: PLC0415
+    from agent.cluster.event_recorder import EventRecorder  # noqa: PLC0415
     from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
     from agent.cluster.node import NodeObject  # noqa: PLC0415
     from agent.cluster.pods import PodCache  # noqa: PLC0415

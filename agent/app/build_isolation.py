@@ -25,7 +25,7 @@ from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, Mount, Reason, Refused
+from agent.kubelet.plugin_types import Allocation, Mount, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
@@ -35,8 +35,8 @@ from agent.pairing.reducer import Grant
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPair
 from agent.telemetry.attribution import Grade
-from agent.telemetry.containers import Uses
-from agent.telemetry.limits import limits_collector
+from agent.telemetry.container_use import Uses
+from agent.telemetry.limit_metrics import limits_collector
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache

@@ -11,19 +11,19 @@ from anyio.abc import TaskGroup
 from agent.app.agent import Agent, MpsParts
 from agent.app.mps_degradations import remarks, tell_of_advisory_caps
 from agent.kit.cell import Cell
-from agent.kubelet.api import Mount
 from agent.kubelet.holdings import holders_by_gpu
+from agent.kubelet.plugin_types import Mount
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, PodFacts
-from agent.mps.compute import NvmlComputeModes
+from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_status import EventReason
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
-from agent.mps.status import EventReason
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
 from agent.pairing.ports import PodSource, Recorder
@@ -31,8 +31,8 @@ from agent.plugins import mps
 from agent.plugins.inject import Injector
 from agent.plugins.shares_cdi import SpecificationKeeper
 from agent.settings import Settings
-from agent.telemetry.containers import above_limit
-from agent.telemetry.mps import mps_collector
+from agent.telemetry.container_use import above_limit
+from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from agent.app.agent import Agent
 from agent.kubelet.owners import Owners
 from agent.nvml.port import NvmlPort
 from agent.telemetry.attribution import KnownPod
-from agent.telemetry.containers import ContainerWatch
+from agent.telemetry.container_use import ContainerWatch
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler

@@ -2,7 +2,7 @@
 
 from agent.app.agent import Agent
 from agent.model.modes import Mode
-from agent.modes.state import Phase
+from agent.modes.switch_state import Phase
 from agent.node.driver_upgrade import Stage
 
 

@@ -16,7 +16,7 @@ from agent.app.agent import Agent, ClusterAccess
 from agent.app.build import start
 from agent.app.degradations import remarks
 from agent.inventory.actor import Inventory
-from agent.inventory.rules import rules_from
+from agent.inventory.health_rules import rules_from
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.holdings import HoldingsWatch

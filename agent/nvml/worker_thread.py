@@ -38,7 +38,7 @@ class WorkerThread:
         self._worker: _Worker | None = None
         self._given_up: list[_GivenUp] = []
         self._end = math.inf  # when no call is waited for any more
-        self._waiting = anyio.CancelScope()
+        self._waiting: anyio.CancelScope | None = None
 
     @property
     def stuck(self) -> int:
@@ -106,7 +106,8 @@ class WorkerThread:
         another call hangs, so that NVML is closed by the end of the process where one does.
         """
         self._end = min(self._end, anyio.current_time() + seconds)
-        self._waiting.deadline = min(self._waiting.deadline, self._end)
+        if self._waiting is not None:
+            self._waiting.deadline = min(self._waiting.deadline, self._end)
 
     def _give_up(self, given_up: "_GivenUp") -> None:
         given_up.worker.jobs.put(None)  # should it ever come back, it ends

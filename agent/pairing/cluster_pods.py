@@ -9,7 +9,7 @@ import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.conversion import convert
-from agent.cluster.events import Event, EventRecorder, Regarding
+from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.backoff import Backoff

@@ -10,8 +10,8 @@ from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.state import Phase
-from agent.simulator.kubelet.api import Pod
+from agent.modes.switch_state import Phase
+from agent.simulator.kubelet.api_server import Pod
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.world import World
 
@@ -151,7 +151,7 @@ class Invariants:
         kubelet = self._world.kubelet
         up = self._up.seconds(holds=self._world.kubelet_up.is_set() and kubelet._life is not None)
         for resource, count in kubelet.allocatable.items():
-            listed = kubelet.healthy(resource)
+            listed = kubelet.known_devices(resource)
             lasts = self._offers.setdefault(resource, Lasting()).seconds(holds=count > listed)
             if min(lasts, up) > STATUS_SECONDS:
                 raise Violation(

@@ -8,7 +8,7 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.modes import Mode
 from agent.node.taint import TAINT
 from agent.nvml.port import ComputeMode
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.storm.invariants import Violation
 from tests.storm.pods import GPU
 from tests.storm.world import World
@@ -42,7 +42,7 @@ async def check_calm(world: World, mode: Mode) -> None:
     healthy = [state for state in agent.inventory.snapshot.value.gpus if state.healthy]
     resource, each_has = PER_GPU[mode]
     wanted = each_has * len(healthy)
-    offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.healthy(resource)
+    offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.known_devices(resource)
     if not offered == known == wanted:
         raise Violation(
             f"{len(healthy)} GPUs are well, so {wanted} of {resource} should be on offer; node.status says "

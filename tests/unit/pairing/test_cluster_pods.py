@@ -11,7 +11,7 @@ import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
 from agent.cluster.conversion import convert
-from agent.cluster.events import Event
+from agent.cluster.event_recorder import Event
 from agent.cluster.pods import Pod as ApiPod
 from agent.model.demand import Container, Pod, Stage
 from agent.pairing import cluster_pods
