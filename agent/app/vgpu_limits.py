@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from agent.app.agent import Agent
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation
+from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.nvml.port import NvmlPort

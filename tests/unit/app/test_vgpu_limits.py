@@ -8,7 +8,7 @@ import pytest
 
 from agent.app.vgpu_limits import VgpuLimits
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation
+from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.reducer import Grant
