@@ -41,7 +41,7 @@ class FaultKind(Enum):
 class Fault(msgspec.Struct, frozen=True, rename={"xid_class": "told"}):
     """A suspected fault of a GPU; `number` is the Xid, or the recovery action that the driver asks for."""
 
-    # Verdict files hold `xid_class` as `told`, so that the agent of before reads them after a rollback.
+    # Verdict files keep the key of before, so that an earlier agent reads them after a rollback.
 
     kind: FaultKind
     number: int = 0
