@@ -26,7 +26,7 @@ from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import ModeCatalog
-from agent.modes.last_request import ModeMemory
+from agent.modes.last_request import LastRequest
 from agent.modes.mode_metrics import Patching, modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
@@ -131,7 +131,7 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
 async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
     agent.desired = DesiredSource(catalog_of(settings))
-    memory = ModeMemory(Path(settings.host.state) / "mode")
+    memory = LastRequest(Path(settings.host.state) / "mode")
     remembered = await memory.read()
     assignment: Cell[Assignment] = Cell(Assignment())
     source, recorder = _pod_ports(agent, group)
