@@ -140,6 +140,10 @@ def _hang(self: FaultTable, ticket: int) -> None:
         raise Blocked(None)
 
 
+CALLER = "X-Caller"  # the header that says whose request it is
+AGENT = "agent"
+
+
 class _Configured:
     host = "http://storm"
     refresh_api_key_hook = None
@@ -151,8 +155,10 @@ class _Configured:
 class _Rest:
     """The client's HTTP layer over a unix socket."""
 
-    def __init__(self, socket_path: str) -> None:
-        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket_path))
+    def __init__(self, socket_path: str, caller: str) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(socket_path), headers={CALLER: caller}
+        )
 
     async def request(
         self,
@@ -173,6 +179,11 @@ class _Rest:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
+    """A client of the API server; `caller` is in the header CALLER of each request."""
+    return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket, caller))
 
 
 class _Kubelet:
@@ -211,7 +222,7 @@ def install(api_socket: str) -> None:
 
     async def connect(kubeconfig: Path | None) -> agent.cluster.api.KubeApi:
         del kubeconfig
-        return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket))
+        return client(api_socket, AGENT)
 
     NVML.waiting.clear()  # of a storm before
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
