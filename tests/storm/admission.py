@@ -29,7 +29,7 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     before = Life._reject
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
-        if not _excused(world) and _fits(world, self, pod):
+        if not excused(world) and _fits(world, self, pod):
             found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
@@ -41,7 +41,8 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     return end
 
 
-def _excused(world: World) -> bool:
+def excused(world: World) -> bool:
+    """Whether something is, or was a moment ago, wrong with the node."""
     now, agent = anyio.current_time(), world.running
     if agent is None or agent.switcher is None or now - world.disturbed < SETTLED_SECONDS:
         return True
@@ -57,9 +58,13 @@ def _excused(world: World) -> bool:
 def _fits(world: World, life: Life, pod: Pod) -> bool:
     """Whether one GPU has room for the pod's only container; other shapes are not judged."""
     # One that is deleted while it is admitted needs nothing any more.
-    if pod.spec.init_containers or len(pod.spec.containers) != 1 or pod.spec.static or pod.deleting:
+    if len(pod.spec.containers) != 1 or pod.spec.static or pod.deleting:
         return False
-    limits = pod.spec.containers[0].limits
+    if any(each.restartable for each in pod.spec.init_containers):
+        return False
+    limits: Counter[str] = Counter()
+    for each in (*pod.spec.init_containers, *pod.spec.containers):
+        limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks
     switcher = world.running.switcher if world.running else None
     modes = {one.uuid: one.active.mode for one in switcher.state.value.gpus} if switcher else {}
     used = _used(life, pod.uid)

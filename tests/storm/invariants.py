@@ -13,6 +13,9 @@ from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.holders import MODES, Held, Holders
+from tests.storm.mps_service import MpsService
+from tests.storm.offers import Offers
+from tests.storm.views import Views
 from tests.storm.world import World
 
 TAINT_SECONDS = 20.0  # that the taint may stand while no mode is being changed
@@ -54,6 +57,9 @@ class Invariants:
         self._offers: dict[str, Lasting] = {}
         self._events: deque[float] = deque()
         self._written = 0
+        self._offered = Offers(world, self.holders)
+        self._views = Views(world)
+        self._mps = MpsService(world)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
             self._units_have_one_holder,
@@ -65,6 +71,9 @@ class Invariants:
             self._taint_goes,
             self._status_offers_what_is_listed,
             self._writes_are_few,
+            self._free_units_are_offered,
+            self._agent_is_up_to_date,
+            self._mps_serves,
         )
 
     def event(self) -> None:
@@ -169,6 +178,19 @@ class Invariants:
         if count > WRITES + WRITES_PER_EVENT * len(self._events):
             last = [each[1] for each in writes[-3:]]
             raise Violation(f"{count} API writes in a minute with {len(self._events)} events: {last}")
+
+    def _free_units_are_offered(self) -> None:
+        if text := self._offered.withheld():
+            raise Violation(text)
+
+    def _agent_is_up_to_date(self) -> None:
+        if text := self._views.outdated():
+            raise Violation(text)
+        self.found += self._views.found
+
+    def _mps_serves(self) -> None:
+        if text := self._mps.wrong():
+            raise Violation(text)
 
     def _assigned(self, method: str, path: str, body: object) -> None:
         """`gpu-assigned` says that every choice was carried out: each stands beside it."""
