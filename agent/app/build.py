@@ -37,11 +37,11 @@ async def build(
     `closing` is given what must be closed when all tasks have ended.
     """
     settings, snapshot = core.settings, core.inventory.snapshot
+    core.readiness.degradations.append(lambda: degradations.simulated(settings.simulator.profile))
     monitor = GpuMonitor(settings, core.nvml, core.calls, core.inventory, core.supervisor)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
     core.collectors.append(health_collector(core.inventory, monitor.events))
-    core.readiness.degradations.append(lambda: degradations.simulated(settings.simulator.profile))
     cluster = await reach_cluster(settings)
     if cluster:
         closing.push_async_callback(cluster.api.close)

@@ -59,7 +59,7 @@ async def running(
     node, StoppedEarly when `stop` was set before this agent was there.
     """
     stop = stop or anyio.Event()
-    core = _core(settings, nvml)
+    core = core_of(settings, nvml)
     agent: Agent | None = None
     gives_back = False
     async with AsyncExitStack() as closing:
@@ -100,7 +100,8 @@ async def running(
         raise StoppedEarly
 
 
-def _core(settings: Settings, nvml: NvmlPort) -> Core:
+def core_of(settings: Settings, nvml: NvmlPort) -> Core:
+    """The parts that exist before anything runs."""
     inventory = Inventory(rules_from(settings.health))
     holdings = HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder)
     return Core(
