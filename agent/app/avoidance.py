@@ -4,7 +4,7 @@ from agent.cluster.api import ApiError
 from agent.cluster.avoiding import ways_around
 from agent.cluster.pods import PodCache
 from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
-from agent.kubelet.api import Reason, Refused
+from agent.kubelet.plugin_types import Reason, Refused
 from agent.model.demand import VGPU, Pod
 from agent.settings import Settings
 

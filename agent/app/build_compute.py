@@ -16,7 +16,7 @@ from agent.isolation.watch import Place
 from agent.model.modes import Mode
 from agent.settings import Vgpu
 from agent.telemetry.attribution import Grade
-from agent.telemetry.containers import Uses
+from agent.telemetry.container_use import Uses
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache

@@ -36,8 +36,8 @@ from agent.pairing.reducer import Grant
 from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
 from agent.telemetry.attribution import Grade
-from agent.telemetry.containers import Uses
-from agent.telemetry.limits import limits_collector
+from agent.telemetry.container_use import Uses
+from agent.telemetry.limit_metrics import limits_collector
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache

@@ -13,7 +13,6 @@ from agent.app.mps_degradations import AdvisoryCaps, remarks
 from agent.app.mps_root_check import RootCheck
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Mount
 from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
@@ -23,16 +22,16 @@ from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_status import EventReason
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
-from agent.mps.status import EventReason
 from agent.mps.upkeep import Upkeep
 from agent.plugins import mps
 from agent.plugins.inject import Injector
 from agent.plugins.shares_cdi import SpecificationKeeper
 from agent.settings import Settings
-from agent.telemetry.containers import above_limit
-from agent.telemetry.mps import mps_collector
+from agent.telemetry.container_use import above_limit
+from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
 
 if TYPE_CHECKING:

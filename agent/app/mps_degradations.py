@@ -9,7 +9,7 @@ from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.modes import Assignment, Mode
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.status import EventReason
+from agent.mps.daemon_status import EventReason
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 

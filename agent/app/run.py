@@ -17,7 +17,7 @@ from agent.app.build import build
 from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.app.readiness import Readiness
 from agent.inventory.actor import Inventory
-from agent.inventory.rules import rules_from
+from agent.inventory.health_rules import rules_from
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
 from agent.kubelet.holdings import HoldingsWatch
@@ -35,6 +35,9 @@ Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 11.0
+
+# How long calls to NVML are waited for once nothing is offered any more: a wait for events takes a second.
+NVML_SECONDS = 1.5
 
 # A node that no agent may be wanted on any more is cleared of what is ours, once nothing is offered.
 FORGET_SECONDS = 1.0

@@ -13,7 +13,7 @@ from agent.inventory.kernel_log import KernelLog, LogXid
 from agent.inventory.messages import KernelXidSeen, Restored, XidExplained
 from agent.inventory.reducer import records
 from agent.inventory.snapshot import KernelXid, Record
-from agent.inventory.verdicts import Memory, VerdictFile
+from agent.inventory.verdict_file import Memory, VerdictFile
 from agent.kit.backoff import Backoff
 
 log = structlog.get_logger()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from agent.isolation.errors import BadLayout
 from agent.isolation.loaded import Entries
+from agent.isolation.waking import wake
 
 LAYOUT = 1
 MOST_DEVICES = 16
@@ -28,6 +29,7 @@ RECORD_BYTES = 256
 COPY_BYTES = 112
 STRICT, COMPUTE = 1, 2
 GATE_AT = 4608
+CHANGES_AT = GATE_AT + 4
 CORRECTION_ONE = 65536
 HEADER = struct.Struct("<QIIII64sQ412x")
 COPY = struct.Struct("<Q16sQQQQIIIIIII24x")
@@ -102,8 +104,12 @@ def read_limits(content: bytes) -> list[Limits]:
     return [limits for _, _, limits in map(_newest, _records(content))]
 
 
-def write_limits(descriptor: int, number: int, limits: Limits) -> None:
-    """Put limits in force in a file that containers may have mapped. Raises BadLayout, OSError."""
+def write_limits(descriptor: int, number: int, limits: Limits) -> int:
+    """Put limits in force in a file that containers may have mapped, and wake who waits for its share.
+
+    Answers how many threads that were. `descriptor` is open for reading and writing. Raises BadLayout,
+    OSError.
+    """
     content = os.pread(descriptor, LIMITS_BYTES, 0)
     found = [_newest(record) for record in _records(content)]
     place, generation, before = found[number]
@@ -115,6 +121,8 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> None:
     os.pwrite(descriptor, _copy(generation + 1, limits), at)
     if limits.compute or before.compute:
         os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
+        return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
+    return 0
 
 
 def usage_head(devices: int) -> bytes:

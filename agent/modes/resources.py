@@ -8,8 +8,8 @@ from anyio.abc import TaskGroup
 
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import Assignment, Mode
 
 

@@ -43,7 +43,7 @@ from agent.modes.desired import Desired
 from agent.modes.planner import Gate, Plan, decide, no_gate
 from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resources
 from agent.modes.retry import Retry
-from agent.modes.state import STARTING, Phase, SwitchState
+from agent.modes.switch_state import STARTING, Phase, SwitchState
 from agent.modes.transition import WORKING, ModeState, Stage
 
 log = structlog.get_logger()

@@ -14,16 +14,16 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.mps import processes
-from agent.mps.compute import ExclusiveMode
-from agent.mps.control import Control, Survey
+from agent.mps.compute_mode import ExclusiveMode
+from agent.mps.control_commands import Control, Survey
+from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.following import Logs
 from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, DaemonStatus, EventReason
+from agent.mps.status_publisher import Publisher
 from agent.mps.terminate import end
 
 log = structlog.get_logger()

@@ -8,15 +8,15 @@ import structlog
 
 from agent.mps import launch, processes
 from agent.mps.binary import Program
-from agent.mps.compute import ExclusiveMode
-from agent.mps.control import Control, environment
+from agent.mps.compute_mode import ExclusiveMode
+from agent.mps.control_commands import Control, environment
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import StartFailed
 from agent.mps.following import Logs
 from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, EventReason
+from agent.mps.status_publisher import Publisher
 from agent.mps.terminate import end
 
 log = structlog.get_logger()

@@ -6,10 +6,12 @@ A GPU may be time-sliced instead: it is then listed as N replicas, here or as `n
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from time import monotonic
 
+import structlog
+
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
 from agent.kubelet.podresources import (
     PATIENCE_SECONDS,
     Holding,
@@ -24,6 +26,8 @@ from agent.model.units import REPLICA, WHOLE
 from agent.plugins import encode
 from agent.plugins.context import PluginContext
 from agent.plugins.inject import Injector
+
+log = structlog.get_logger()
 
 RESOURCE, SHARED_RESOURCE = Mode.PGPU.resources
 
@@ -158,9 +162,18 @@ class PgpuPlugin:
 
     def _held_already(self, taken: Mapping[str, Holding]) -> Refused:
         text, held = min(taken.items())
+        # The refusal reaches the owner of the pod that asks, who may belong to another namespace: the log is
+        # for administrators only.
+        log.warning(
+            "held_device_offered",
+            resource=self.resource,
+            device=text,
+            pod=f"{held.namespace}/{held.pod}",
+            container=held.container,
+        )
         return Refused(
-            f"device ID {text} of {self.resource} is held by container {held.container} of {held.namespace}/"
-            f"{held.pod}, though the kubelet offers it; nothing is handed out twice, create the pod again",
+            f"device ID {text} of {self.resource} is held by another container, though the kubelet "
+            "offers it; nothing is handed out twice, create the pod again",
             Reason.UNAVAILABLE,
         )
 

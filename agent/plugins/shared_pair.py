@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, joined
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from agent.simulator import futex
+from agent.kit import futex
 from agent.simulator.mapping import Mapping
 from agent.simulator.state import EVENT_SLOTS, MAX_GPUS
 

@@ -5,10 +5,10 @@ Both faces walk the table at every call, in order: first delays, then hangs, the
 
 import time
 
+from agent.kit import futex
 from agent.nvml.errors import NvmlCode
-from agent.simulator import futex
-from agent.simulator.calls import ANY, number_of
 from agent.simulator.mapping import Mapping
+from agent.simulator.nvml_functions import ANY, number_of
 from agent.simulator.state import FaultKind, FaultState
 
 _FOREVER = -1

@@ -17,7 +17,7 @@ from agent.nvml.errors import NvmlCode
 from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.component.kubelet_room.parts import GPU, Peer, eventually, running_tasks

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from tests.scenarios.mode_node import GPUS, ModeNode, mode_node, pod_of
 from tests.scenarios.rig import GPU, Rig
 

@@ -14,8 +14,8 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
 from agent.model.units import Unit
-from agent.modes.state import Phase as SwitchPhase
-from agent.simulator.kubelet.api import Pod
+from agent.modes.switch_state import Phase as SwitchPhase
+from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.life import Life
 from tests.storm.pods import GPU
 from tests.storm.world import World

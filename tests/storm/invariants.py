@@ -10,8 +10,8 @@ from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.state import Phase
-from agent.simulator.kubelet.api import Pod
+from agent.modes.switch_state import Phase
+from agent.simulator.kubelet.api_server import Pod
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.world import World
 
@@ -179,9 +179,8 @@ class Invariants:
             return
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
-        # What a life granted that was killed before it wrote, and what was refused, is written by nobody.
-        since = max(current.began, self._world.refused) if current else 0.0
-        if missing and current is not None and self._world.created.get(name, 0.0) > since:
+        # What a life granted that was killed before it wrote is written by nobody.
+        if missing and current is not None and self._world.created.get(name, 0.0) > current.began:
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 

@@ -8,7 +8,7 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.modes import Mode
 from agent.node.taint import TAINT
 from agent.nvml.port import ComputeMode
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.storm.invariants import Violation
 from tests.storm.pods import GPU
 from tests.storm.world import World

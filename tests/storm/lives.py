@@ -7,12 +7,10 @@ import anyio
 
 from agent.app import run as app
 from agent.app.agent import Agent
-from agent.kit.supervise import FatalError
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.storm import seams
-from tests.storm.cheaper import NvmlFaults
 
 STOP_SECONDS = 10.0  # between SIGTERM and the end; an agent that withdraws takes 7.5 s of them at most
 
@@ -42,10 +40,8 @@ class AgentRun:
                 ) as self.agent:
                     await self._stop.wait()
         except BaseException as error:
-            # One that waits for the lock of an agent whose calls to NVML hang gives up: it is started again.
-            gave_up = isinstance(error, FatalError) and NvmlFaults.standing
             if not self.life.dead and not isinstance(error, asyncio.CancelledError):
-                self.failure = None if gave_up else error
+                self.failure = error
             elif isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -57,8 +53,7 @@ class AgentRun:
         with anyio.move_on_after(STOP_SECONDS):
             await self.ended.wait()
             return
-        # A call to NVML that hangs is waited for, so that nobody closes NVML under it.
-        self.overdue = not self.life.dead and not NvmlFaults.standing
+        self.overdue = not self.life.dead
         await self.kill()
 
     async def kill(self) -> None:

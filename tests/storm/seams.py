@@ -22,7 +22,7 @@ from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet.devices import DeviceManager
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.storm.clock import EPOCH
 
 

@@ -31,11 +31,11 @@ from agent.settings import (
 )
 from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.http_api import HttpApi
-from agent.simulator.kubelet.pods import PodSpec
+from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
-from tests.storm import cheaper, mps_daemons, seams
+from tests.storm import cheaper, mps_daemons, ordering, seams
 from tests.storm.cheaper import NvmlFaults
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
@@ -234,6 +234,7 @@ async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
     socket = folder / "api.sock"
     seams.install(str(socket))
     cheaper.install()
+    ordering.install()
     NvmlFaults.standing = False
     seams.KUBELET.started, seams.KUBELET.delay[0] = anyio.current_time(), 0.0
     machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])

@@ -87,7 +87,7 @@ struct gna_limit_record {
 #define GNA_LIMITS_GATE 4608u
 struct gna_limits_gate {
     uint32_t compute; /* 4608  0: no GPU of the container has GNA_FLAG_COMPUTE */
-    uint32_t changes; /* 4612  another number after each change; who waits for a share looks again within 100 ms */
+    uint32_t changes; /* 4612  another number after each change, of which its futex is woken; without: seen within 100 ms */
 };
 
 /* ---------------------------------------------------------------------------------------------------------------

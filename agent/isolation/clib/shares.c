@@ -7,7 +7,7 @@
 #define WHOLE 1u /* all of the GPU: launches are seen, and never wait */
 #define PAUSED UINT64_MAX
 #define ONE 65536u
-#define LONGEST_NAP_NS UINT64_C(100000000)   /* a change that woke nobody is seen by then */
+#define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
 
 static const uint32_t closed = 1;
@@ -83,9 +83,13 @@ static bool armed(void) {
     return !gna_gate_open();
 }
 
-static void nap(struct gna_usage_device *device, uint64_t now, uint64_t until) {
+static void nap(unsigned record, uint64_t now, uint64_t until) {
+    struct gna_usage_device *device = &gna_usage->device[record];
     const struct gna_limits_gate *gate = gna_limits_gate();
     uint32_t seen = __atomic_load_n(&gate->changes, __ATOMIC_ACQUIRE);
+    if (gna_limit_generation(record) != atomic_load_explicit(&shares[record].generation, memory_order_acquire)) {
+        return; /* changed since the caller looked: the wake for it may have been before `seen` */
+    }
     until = until - now > LONGEST_NAP_NS ? now + LONGEST_NAP_NS : until;
     gna_clock_wait(&gate->changes, seen, until);
     __atomic_fetch_add(&device->waited_ns, gna_clock_ns() - now, __ATOMIC_RELAXED);
@@ -129,7 +133,7 @@ static uint64_t charge(unsigned record, uint64_t device_ns) {
             __atomic_fetch_add(&device->waits, 1, __ATOMIC_RELAXED);
             gna_measure_read(); /* what is known by now may change the price of the next one */
         }
-        nap(device, now, cost == PAUSED ? now + LONGEST_NAP_NS : base);
+        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base);
     }
 }
 

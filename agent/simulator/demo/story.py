@@ -10,7 +10,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState
 from agent.simulator.demo.fractions import fractions
-from agent.simulator.demo.mps import mps_shares
+from agent.simulator.demo.mps_pods import mps_shares
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, NotAsTold, Stage, gpu_pod
 from agent.simulator.demo.switching import switching

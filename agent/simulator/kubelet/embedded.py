@@ -19,11 +19,11 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agent.kit.supervise import describe
 
-from .api import Api, NodeObserver, Pod
+from .api_server import Api, NodeObserver, Pod
 from .containers import ContainerView, Runtime
 from .devices import KubeletPanicked
 from .life import SOCKET, Folders, Life, ListObserver, Machine
-from .pods import PodSpec
+from .pod_specs import PodSpec
 from .scheduler import Scheduler
 from .timings import Timings
 from .workers import Containers

@@ -4,7 +4,7 @@ import itertools
 
 from aiohttp import web
 
-from .api import Api
+from .api_server import Api
 from .http_objects import Object, status_text
 
 

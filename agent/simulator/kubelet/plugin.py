@@ -9,9 +9,9 @@ from grpclib.const import Cardinality
 
 from agent._proto import v1beta1
 
-from .state import CallFailed
+from .device_tables import CallFailed
+from .grpc_peer import CALL_FAILURES, UnixChannel, go_error
 from .timings import Timings
-from .wire import CALL_FAILURES, UnixChannel, go_error
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tests.cuda_double.layout_time import ClockMode
 from tests.cuda_double.machine import CudaGpu, CudaMachine
 
 ROUNDS = 5
+PAUSES = 9
 REQUESTS = {"promised": ComputeRequest(), "low": ComputeRequest(low=True)}
 
 
@@ -149,6 +150,25 @@ async def _resizes(node: _Node) -> list[float]:
     return taken
 
 
+async def _resumes(node: _Node) -> list[float]:
+    """From the change of the share of a paused container until the GPU works for it."""
+    await anyio.to_thread.run_sync(node.add, "low", 50)
+    folders, key = node.isolation.folders, node.keys["low"]
+    taken = []
+    with node.running("low", 3600) as process:
+        for number in range(PAUSES):
+            since = node.busy(process)
+            await _reached(partial(lambda seen: node.busy(process) > seen + 10_000_000, since))
+            await anyio.to_thread.run_sync(partial(folders.change, key, share=0))
+            # Not in step with the tenth of a second after which the library looks again by itself.
+            await anyio.sleep(0.15 + 0.013 * number)
+            since, began = node.busy(process), time.monotonic()
+            await anyio.to_thread.run_sync(partial(folders.change, key, share=5000))
+            resumed = await _reached(partial(lambda seen: node.busy(process) > seen, since))
+            taken.append((resumed - began) * 1000)
+    return taken
+
+
 class _NoUnits:
     async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
         """Cores take no units."""
@@ -178,3 +198,15 @@ async def resize_cores(_conditions: Conditions) -> Mapping[str, Taken]:
     """Down to 20 and up to 80 percent."""
     taken = await _in_node(_resizes)
     return {"resize_cores_effective_ms": Taken(max(taken), len(taken))}
+
+
+@measurement(
+    Figure(
+        "opportunistic_resume_ms", "ms", 50, "a paused share is raised until the simulated GPU works; longest"
+    ),
+)
+async def resume(_conditions: Conditions) -> Mapping[str, Taken]:
+    """Of a container that waits in the library, which the agent wakes."""
+    with _folder() as folder:
+        taken = await _resumes(await anyio.to_thread.run_sync(_Node, folder))
+    return {"opportunistic_resume_ms": Taken(max(taken), len(taken))}

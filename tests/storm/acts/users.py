@@ -5,7 +5,7 @@ import random
 import anyio
 
 from agent.isolation.resize import ANNOTATION as RESIZE
-from agent.simulator.kubelet.pods import PodSpec
+from agent.simulator.kubelet.pod_specs import PodSpec
 from tests.storm.pods import random_pod, static_pod_of
 from tests.storm.world import World
 

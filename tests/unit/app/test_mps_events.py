@@ -11,7 +11,7 @@ from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
-from agent.mps.status import EventReason
+from agent.mps.daemon_status import EventReason
 from tests.unit.pairing.kubelet_model import machine
 
 

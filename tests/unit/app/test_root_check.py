@@ -8,7 +8,7 @@ import pytest
 from agent.app.mps_root_check import RootCheck
 from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
 from agent.cluster.reflector import Metadata
-from agent.kubelet.api import Refused
+from agent.kubelet.plugin_types import Refused
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
 from tests.unit.plugins.test_mps import Node

@@ -8,11 +8,11 @@ import anyio.lowlevel
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
-from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
+from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.memory import ModeMemory
-from agent.modes.state import Phase
+from agent.modes.last_request import ModeMemory
+from agent.modes.switch_state import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import never_in_two_modes, settle
 

@@ -7,12 +7,12 @@ import pytest
 
 from agent.mps import processes, starting
 from agent.mps.binary import NO_PROGRAM
+from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
 from agent.mps.starting import Starter
-from agent.mps.status import EventReason
+from agent.mps.status_publisher import Publisher
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agent._proto import v1beta1
-from agent.kubelet.api import Refused
+from agent.kubelet.plugin_types import Refused
 from agent.model.demand import Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agent._proto import v1beta1
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.api import Allocation, Mount, PreferenceRequest, Refused
+from agent.kubelet.plugin_types import Allocation, Mount, PreferenceRequest, Refused
 from agent.model.demand import VGPU, Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering

@@ -10,7 +10,7 @@ import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Mount
+from agent.kubelet.plugin_types import Mount
 from agent.model.ledger import PairMember
 from agent.plugins import shares_cdi
 from tests.unit.pairing.kubelet_model import machine

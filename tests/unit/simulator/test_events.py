@@ -1,6 +1,5 @@
 """Event sets: who sees which event, and that waiting costs nothing and wakes."""
 
-import ctypes
 import resource
 import threading
 import time
@@ -9,7 +8,7 @@ import pytest
 
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import EventKind, NvmlEvent
-from agent.simulator import events, futex
+from agent.simulator import events
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.simulator.state import EVENT_SLOTS
@@ -112,10 +111,3 @@ def test_waiting_ends_and_needs_no_processor(machine: SimulatedMachine) -> None:
     after = resource.getrusage(resource.RUSAGE_THREAD)
     switches = after.ru_nvcsw - before.ru_nvcsw
     assert switches < 20  # one sleep, not a poll
-
-
-def test_futex_answers_whether_it_timed_out() -> None:
-    word = ctypes.c_uint32(7)
-    assert futex.wait(ctypes.addressof(word), 8, 10.0)  # changed already
-    assert not futex.wait(ctypes.addressof(word), 7, 0.01)
-    assert futex.wake(ctypes.addressof(word)) == 0

@@ -13,7 +13,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
-from agent.model.layout import Entry
+from agent.model.node_layout import Entry
 from agent.modes.desired import LONGEST_WORD, Desired
 
 log = structlog.get_logger()

@@ -1,0 +1,45 @@
+"""A launch that waits for its share is woken by the agent when limits change; both in real time."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from agent.isolation import layout
+from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.container import Container
+
+PATIENCE_SECONDS = 30
+
+
+def hold(container: Container, share: int) -> int:
+    """Hold it to a share in percent, as the agent does; how many threads that woke."""
+    descriptor = os.open(container.limits, os.O_RDWR)
+    try:
+        now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+        return layout.write_limits(descriptor, 0, replace(now, compute=True, share=share * 100))
+    finally:
+        os.close(descriptor)
+
+
+def test_a_change_of_limits_wakes_who_waits_by_a_read_only_mapping(
+    container: MakeContainer, programs: Programs
+) -> None:
+    limited = container()
+    assert hold(limited, 0) == 0  # nobody waits yet
+    program = programs(limited, "init()", "kernel = function()")
+    program.send("launch(kernel)")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    # It looks by itself every 100 ms, and is not asleep for some microseconds then.
+    while (woken := hold(limited, 0)) == 0:
+        assert time.monotonic() < deadline, "nobody was woken"
+        time.sleep(0.01)
+    assert woken == 1
+    mapped = [
+        line
+        for line in Path(f"/proc/{program.pid}/maps").read_text().splitlines()
+        if str(limited.limits) in line
+    ]
+    assert [line.split()[1] for line in mapped] == ["r--s"]
+    hold(limited, 50)
+    program.receive()

@@ -1,0 +1,12 @@
+"""Waiting for words of shared memory, and waking who waits."""
+
+import ctypes
+
+from agent.kit import futex
+
+
+def test_futex_answers_whether_it_timed_out() -> None:
+    word = ctypes.c_uint32(7)
+    assert futex.wait(ctypes.addressof(word), 8, 10.0)  # changed already
+    assert not futex.wait(ctypes.addressof(word), 7, 0.01)
+    assert futex.wake(ctypes.addressof(word)) == 0
