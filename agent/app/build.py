@@ -1,7 +1,7 @@
 """Builds the rooms of the node agent, in the order in which each needs the ones before it."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 import anyio
 import anyio.to_thread
@@ -21,24 +21,27 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
-from agent.telemetry.health import health_collector
+from agent.telemetry.health_metrics import health_collector
 
 log = structlog.get_logger()
 
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_LOOK_SECONDS = 2.0
+# How long calls to NVML are waited for once nothing is offered any more: a wait for events takes a second.
+NVML_SECONDS = 1.5
 
 
 async def build(
-    core: Core, tasks: Tasks, closing: AsyncExitStack
+    core: Core, tasks: Tasks, ending: ExitStack, closing: AsyncExitStack
 ) -> tuple[Agent, Callable[[], Awaitable[None]]]:
     """Build the agent but for what `core` holds, and what has it serve: it waits for the first request.
 
-    `closing` is given what must be closed when all tasks have ended.
+    `ending` is given what has to be done as the tasks are ended, `closing` once they have ended.
     """
     settings, snapshot = core.settings, core.inventory.snapshot
     core.readiness.degradations.append(lambda: degradations.simulated(settings.simulator.profile))
     monitor = GpuMonitor(settings, core.nvml, core.calls, core.inventory, core.supervisor)
+    ending.callback(monitor.thread.end_within, NVML_SECONDS)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
     core.collectors.append(health_collector(core.inventory, monitor.events))

@@ -9,7 +9,7 @@ import structlog
 
 from agent.app.degradations import specification
 from agent.app.parts import Core, Tasks
-from agent.cdi import programs
+from agent.cdi import nvidia_programs
 from agent.plugins.inject import Injector
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add

@@ -27,7 +27,7 @@ async def reach_cluster(settings: Settings) -> ClusterAccess | None:
         return None
     # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
     from agent.cluster.api import connect  # noqa: PLC0415
-    from agent.cluster.events import EventRecorder  # noqa: PLC0415
+    from agent.cluster.event_recorder import EventRecorder  # noqa: PLC0415
     from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
     from agent.cluster.node import NodeObject  # noqa: PLC0415
     from agent.cluster.pods import PodCache  # noqa: PLC0415

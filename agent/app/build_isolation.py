@@ -26,7 +26,7 @@ from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, Mount, Reason, Refused
+from agent.kubelet.plugin_types import Allocation, Mount, Reason, Refused
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember

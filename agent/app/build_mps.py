@@ -14,13 +14,14 @@ from agent.app.mps_root_check import RootCheck
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import holders_by_gpu
+from agent.kubelet.plugin_types import Mount
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
-from agent.mps.compute import NvmlComputeModes
+from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import EventReason
 from agent.mps.errors import MpsError
@@ -35,7 +36,7 @@ from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
 
 if TYPE_CHECKING:
-    from agent.cluster.events import EventRecorder
+    from agent.cluster.event_recorder import EventRecorder
     from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
-from agent.modes.state import SwitchState
+from agent.modes.switch_state import SwitchState
 from agent.node import inventory_annotation as inventory_note
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter

@@ -14,14 +14,14 @@ from agent.cluster.own_node import OwnNode
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
-from agent.kubelet.api import ResourcePlugin
 from agent.kubelet.endpoint import Endpoint
-from agent.model.layout import Entry
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
+from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.memory import ModeMemory
-from agent.modes.metrics import modes_collector
+from agent.modes.last_request import ModeMemory
+from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher

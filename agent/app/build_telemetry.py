@@ -10,7 +10,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.owners import Owners
 from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.attribution import KnownPod
-from agent.telemetry.containers import ContainerWatch, Uses
+from agent.telemetry.container_use import ContainerWatch, Uses
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler

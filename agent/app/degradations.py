@@ -6,8 +6,8 @@ from typing import Protocol
 from agent.app.parts import ClusterAccess
 from agent.cdi.specification import Devices
 from agent.modes.cordon_book import CordonBook
-from agent.modes.metrics import Patching
-from agent.modes.state import Phase, SwitchState
+from agent.modes.mode_metrics import Patching
+from agent.modes.switch_state import Phase, SwitchState
 from agent.node.driver_upgrade import DriverUpgrade, Stage
 
 PATCHED = {"status": "node.status", "taint": "the node's taint", "report": "the Node object"}

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
-from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import Assignment
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins.inject import Injector
-from agent.telemetry.containers import Uses
+from agent.telemetry.container_use import Uses
 
 
 @dataclass(frozen=True, slots=True)

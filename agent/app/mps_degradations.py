@@ -14,7 +14,7 @@ from agent.plugins.inject import Injector
 from agent.settings import Settings
 
 if TYPE_CHECKING:
-    from agent.cluster.events import EventRecorder
+    from agent.cluster.event_recorder import EventRecorder
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from agent.cluster.api import KubeApi
-    from agent.cluster.events import EventRecorder
+    from agent.cluster.event_recorder import EventRecorder
     from agent.cluster.node import NodeObject
     from agent.cluster.pods import PodCache
 

@@ -1,7 +1,7 @@
 """The composition root: runs the task tree and stops it in order."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -13,7 +13,7 @@ from anyio.abc import TaskStatus
 
 from agent import __version__
 from agent.app.agent import Agent
-from agent.app.build import build
+from agent.app.build import NVML_SECONDS, build
 from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.app.readiness import Readiness
 from agent.inventory.actor import Inventory
@@ -35,9 +35,6 @@ Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 11.0
-
-# How long calls to NVML are waited for once nothing is offered any more: a wait for events takes a second.
-NVML_SECONDS = 1.5
 
 # A node that no agent may be wanted on any more is cleared of what is ours, once nothing is offered.
 FORGET_SECONDS = 1.0
@@ -77,23 +74,26 @@ async def running(
             )
             await outer.start(_serve_http, core)
             async with anyio.create_task_group() as inner:
-                built = await _in_time(stop, build, core, Tasks(core.supervisor, inner), closing)
-                if built:
-                    agent, serve = built
-                    await _in_time(stop, serve)
-                try:
-                    if agent:
-                        yield agent
-                finally:
-                    readiness.stopping = True
-                    log.info("agent_stopping")
-                    # Nothing is offered any more before the lists end; bounded in time.
-                    if agent and agent.node:
-                        with anyio.CancelScope(shield=True):
-                            gives_back = agent.node.report.nothing_to_give_back
-                            await agent.node.withdrawals.stop(agent.switcher.close)
-                    withdrawn()
-                    inner.cancel_scope.cancel()
+                with ExitStack() as ending:
+                    ending.callback(core.calls.end_within, NVML_SECONDS)
+                    tasks = Tasks(core.supervisor, inner)
+                    built = await _in_time(stop, build, core, tasks, ending, closing)
+                    if built:
+                        agent, serve = built
+                        await _in_time(stop, serve)
+                    try:
+                        if agent:
+                            yield agent
+                    finally:
+                        readiness.stopping = True
+                        log.info("agent_stopping")
+                        # Nothing is offered any more before the lists end; bounded in time.
+                        if agent and agent.node:
+                            with anyio.CancelScope(shield=True):
+                                gives_back = agent.node.report.nothing_to_give_back
+                                await agent.node.withdrawals.stop(agent.switcher.close)
+                        withdrawn()
+                        inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()
         if agent and agent.cluster and gives_back:
             with anyio.CancelScope(shield=True), anyio.move_on_after(FORGET_SECONDS):

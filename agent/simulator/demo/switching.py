@@ -12,7 +12,7 @@ from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
-from agent.simulator.demo.mps import tear_down
+from agent.simulator.demo.mps_pods import tear_down
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, Stage, gpu_pod
 from agent.simulator.kubelet.http_api import HttpApi

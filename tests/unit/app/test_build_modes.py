@@ -17,7 +17,7 @@ from agent.plugins.inject import Injector
 from agent.settings import Cluster, Host, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.telemetry.containers import Uses
+from agent.telemetry.container_use import Uses
 
 # They are loaded by the names of their modes: here the type checker sees what they are.
 MODULES: tuple[ModeModule, ...] = (build_mps, build_vgpu)

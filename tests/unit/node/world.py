@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agent.cluster.events import EventRecorder
+from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts
 from agent.kit.cell import Cell
