@@ -50,7 +50,7 @@ async def unchanged(folder: Path) -> AsyncIterator[Agent]:
             yield agent
             await anyio.sleep(0.1)
         assert lists == []
-        assert kubelet.healthy(GPU) == 8
+        assert kubelet.known_devices(GPU) == 8
         assert "ready" in await _get(agent, "/readyz")
         failed = {name: state.last_error for name, state in agent.core.supervisor.states.items()}
         assert {name: error for name, error in failed.items() if error} == {}

@@ -148,7 +148,7 @@ class Invariants:
         kubelet = self._world.kubelet
         up = self._up.seconds(holds=self._world.kubelet_up.is_set() and kubelet._life is not None)
         for resource, count in kubelet.allocatable.items():
-            listed = kubelet.healthy(resource)
+            listed = kubelet.known_devices(resource)
             lasts = self._offers.setdefault(resource, Lasting()).seconds(holds=count > listed)
             if min(lasts, up) > STATUS_SECONDS:
                 raise Violation(

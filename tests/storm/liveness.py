@@ -42,7 +42,7 @@ async def check_calm(world: World, mode: Mode) -> None:
     healthy = [state for state in agent.core.inventory.snapshot.value.gpus if state.healthy]
     resource, each_has = PER_GPU[mode]
     wanted = each_has * len(healthy)
-    offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.healthy(resource)
+    offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.known_devices(resource)
     if not offered == known == wanted:
         raise Violation(
             f"{len(healthy)} GPUs are well, so {wanted} of {resource} should be on offer; node.status says "

@@ -38,7 +38,7 @@ class PluginClient:
         deadline = anyio.current_time() + self._timings.dial
         try:
             await self._channel.dial(self._timings.dial)
-        except OSError as error:
+        except CALL_FAILURES as error:  # GRPCError: the kubelet stops meanwhile
             raise CallFailed(f"failed to dial device plugin: {error}") from error
         with translated():
             return await self._stub.get_device_plugin_options(timeout=deadline - anyio.current_time())
