@@ -26,7 +26,7 @@ from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation, Mount, Reason, Refused
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
@@ -184,9 +184,8 @@ class VgpuFence:
         except IsolationError as error:
             text = f"the memory of container {grant.container} cannot be capped: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
-        mounts = (Mount(each.container_path, str(each.host_path), each.read_only) for each in admission.binds)
         limit = (memory_limits.device(len(grant.ids)),) if admission.driver else ()
-        return Allocation(mounts=tuple(mounts), cdi_devices=limit)
+        return Allocation(mounts=admission.mounts, cdi_devices=limit)
 
 
 def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Mapping[str, int]:

@@ -14,10 +14,10 @@ from agent.app.mps_root_check import RootCheck
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import holders_by_gpu
-from agent.kubelet.plugin_types import Mount
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
+from agent.model.mount import Mount
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, Overview, PodFacts

@@ -20,7 +20,7 @@ from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.last_request import ModeMemory
+from agent.modes.last_request import LastRequest
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
@@ -38,7 +38,7 @@ class Request:
     """The mode that is wanted, and the one that was before this process."""
 
     source: DesiredSource
-    memory: ModeMemory
+    memory: LastRequest
     remembered: Desired | None  # None: no agent ran here before, or what it left cannot be read
 
 
@@ -56,7 +56,7 @@ class Switching:
 
 async def build_request(settings: Settings) -> Request:
     """Where the wanted mode comes from; nothing is followed yet."""
-    memory = ModeMemory(Path(settings.host.state) / "mode")
+    memory = LastRequest(Path(settings.host.state) / "mode")
     return Request(DesiredSource(catalog_of(settings)), memory, await memory.read())
 
 
