@@ -1,4 +1,4 @@
-"""Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is on, or was before."""
+"""Builds the limits of vGPU containers. Imported only where vGPUs are offered with limits, or were before."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -59,8 +59,8 @@ class LimitParts:
         computes: bool,
     ) -> None:
         self.isolation = isolation
-        self.driver = driver
-        self.avoidance = avoidance
+        self.fence = VgpuFence(isolation, driver, avoidance)
+        self._driver = driver
         self._publisher = publisher
         self._policy = policy
         self.computes = computes
@@ -77,7 +77,7 @@ class LimitParts:
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
         library = self._policy.enforces and self.isolation.problem is None
-        driver = self._policy.enforces and self.driver.holds
+        driver = self._policy.enforces and self._driver.holds
         return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
     def units_grown(self, uuid: str) -> frozenset[str]:
@@ -139,7 +139,22 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     return LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
 
 
-async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tasks) -> None:
+class KeptLimits:
+    """Limits that were given before: no container gets new ones."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self._isolation = isolation
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """See agent.app.mode_parts.Limits."""
+        return self._isolation.grown.get(uuid, frozenset())
+
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """Keep units that containers have grown by out of the pools until these are gone."""
+        context.tasks.start("grown units", _follow_growth, self._isolation, shares, context.grown)
+
+
+async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tasks) -> KeptLimits:
     """Have the folders of containers that were given limits before enforcement was switched off.
 
     The kubelet repeats their mounts after a reboot, and the library refuses memory without the files.
@@ -150,15 +165,16 @@ async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tas
     isolation = Isolation(folders, source, Path(settings.host.state), Policy.OFF, held)
     await isolation.start()
     tasks.start("limits", isolation.run)
+    return KeptLimits(isolation)
 
 
 class VgpuFence:
     """Additions of a container's limits to the answer for its memory."""
 
-    def __init__(self, parts: LimitParts) -> None:
-        self._isolation = parts.isolation
-        self._driver = parts.driver
-        self._avoidance = parts.avoidance
+    def __init__(self, isolation: Isolation, driver: DriverFence, avoidance: Avoidance) -> None:
+        self._isolation = isolation
+        self._driver = driver
+        self._avoidance = avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
         """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
