@@ -13,10 +13,11 @@ from tests.gpu import kernels
 
 VARIABLE = "GPU_TEST_PROGRAMS"  # the folder of those that are built already: there is no compiler offline
 RELEASE = "11.8"
-SHARING, STORM = "sharing", "storm"
+SHARING, STORM, GREEDY = "sharing", "storm", "greedy"
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = {
     SHARING: _ROOT / "tests" / "gpu" / "sharing.c",
+    GREEDY: _ROOT / "tests" / "gpu" / "greedy.c",
     STORM: _ROOT / "tests" / "component" / "caps" / "storm.c",
 }
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launcher
 from tests.gpu import cuda as driver
-from tests.gpu import kernels
+from tests.gpu import kernels, programs
 from tests.gpu.cuda import Cuda, CudaError
 
 MIB = 1 << 20
@@ -66,6 +66,19 @@ def memory(cuda: Cuda, _: list[int]) -> Report:
     """What the process is told of the memory of its GPU."""
     free, total = cuda.memory()
     return {"free": free, "total": total}
+
+
+def nvml(_: Cuda, __: list[int]) -> Report:
+    """What NVML says of the GPU here, as nvidia-smi asks it."""
+    found = programs.binding()
+    found.open()
+    sample = found.sample(os.environ["CUDA_VISIBLE_DEVICES"])
+    found.close()
+    return {
+        "total": sample.memory_total_bytes,
+        "used": sample.memory_used_bytes,
+        "processes": [each.pid for each in sample.processes or ()],
+    }
 
 
 def follow(cuda: Cuda, numbers: list[int]) -> Report:
@@ -139,7 +152,7 @@ def _repeated(once: Callable[[], None], seconds: float) -> Report:
     }
 
 
-JOBS = {job.__name__: job for job in (look, allocate, memory, follow, fault, work, stream)}
+JOBS = {job.__name__: job for job in (look, allocate, memory, nvml, follow, fault, work, stream)}
 
 
 def main(arguments: list[str]) -> int:

@@ -29,7 +29,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason, shared_memory_source
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from tests.gpu.limits import Capped
+from tests.gpu.limits import Capped, capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +154,14 @@ class Rig:
                     process.kill()
                     await process.wait()
                 await process.aclose()
+
+    def library_path(self) -> str:
+        """The driver's CUDA library by its whole path, as programs without an environment need it. Blocks."""
+        return self.library if "/" in self.library else str(library_in_use())
+
+    async def container(self, mebibytes: int, name: str = "container") -> Capped:
+        """One with a cap on this GPU's memory. Raises OSError, BuildError."""
+        return await anyio.to_thread.run_sync(capped, self.folder / name, self.gpu.uuid, mebibytes)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Daemon]:

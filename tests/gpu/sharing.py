@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from tests.gpu import built, programs, sharing_page
-from tests.gpu.limits import Capped, capped
+from tests.gpu.limits import Capped
 from tests.gpu.observer import Held, Observer
 from tests.gpu.rig import Client, Rig, make, remove
 from tests.gpu.sharing_page import ALONE, CALLS, MPS, Report, Row
@@ -120,8 +120,7 @@ class Measurement:
         if tenant.share is None:
             return None
         self._containers += 1
-        folder = self._rig.folder / f"container-{self._containers}"
-        made = await anyio.to_thread.run_sync(capped, folder, self._rig.gpu.uuid, CAP_MIB)
+        made = await self._rig.container(CAP_MIB, f"container-{self._containers}")
         if tenant.share < 100:
             await anyio.to_thread.run_sync(made.hold, tenant.share)
         return made
@@ -161,6 +160,7 @@ async def measured(rig: Rig, cases: Sequence[Case] = CASES) -> Report:
             for case in under_mps:
                 await take(case)
     except* Exception as problem:  # noqa: BLE001  whatever keeps MPS from it, the rest stands
+        print(problem.exceptions[0], file=sys.stderr)
         missing.append(f"{MPS}: {_cause(problem)}")
     today = dt.datetime.now(dt.UTC).date()
     name = "a simulated GPU" if measurement.simulated else f"one {rig.gpu.product}, driver {rig.driver}"

@@ -11,6 +11,7 @@ import pytest
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import program
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+from tests.gpu.filling import FILL, HELPERS, PIECES
 
 CONTEXT: Final = 4
 CAP: Final = 3072
@@ -52,40 +53,6 @@ def test_memory_storm_never_over(
     after = programs(made, "init()")
     assert after("memory()") == [(CAP - CONTEXT) * MIB, CAP * MIB]
     assert made.charged() == machine.used() == CONTEXT * MIB
-
-
-FILL = {
-    "linear": ("alloc(8)", "free(one)"),
-    "small": ("alloc(0.25)", "free(one)"),
-    "pitch": ("pitched(8)", "free(one)"),
-    "managed": ("out('cuMemAllocManaged', size(8 * MIB), 1)", "free(one)"),
-    "physical": ("create(8)", "check('cuMemRelease', u64(one))"),
-    "pool": ("out('cuMemAllocAsync', size(8 * MIB), u64())", "check('cuMemFreeAsync', u64(one), u64())"),
-    "array": ("array(2048, 1024)", "check('cuArrayDestroy', u64(one))"),
-    "mipmap": ("array(2048, 1024, levels=1)", "check('cuMipmappedArrayDestroy', u64(one))"),
-    "graph": ("launched(8)", "check('cuMemFree_v2', u64(one))"),
-    "code": ("out('cuModuleLoadData', b'image')", "check('cuModuleUnload', u64(one))"),
-}
-PIECES = {"small": 4 * 1024, "code": 512}  # of 0.25 and of 2 MiB; all others are of 8
-HELPERS = """
-def pitched(megabytes):
-    address, pitch = u64(), size(0)
-    where = ctypes.byref(address), ctypes.byref(pitch)
-    check("cuMemAllocPitch_v2", *where, size(4096), size(megabytes * 256), 4)
-    return address.value
-
-def launched(megabytes):
-    graph = out("cuGraphCreate", 0)
-    address = alloc_node(graph, megabytes)
-    ready = out("cuGraphInstantiateWithFlags", u64(graph), u64())
-    check("cuGraphLaunch", u64(ready), u64())
-    check("cuGraphExecDestroy", u64(ready))
-    return address
-
-def tidy():
-    check("cuCtxSynchronize")
-    check("cuDeviceGraphMemTrim", 0)
-"""
 
 
 @pytest.mark.parametrize("kind", FILL)
