@@ -1,4 +1,4 @@
-"""What modes are built from, and what each brings to the rest of the agent."""
+"""The inputs for building a mode, and the parts that it brings to the rest of the agent."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
