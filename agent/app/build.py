@@ -15,6 +15,7 @@ from agent.app.build_mps import MpsBackend, build_mps
 from agent.app.build_node import build_node, run_node
 from agent.app.build_telemetry import build_telemetry
 from agent.app.degradations import remarks
+from agent.app.vgpu_limits import NO_FENCES, Grown, VgpuLimits, build_limits
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
@@ -25,7 +26,7 @@ from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import ModeCatalog
-from agent.modes.last_request import ModeMemory
+from agent.modes.last_request import LastRequest
 from agent.modes.mode_metrics import Patching, modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
@@ -39,7 +40,7 @@ from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import vgpu
 from agent.plugins.context import PluginContext, module_of
 from agent.plugins.inject import Injector, NodeSoftware
-from agent.plugins.shared_pair import Fence, no_fence, none_grown
+from agent.plugins.shared_pair import no_fence, none_grown
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
@@ -130,15 +131,15 @@ def _serve_commands(agent: Agent, injector: Injector, group: TaskGroup) -> None:
 async def _start_modes(agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup) -> None:
     settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
     agent.desired = DesiredSource(catalog_of(settings))
-    memory = ModeMemory(Path(settings.host.state) / "mode")
+    memory = LastRequest(Path(settings.host.state) / "mode")
     remembered = await memory.read()
     assignment: Cell[Assignment] = Cell(Assignment())
     source, recorder = _pod_ports(agent, group)
     agent.mps = await build_mps(agent, nvml, assignment, injector, group, source, recorder)
     context = PluginContext(settings, snapshot, assignment, agent.holdings, injector)
-    fence = await _vgpu_fence(agent, nvml, injector, group, recorder)
+    grown = await build_limits(agent, nvml, injector, group, recorder, assignment)
     plugins: dict[Mode, list[ResourcePlugin]] = {
-        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder, fence, group),
+        Mode.VGPU: _vgpu_plugins(agent, assignment, injector, source, recorder, grown, group),
         Mode.MPS: agent.mps.plugins,
     }
     plugins |= {mode: module_of(mode).build(context) for mode in OFFERED_MODES if mode not in plugins}
@@ -245,7 +246,7 @@ def _vgpu_plugins(
     injector: Injector,
     source: PodSource | None,
     recorder: Recorder | None,
-    fence: Fence,
+    grown: Grown | None,
     group: TaskGroup,
 ) -> list[ResourcePlugin]:
     settings = agent.settings
@@ -258,11 +259,11 @@ def _vgpu_plugins(
         source,
         recorder,
         agent.cluster.node.name if agent.cluster else "",
-        fence,
-        agent.limits.units_grown if agent.limits else none_grown,
+        grown if isinstance(grown, VgpuLimits) else no_fence,
+        grown.units_grown if grown else none_grown,
     )
-    if agent.limits:
-        agent.limits.follow_resizes(agent, shares, group)
+    if grown:
+        grown.follow_resizes(agent, shares, group)
     agent.collectors.append(
         pairs_collector(
             "vgpu", shares.pairing.stats, lambda: _vgpu_fences(agent), lambda: shares.pairing.waiting
@@ -271,32 +272,8 @@ def _vgpu_plugins(
     return list(plugins)
 
 
-async def _vgpu_fence(
-    agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
-) -> Fence:
-    """The enforcement of vGPU memory, where it is configured."""
-    settings = agent.settings
-    if not settings.modes.vgpu:
-        return no_fence
-    if settings.vgpu.enforcement == "off":
-        if await anyio.to_thread.run_sync(_limited_before, Path(settings.host.state)):
-            from agent.app.build_isolation import keep_limits  # noqa: PLC0415  a room that is off
-
-            await keep_limits(agent, group)
-        return no_fence
-    from agent.app.build_isolation import VgpuFence, build_isolation  # noqa: PLC0415  a room that may be off
-
-    agent.limits = limits = await build_isolation(agent, nvml, injector, group, recorder)
-    return VgpuFence(limits)
-
-
-def _limited_before(state: Path) -> bool:
-    """Whether containers were given limits that may still run (`agent.isolation.copies`)."""
-    return any((state / "limits").glob("*.json"))
-
-
 def _vgpu_fences(agent: Agent) -> Mapping[str, bool]:
-    return agent.limits.fences() if agent.limits else dict.fromkeys(("driver", "library", "sweep"), False)
+    return agent.limits.fences() if agent.limits else NO_FENCES
 
 
 def _endpoint_of(agent: Agent) -> EndpointFactory:

@@ -1,4 +1,4 @@
-"""Builds the limits of vGPU containers. Imported only where `vgpu.enforcement` is on, or was before."""
+"""Builds the limits of vGPU containers. Imported only where vGPUs are offered with limits, or were before."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -25,7 +25,7 @@ from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation, Mount, Reason, Refused
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
@@ -58,8 +58,8 @@ class LimitParts:
         computes: bool,
     ) -> None:
         self.isolation = isolation
-        self.driver = driver
-        self.avoidance = avoidance
+        self.fence = VgpuFence(isolation, driver, avoidance)
+        self._driver = driver
         self._publisher = publisher
         self._policy = policy
         self.computes = computes
@@ -76,7 +76,7 @@ class LimitParts:
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""
         library = self._policy.enforces and self.isolation.problem is None
-        driver = self._policy.enforces and self.driver.holds
+        driver = self._policy.enforces and self._driver.holds
         return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
     def units_grown(self, uuid: str) -> frozenset[str]:
@@ -141,7 +141,24 @@ async def build_isolation(
     return LimitParts(isolation, publisher, policy, driver, Avoidance(agent), computes=compute is not None)
 
 
-async def keep_limits(agent: Agent, group: TaskGroup) -> None:
+class KeptLimits:
+    """Limits that were given before: no container gets new ones."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self._isolation = isolation
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """See agent.app.agent.Limits."""
+        return self._isolation.grown.get(uuid, frozenset())
+
+    def follow_resizes(self, agent: Agent, shares: SharedPair, group: TaskGroup) -> None:
+        """Keep units that containers have grown by out of the pools until these are gone."""
+        group.start_soon(
+            agent.supervisor.restarting, "grown units", _follow_growth, agent, self._isolation, shares
+        )
+
+
+async def keep_limits(agent: Agent, group: TaskGroup) -> KeptLimits:
     """Have the folders of containers that were given limits before enforcement was switched off.
 
     The kubelet repeats their mounts after a reboot, and the library refuses memory without the files.
@@ -153,15 +170,16 @@ async def keep_limits(agent: Agent, group: TaskGroup) -> None:
     isolation = Isolation(folders, source, Path(settings.host.state), Policy.OFF, agent.holdings.cell)
     await isolation.start()
     group.start_soon(agent.supervisor.restarting, "limits", isolation.run)
+    return KeptLimits(isolation)
 
 
 class VgpuFence:
     """Additions of a container's limits to the answer for its memory."""
 
-    def __init__(self, parts: LimitParts) -> None:
-        self._isolation = parts.isolation
-        self._driver = parts.driver
-        self._avoidance = parts.avoidance
+    def __init__(self, isolation: Isolation, driver: DriverFence, avoidance: Avoidance) -> None:
+        self._isolation = isolation
+        self._driver = driver
+        self._avoidance = avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
         """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
@@ -187,9 +205,8 @@ class VgpuFence:
         except IsolationError as error:
             text = f"the memory of container {grant.container} cannot be capped: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
-        mounts = (Mount(each.container_path, str(each.host_path), each.read_only) for each in admission.binds)
         limit = (memory_limits.device(len(grant.ids)),) if admission.driver else ()
-        return Allocation(mounts=tuple(mounts), cdi_devices=limit)
+        return Allocation(mounts=admission.mounts, cdi_devices=limit)
 
 
 def _vgpu_indices(agent: Agent) -> Mapping[str, int]:

@@ -12,10 +12,10 @@ from agent.app.agent import Agent, MpsParts
 from agent.app.mps_degradations import remarks, tell_of_advisory_caps
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import holders_by_gpu
-from agent.kubelet.plugin_types import Mount
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
+from agent.model.mount import Mount
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, PodFacts

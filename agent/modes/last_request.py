@@ -19,7 +19,7 @@ from agent.modes.desired import LONGEST_WORD, Desired
 log = structlog.get_logger()
 
 
-class ModeMemory:
+class LastRequest:
     """One request in `file`, as JSON; earlier agents wrote the word alone. Only the agent writes it."""
 
     def __init__(self, file: Path) -> None:

@@ -18,6 +18,7 @@ from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.control_commands import Control
 from agent.mps.daemon_lock import Locked
+from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, StillServed
@@ -54,9 +55,9 @@ class Daemon:
         self._options = options
         self._publisher = Publisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
-        common = (folders, self._exclusive, self._logs, self._publisher, options)
-        self._starter = Starter(program, self.control, *common, {} if multi_user is None else multi_user)
-        self._prober = Prober(self.control, *common)
+        parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
+        self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
+        self._prober = Prober(parts)
 
     @property
     def status(self) -> Cell[DaemonStatus]:

@@ -126,7 +126,7 @@ static void give_back(struct holding *holding) {
 }
 
 /* Gives back what is held, or tries to take something: then true, and `result` is what came of it. */
-static int exchange(struct holding *holding, CUresult *result) {
+static inline int exchange(struct holding *holding, CUresult *result) {
     if (holding->used) {
         give_back(holding);
         holding->used = 0;

@@ -176,7 +176,7 @@ async def test_the_kernel_log_says_of_an_nvlink_xid_what_its_number_does_not(tmp
             os.write(keep, told(7, bus[2], ", RLW_REMAP Fatal XC0 i0 Link 9 (0x4 0x40)"))
             await watched.until(0, HealthState.HEALTHY, deadline=3)
             await watched.until(1, HealthState.SUSPECT, deadline=3)
-            await watched.settled(lambda now: now.by_uuid[machine.uuid(2)].health.fault.told is not None)
+            await watched.settled(lambda now: now.by_uuid[machine.uuid(2)].health.fault.xid_class is not None)
             assert watched.state(2).health.state is UNHEALTHY
             assert watched.inventory.counters.xids[machine.uuid(0), 145] == 1  # and not once more by its line
             watched.steady(3)
