@@ -37,10 +37,13 @@ test-cluster: venv ## the scenarios on a real kubelet and containerd (builds the
 	$(PYTHON_IN_VENV) -m tests.cluster.build
 	$(PYTHON_IN_VENV) -m pytest tests/cluster --junitxml=build/cluster.xml
 
-test-gpu: venv ## NVML and MPS on a real GPU; fails where there is none (TABLE=file measures MPS, too)
+test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (default in build), TABLE=page of MPS, too
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml
-	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE))
+	@code=0; \
+	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m tests.gpu.sharing $(or $(VGPU_TABLE),build/vgpu-on-hardware.md) || code=$$?; \
+	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE) || code=$$?;) \
+	exit $$code
 
 storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
 	@mkdir -p build

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from agent.cdi.errors import HookNotInstalled
-from agent.cdi.programs import HOOK
+from agent.cdi.nvidia_programs import HOOK
 from agent.kit import atomic_file
 
 

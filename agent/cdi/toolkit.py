@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from agent.cdi.errors import GenerationFailed
 from agent.cdi.hook import install
-from agent.cdi.programs import CTK, HOOK
+from agent.cdi.nvidia_programs import CTK, HOOK
 from agent.cdi.specification import CLASS, VENDOR, Specification, parse
 from agent.kit import programs, small_file
 

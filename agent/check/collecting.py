@@ -7,6 +7,7 @@ import anyio
 import msgspec
 
 from agent.check.look import GOOD, NOT_SEEN, WRONG
+from agent.check.pod_objects import Pod, PodList, State
 from agent.cluster.api import ApiUnavailable, KubeApi
 
 Say = Callable[[str], None]
@@ -14,16 +15,9 @@ Say = Callable[[str], None]
 POLL_SECONDS = 1.0
 
 
-class _Named(msgspec.Struct):
-    name: str = ""
-    uid: str = ""
-
-
-class _Metadata(msgspec.Struct, rename="camel"):
-    name: str = ""
+class _Metadata(msgspec.Struct):
     uid: str = ""
     generation: int = 0
-    owner_references: list[_Named] = msgspec.field(default_factory=list)
 
 
 class _DaemonSetStatus(msgspec.Struct, rename="camel"):
@@ -36,49 +30,12 @@ class _DaemonSet(msgspec.Struct):
     status: _DaemonSetStatus = msgspec.field(default_factory=_DaemonSetStatus)
 
 
-class _State(msgspec.Struct, rename="camel"):
-    exit_code: int = 0
-    reason: str = ""
-    message: str = ""
-
-
-class _States(msgspec.Struct):
-    waiting: _State | None = None
-    terminated: _State | None = None
-
-
-class _Container(msgspec.Struct, rename="camel"):
-    state: _States = msgspec.field(default_factory=_States)
-    last_state: _States = msgspec.field(default_factory=_States)
-
-
-class _Status(msgspec.Struct, rename="camel"):
-    phase: str = ""
-    reason: str = ""
-    message: str = ""
-    container_statuses: list[_Container] = msgspec.field(default_factory=list)
-
-
-class _Spec(msgspec.Struct, rename="camel"):
-    node_name: str = ""
-
-
-class _Pod(msgspec.Struct):
-    metadata: _Metadata
-    spec: _Spec = msgspec.field(default_factory=_Spec)
-    status: _Status = msgspec.field(default_factory=_Status)
-
-
-class _PodList(msgspec.Struct):
-    items: list[_Pod]
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
     """One look at all pods."""
 
     wanted: int | None  # nodes that are to have one; None: not known yet
-    ended: Mapping[str, _State]  # by node
+    ended: Mapping[str, State]  # by node
     waiting: Mapping[str, str]  # by node or pod: the reasons
 
     @property
@@ -123,8 +80,8 @@ async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
     path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{daemonset}"
     owner = msgspec.json.decode(await api.get(path), type=_DaemonSet)
     query = {"labelSelector": "app.kubernetes.io/component=preflight"}
-    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=_PodList)
-    ended: dict[str, _State] = {}
+    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=PodList)
+    ended: dict[str, State] = {}
     waiting: dict[str, str] = {}
     for pod in pods.items:
         # A DaemonSet of the same name before this one may still have pods.
@@ -138,15 +95,15 @@ async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
     return Round(owner.status.desired_number_scheduled if seen else None, ended, waiting)
 
 
-def _ended(pod: _Pod) -> _State | None:
+def _ended(pod: Pod) -> State | None:
     """How the container ended; pods of a DaemonSet start theirs again and again."""
     for container in pod.status.container_statuses:
         return container.state.terminated or container.last_state.terminated
     return None
 
 
-def _reasons(pod: _Pod) -> str:
+def _reasons(pod: Pod) -> str:
     states = [each.state.waiting for each in pod.status.container_statuses if each.state.waiting]
-    told = [(pod.status.reason, pod.status.message), *((each.reason, each.message) for each in states)]
-    words = [": ".join(part for part in each if part) for each in told]
-    return "; ".join(word for word in words if word) or pod.status.phase or "Pending"
+    given = [(pod.status.reason, pod.status.message), *((each.reason, each.message) for each in states)]
+    words = [": ".join(part for part in each if part) for each in given]
+    return "; ".join(word for word in words if word) or pod.status.phase

@@ -8,8 +8,8 @@ import structlog
 
 from agent.cleanup import request as exchange
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.node import refuse_holders
 from agent.cleanup.request import Exchange, Report, Request, State
+from agent.cleanup.this_node import refuse_holders
 from agent.cluster.api import ApiError
 from agent.cluster.node import NodeObject
 from agent.cluster.pods import PodCache

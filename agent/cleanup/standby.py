@@ -11,8 +11,8 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cleanup import node as node_files
 from agent.cleanup import request as exchange
+from agent.cleanup import this_node as node_files
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.cleanup.node_object import forget
 from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now

@@ -82,16 +82,16 @@ def _driver(text: str) -> cuda.DriverFacts:
 
 
 def _configmaps(options: argparse.Namespace) -> int:
-    from agent.check import configmaps, reading  # noqa: PLC0415  not needed by the agent itself
+    from agent.check import configmap_sources, configmaps  # noqa: PLC0415  not needed by the agent itself
 
     if not options.paths and not options.cluster:
         print("name files or folders, or give --cluster", file=sys.stderr)
         return 2
     try:
-        found = reading.from_files(options.paths)
+        found = configmap_sources.from_files(options.paths)
         if options.cluster:
-            found += reading.from_cluster(options.kubeconfig)
-    except reading.Unreadable as error:
+            found += configmap_sources.from_cluster(options.kubeconfig)
+    except configmap_sources.Unreadable as error:
         print(error, file=sys.stderr)
         return 2
     faults = configmaps.faults(found)
@@ -130,7 +130,7 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
 def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
     from agent.check.look import Grade, verdict  # noqa: PLC0415
-    from agent.check.node import look, observe  # noqa: PLC0415
+    from agent.check.node_check import look, observe  # noqa: PLC0415
 
     root: Path | None = options.host_root
     if root is not None and not (root / "etc").is_dir():

@@ -65,14 +65,14 @@ def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
     logs.configure(settings.logging.level, settings.logging.format)
 
     async def clean() -> CleanupFailed | None:
-        from agent.cleanup import node  # noqa: PLC0415  loads the MPS room
+        from agent.cleanup import this_node  # noqa: PLC0415  loads the MPS room
 
         async with _cluster_access(settings) as access:
             try:
-                async with node.without_agent(settings, wait):
-                    users = await node.refuse_holders(settings, access.pods if access else None)
-                    await node.stop_daemons(settings, nvml(settings))
-                    all_removed = await anyio.to_thread.run_sync(node.remove_files, settings, users)
+                async with this_node.without_agent(settings, wait):
+                    users = await this_node.refuse_holders(settings, access.pods if access else None)
+                    await this_node.stop_daemons(settings, nvml(settings))
+                    all_removed = await anyio.to_thread.run_sync(this_node.remove_files, settings, users)
                     if not all_removed:
                         print(
                             "the GPUs' CDI specification and its hook stay for containers that name them: "

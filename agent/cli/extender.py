@@ -12,9 +12,8 @@ import anyio
 import structlog
 
 from agent.cli.arguments import add_kubeconfig, kubeconfig
+from agent.cli.serving import exit_code
 from agent.kit import logs
-from agent.kit.descriptors import raise_limit
-from agent.kit.supervise import FatalError, describe
 
 if TYPE_CHECKING:
     from agent.extender.settings import Settings
@@ -40,15 +39,7 @@ def _extender(options: argparse.Namespace) -> int:
     named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
     loaded = settings.load(options.config or (Path(named) if named else None), os.environ, options.set)
     logs.configure(loaded.logging.level, loaded.logging.format)
-    raise_limit()
-    try:
-        anyio.run(_serve, loaded)
-    except Exception as error:  # the last line of defence
-        foreseen = all(isinstance(leaf, FatalError) for leaf in _leaves(error))
-        problem = "; ".join(str(leaf) if foreseen else describe(leaf) for leaf in _leaves(error))
-        log.critical("extender_failed", problem=problem, exc_info=None if foreseen else error)
-        return 1
-    return 0
+    return exit_code("extender_failed", _serve, loaded)
 
 
 async def _serve(loaded: "Settings") -> None:
@@ -72,9 +63,3 @@ def _explain(options: argparse.Namespace) -> int:
         return 1
     print("\n".join(lines))
     return 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    return [error]

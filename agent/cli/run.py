@@ -15,10 +15,10 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.cli.serving import exit_code
 from agent.kit import logs
 from agent.kit.cell import Cell
-from agent.kit.descriptors import raise_limit
-from agent.kit.supervise import FatalError, describe
+from agent.kit.supervise import FatalError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 
@@ -47,21 +47,7 @@ def run_command(start: Start) -> int:
     """Serve; the exit code. Raises ConfigurationError."""
     loaded = start.load()
     logs.configure(loaded.logging.level, loaded.logging.format)
-    raise_limit()
-    try:
-        anyio.run(_serve, loaded, start)
-    except Exception as error:  # the last line of defence
-        foreseen = all(isinstance(leaf, FatalError) for leaf in _leaves(error))
-        problem = "; ".join(str(leaf) if foreseen else describe(leaf) for leaf in _leaves(error))
-        log.critical("agent_failed", problem=problem, exc_info=None if foreseen else error)
-        return 1
-    return 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    return [error]
+    return exit_code("agent_failed", _serve, loaded, start)
 
 
 async def _serve(loaded: Settings, start: Start) -> None:
@@ -101,7 +87,7 @@ async def _in_service(
             anyio.create_task_group() as group,
         ):
             reloader = Reloader(agent, start.load, start.file)
-            spawn = agent.supervisor.restarting
+            spawn = agent.core.supervisor.restarting
             group.start_soon(spawn, "configuration", reloader.run)
             group.start_soon(spawn, "reload on SIGHUP", _reload, reloader, hangups)
             if agent.cluster:

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 
 from agent import __version__
 from agent.cluster.api import KubeApi, connect
-from agent.cluster.events import EventRecorder
+from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
 from agent.extender.certificates import AllowedNames, Certificates

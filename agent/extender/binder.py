@@ -17,7 +17,7 @@ from agent.extender.free_capacity import PodClaim
 from agent.extender.gangs import Gangs
 from agent.extender.objects import as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand, annotations_of
-from agent.extender.wire import Binding
+from agent.extender.scheduler_protocol import Binding
 from agent.model.demand import Impossible, Pod
 from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
 

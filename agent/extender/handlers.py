@@ -9,7 +9,7 @@ import anyio.to_thread
 import structlog
 from anyio import get_cancelled_exc_class
 
-from agent.extender import wire
+from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.metrics import Metrics
 from agent.extender.objects import WatchedPod, as_model, gang_of
@@ -68,9 +68,9 @@ class Verbs:
             wanted = serving.binder.request(as_model(asked.pod))
         except Impossible as error:
             refused = dict.fromkeys(asked.names, str(error))
-            return _json(wire.filtered(asked, [], refused, unresolvable=True)), "impossible"
+            return _json(scheduler_protocol.filtered(asked, [], refused, unresolvable=True)), "impossible"
         if wanted.demand.nothing:
-            return _json(wire.filtered(asked, list(asked.names), {})), "ok"
+            return _json(scheduler_protocol.filtered(asked, list(asked.names), {})), "ok"
         gang = gang_of(asked.pod)
         if gang:
             serving.binder.gangs.release(asked.pod.metadata.uid)
@@ -81,7 +81,7 @@ class Verbs:
             fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if gang:
             fitting, refused = await _kept_for_gang(serving, asked.pod, gang, wanted, fitting, refused)
-        return _json(wire.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
+        return _json(scheduler_protocol.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
         now = anyio.current_time()
@@ -98,26 +98,26 @@ class Verbs:
         try:
             wanted = serving.binder.request(as_model(asked.pod))
         except Impossible:
-            return _json(wire.prioritized(asked.names, [0] * len(asked.names))), "impossible"
+            return _json(scheduler_protocol.prioritized(asked.names, [0] * len(asked.names))), "impossible"
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
-        return _json(wire.prioritized(asked.names, scores)), "ok"
+        return _json(scheduler_protocol.prioritized(asked.names, scores)), "ok"
 
     async def preempt(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
-        asked = wire.preemption(request.body)
+        asked = scheduler_protocol.preemption(request.body)
         try:
             demand = serving.binder.request(as_model(asked.pod)).demand
         except Impossible:
-            return _json(wire.preempted(asked, {})), "impossible"
+            return _json(scheduler_protocol.preempted(asked, {})), "impossible"
         if demand.nothing:
-            return _json(wire.preempted(asked, asked.victims)), "ok"
+            return _json(scheduler_protocol.preempted(asked, asked.victims)), "ok"
         fleet = serving.verdicts.fleet
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
-        return _json(wire.preempted(asked, found)), "ok" if found else "nowhere"
+        return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
 
     async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
         """Choose GPUs and bind."""
-        binding = wire.binding(request.body)
+        binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
         except NotBound as error:
@@ -127,8 +127,8 @@ class Verbs:
                 node=binding.node,
                 problem=str(error),
             )
-            return _json(wire.bound(str(error))), "refused"
-        return _json(wire.bound()), "ok"
+            return _json(scheduler_protocol.bound(str(error))), "refused"
+        return _json(scheduler_protocol.bound()), "ok"
 
     def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: Request) -> Reply:
@@ -156,7 +156,7 @@ class Verbs:
             return Reply.text(text, 503), "unready"
         try:
             return await act(request, serving)
-        except wire.BadRequest as error:
+        except scheduler_protocol.BadRequest as error:
             return Reply.text(str(error), 400), "malformed"
 
 
@@ -184,10 +184,10 @@ async def _kept_for_gang(
     return fitting, refused
 
 
-async def _asked(request: Request) -> wire.Asked:
+async def _asked(request: Request) -> scheduler_protocol.Asked:
     if len(request.body) < LARGE:
-        return wire.asked(request.body)
-    return await anyio.to_thread.run_sync(wire.asked, request.body)
+        return scheduler_protocol.asked(request.body)
+    return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)
 
 
 def _json(body: bytes) -> Reply:

@@ -14,7 +14,7 @@ import msgspec
 
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
-from agent.cluster.events import Event, EventRecorder, Regarding
+from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
 from agent.extender.objects import WatchedPod, as_model, decode_pod, demand_for

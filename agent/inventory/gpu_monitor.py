@@ -11,10 +11,10 @@ from agent.inventory.clock import boot_seconds
 from agent.inventory.health_persistence import HealthPersistence
 from agent.inventory.messages import Accused
 from agent.inventory.scanner import Scanner
-from agent.inventory.verdicts import VerdictFile
+from agent.inventory.verdict_file import VerdictFile
 from agent.kit.supervise import Supervisor
 from agent.model.health import Fault, FaultKind
-from agent.nvml.events import EventWatch
+from agent.nvml.event_watch import EventWatch
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings

@@ -13,7 +13,7 @@ from agent.inventory.kernel_log import KernelLog, LogXid
 from agent.inventory.messages import KernelXidSeen, Restored, XidExplained
 from agent.inventory.reducer import records
 from agent.inventory.snapshot import KernelXid, Record
-from agent.inventory.verdicts import Memory, VerdictFile
+from agent.inventory.verdict_file import EarlierVerdicts, VerdictFile
 from agent.kit.backoff import Backoff
 
 log = structlog.get_logger()
@@ -51,14 +51,14 @@ class HealthPersistence:
 
         Answers until when NVML was to stay released, in seconds since boot.
         """
-        memory = await anyio.to_thread.run_sync(self._file.load, boot_seconds())
+        earlier = await anyio.to_thread.run_sync(self._file.load, boot_seconds())
         found = await anyio.to_thread.run_sync(self._read_log_from_start)
-        self._sequence = max((xid.sequence for xid in found), default=memory.log_sequence)
-        kernel_xids = _unseen(found, memory)
-        if memory.records or kernel_xids:
-            log.info("verdicts_restored", gpus=len(memory.records), kernel_xids=len(kernel_xids))
-        await self._inventory.mailbox.post(Restored(memory.records, kernel_xids, boot_seconds()))
-        return memory.released_until
+        self._sequence = max((xid.sequence for xid in found), default=earlier.log_sequence)
+        kernel_xids = _unseen(found, earlier)
+        if earlier.records or kernel_xids:
+            log.info("verdicts_restored", gpus=len(earlier.records), kernel_xids=len(kernel_xids))
+        await self._inventory.mailbox.post(Restored(earlier.records, kernel_xids, boot_seconds()))
+        return earlier.released_until
 
     async def run(self) -> None:
         """Write what changes, follow the kernel log; until cancelled."""
@@ -102,11 +102,11 @@ class HealthPersistence:
         for state in self._inventory.snapshot.value.gpus:
             if not state.gpu.pci_bus_id.startswith(f"{xid.bus}."):
                 continue
-            seen = KernelXid(xid.bus, xid.number, told=xid.told)
+            seen = KernelXid(xid.bus, xid.number, xid_class=xid.xid_class)
             if state.uuid not in watched:
                 await self._inventory.mailbox.post(KernelXidSeen(seen, boot_seconds()))
                 self._look_again()
-            elif xid.told is not None:
+            elif xid.xid_class is not None:
                 await self._inventory.mailbox.post(XidExplained(seen, boot_seconds()))
 
     async def _write(self) -> None:
@@ -149,8 +149,10 @@ class HealthPersistence:
             self.problem = problem
 
 
-def _unseen(found: list[LogXid], memory: Memory) -> tuple[KernelXid, ...]:
-    seen = -1 if memory.log_sequence is None else memory.log_sequence
+def _unseen(found: list[LogXid], earlier: EarlierVerdicts) -> tuple[KernelXid, ...]:
+    seen = -1 if earlier.log_sequence is None else earlier.log_sequence
     return tuple(
-        KernelXid(xid.bus, xid.number, memory.continuous, xid.told) for xid in found if xid.sequence > seen
+        KernelXid(xid.bus, xid.number, earlier.continuous, xid.xid_class)
+        for xid in found
+        if xid.sequence > seen
     )

@@ -32,7 +32,7 @@ class LogXid:
     sequence: int
     bus: str
     number: int
-    told: XidClass | None = None  # what the rest of the line says, where it decides
+    xid_class: XidClass | None = None  # by the rest of the line, where it decides
 
 
 def parse(record: bytes) -> LogXid | None:

@@ -68,12 +68,12 @@ class KernelXid:
     bus: str
     number: int
     new: bool = True
-    told: XidClass | None = None  # what the rest of the line says, where it decides
+    xid_class: XidClass | None = None  # by the rest of the line, where it decides
 
     @property
     def fault(self) -> Fault:
         """The suspected fault."""
-        return Fault(FaultKind.XID, self.number, self.told)
+        return Fault(FaultKind.XID, self.number, self.xid_class)
 
 
 @dataclass(frozen=True, slots=True)

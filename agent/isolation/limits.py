@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from agent.isolation.folders import About
+from agent.model.mount import Mount
 
 
 class Policy(Enum):
@@ -38,19 +38,10 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Bind:
-    """A file of the host that a container gets."""
-
-    container_path: str
-    host_path: Path
-    read_only: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """The enforcement of a container that starts now; none where both are empty."""
 
-    binds: tuple[Bind, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     driver: bool = False  # whether the driver is to be given the limit
 
 

@@ -90,7 +90,7 @@ class Publisher:
         """Whether the driver reports containers process by process; nobody knows while there are none."""
         return bool(self._watch and self._watch.seen.value.measured)
 
-    # As agent.telemetry.limits.Limits
+    # As agent.telemetry.limit_metrics.Limits
 
     def by_fence(self) -> Mapping[str, int]:
         """Containers by the fences that hold for them."""

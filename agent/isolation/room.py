@@ -19,10 +19,11 @@ from agent.isolation.copies import Copies
 from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
-from agent.isolation.limits import Admission, Bind, ContainerLimits, Policy, Request
+from agent.isolation.limits import Admission, ContainerLimits, Policy, Request
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.mount import Mount
 
 log = structlog.get_logger()
 
@@ -247,13 +248,14 @@ class Isolation:
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         if library is None:
             return Admission(driver=request.driver)
-        binds = (
-            Bind(library.in_container, library.file),
-            Bind(libraries.PRELOAD_IN_CONTAINER, library.preload),
-            Bind(f"{libraries.IN_CONTAINER}/{LIMITS}", self.folders.path(key, LIMITS)),
-            Bind(f"{libraries.IN_CONTAINER}/{USAGE}", self.folders.path(key, USAGE), read_only=False),
+        limits, usage = self.folders.path(key, LIMITS), self.folders.path(key, USAGE)
+        mounts = (
+            Mount(library.in_container, str(library.file)),
+            Mount(libraries.PRELOAD_IN_CONTAINER, str(library.preload)),
+            Mount(f"{libraries.IN_CONTAINER}/{LIMITS}", str(limits)),
+            Mount(f"{libraries.IN_CONTAINER}/{USAGE}", str(usage), read_only=False),
         )
-        return Admission(binds, request.driver)
+        return Admission(mounts, request.driver)
 
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))

@@ -13,9 +13,9 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kit.inotify import FolderGone, watching
-from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.kubelet_socket import KubeletSocket
-from agent.kubelet.server import DrainableServer
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.service import DevicePluginService
 
 log = structlog.get_logger()

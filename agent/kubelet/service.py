@@ -16,8 +16,8 @@ from agent._proto import pluginregistration, v1beta1
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet import wire
-from agent.kubelet.api import Reason, Refused, ResourcePlugin
-from agent.kubelet.server import Handlers
+from agent.kubelet.grpc_server import Handlers
+from agent.kubelet.plugin_types import Reason, Refused, ResourcePlugin
 from agent.model.ids import SEPARATOR
 
 log = structlog.get_logger()

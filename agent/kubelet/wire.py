@@ -12,7 +12,7 @@ from typing import Protocol
 from grpclib.encoding.base import CodecBase
 
 from agent._proto import v1beta1
-from agent.kubelet.api import Allocation, PreferenceRequest
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 
 
 class MalformedMessage(ValueError):

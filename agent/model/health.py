@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
+import msgspec
+
 from agent.model.nvlink_xids import NUMBERS as NVLINK_XIDS
 from agent.model.recovery_action import RecoveryAction
 from agent.model.xids import QUIET_SECONDS, UNKNOWN, XIDS, Rule, Verdict, XidClass, default_verdict
@@ -36,13 +38,14 @@ class FaultKind(Enum):
     REMAP = "remap"  # a row remap failed: the memory cannot be mended
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, rename={"xid_class": "told"}):
     """A suspected fault of a GPU; `number` is the Xid, or the recovery action that the driver asks for."""
+
+    # Verdict files keep the key of before, so that an earlier agent reads them after a rollback.
 
     kind: FaultKind
     number: int = 0
-    told: XidClass | None = None  # of an Xid of NVLink 5: what the rest of its log line says
+    xid_class: XidClass | None = None  # of an Xid of NVLink 5: by the rest of its log line
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +114,12 @@ class Rules:
         if fault.kind is not FaultKind.XID:
             return self.others[fault.kind]
         rule = self.xids.get(fault.number, self.unknown)
-        if fault.told is None or fault.number not in self.by_line:
+        kind = fault.xid_class
+        if kind is None or fault.number not in self.by_line:
             return rule
         # A reset that the line calls for must be seen; the line has closed what the number left open.
-        recovers = fault.told is not XidClass.RESET
-        return replace(
-            rule, kind=fault.told, verdict=default_verdict(fault.told), recovers=recovers, open=False
-        )
+        recovers = kind is not XidClass.RESET
+        return replace(rule, kind=kind, verdict=default_verdict(kind), recovers=recovers, open=False)
 
     def words(self, fault: Fault) -> str:
         """A fault in words, for lists, logs and refusals."""
@@ -168,7 +170,8 @@ def explained(health: Health, fault: Fault, rules: Rules, now: float) -> Health:
     rule = rules.of(fault)
     if rule.verdict is Verdict.UNHEALTHY:
         return _condemned(health, fault, rules, now)
-    only_this = health.fault == replace(fault, told=None) and not health.offered and not health.driver_asks
+    by_number = Fault(fault.kind, fault.number)
+    only_this = health.fault == by_number and not health.offered and not health.driver_asks
     if not only_this or now - health.last_event > SAME_ERROR_SECONDS:
         return health
     return HEALTHY if rule.verdict is Verdict.COUNT else _watched(health, fault, rules, now)

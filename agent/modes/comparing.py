@@ -8,7 +8,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kubelet.holdings import Holder
 from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.modes.state import GpuSwitch
+from agent.modes.switch_state import GpuSwitch
 from agent.modes.transition import ModeState, Stage
 
 log = structlog.get_logger()

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent.model.layout import Entry, everywhere
 from agent.model.modes import ALIASES, FOREIGN_VALUES, Mode
+from agent.model.node_layout import Entry, everywhere
 
 LABEL = "nvidia-device-enable"
 # Labels of others by which another agent claims the node's GPUs.

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.model.layout import LayoutError, Target, resolve
 from agent.model.modes import GpuMode, Mode
+from agent.model.node_layout import LayoutError, Target, resolve
 from agent.modes.desired import Desired
 
 MIG_REASON = "the GPU is in MIG mode, which no mode of this agent offers; turn MIG off with nvidia-smi -mig 0"

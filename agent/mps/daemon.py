@@ -12,20 +12,21 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
-from agent.mps.compute import ComputeModes, ExclusiveMode
-from agent.mps.control import Control
+from agent.mps.compute_mode import ComputeModes, ExclusiveMode
+from agent.mps.control_commands import Control
+from agent.mps.daemon_lock import Locked
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, StillServed
 from agent.mps.following import Logs
-from agent.mps.lock import Locked
 from agent.mps.options import Options
 from agent.mps.probing import Prober
-from agent.mps.publishing import Publisher
 from agent.mps.starting import Starter
-from agent.mps.status import DaemonState, DaemonStatus, Reporter
+from agent.mps.status_publisher import Publisher
 from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
@@ -54,9 +55,9 @@ class Daemon:
         self._options = options
         self._publisher = Publisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
-        common = (folders, self._exclusive, self._logs, self._publisher, options)
-        self._starter = Starter(program, self.control, *common, {} if multi_user is None else multi_user)
-        self._prober = Prober(self.control, *common)
+        parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
+        self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
+        self._prober = Prober(parts)
 
     @property
     def status(self) -> Cell[DaemonStatus]:

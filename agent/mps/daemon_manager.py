@@ -13,16 +13,16 @@ from anyio.abc import TaskGroup
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, Mode
-from agent.model.mps import refusal
+from agent.model.mps_abilities import refusal
 from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
-from agent.mps.compute import ComputeModes, ExclusiveMode
+from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_lock import Locked
+from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError, ProgramMissing, StartFailed
-from agent.mps.lock import Locked
 from agent.mps.options import Options
-from agent.mps.status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
 
 log = structlog.get_logger()
 

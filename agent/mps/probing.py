@@ -14,16 +14,12 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.mps import processes
-from agent.mps.compute import ExclusiveMode
-from agent.mps.control import Control, Survey
-from agent.mps.directories import Directories
+from agent.mps.control_commands import Survey
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
-from agent.mps.following import Logs
-from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.mps.terminate import end
 
 log = structlog.get_logger()
@@ -44,22 +40,12 @@ class Prober:
 
     def __init__(
         self,
-        control: Control,
-        folders: Directories,
-        exclusive: ExclusiveMode,
-        logs: Logs,
-        publisher: Publisher,
-        options: Options,
+        parts: DaemonParts,
     ) -> None:
         self.clients: tuple[int, ...] = ()
-        self._control = control
-        self._folders = folders
-        self._exclusive = exclusive
-        self._logs = logs
-        self._publisher = publisher
-        self._options = options
+        self._parts = parts
         self._clients_known = False  # whether this daemon has named them
-        self._urgency = Backoff(URGENT_SECONDS, options.probe_seconds, jitter=0.0)
+        self._urgency = Backoff(URGENT_SECONDS, parts.options.probe_seconds, jitter=0.0)
         self._turned = -SETTLE_SECONDS  # when the logs last showed a fault's begin or end
         self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
         self._held_until = 0.0  # a fault by the logs alone lasts so long at least
@@ -67,7 +53,7 @@ class Prober:
 
     @property
     def _uuid(self) -> str:
-        return self._publisher.uuid
+        return self._parts.publisher.uuid
 
     async def watch(self, process: Process) -> None:
         """Return when the daemon has ended."""
@@ -90,7 +76,7 @@ class Prober:
     async def _probing(self, process: Process) -> None:
         answered = anyio.current_time()
         mute = False  # there is nothing to ask the daemon with
-        async with self._logs.watched():
+        async with self._parts.logs.watched():
             while True:
                 try:
                     await self._probe()
@@ -101,8 +87,8 @@ class Prober:
                         log.warning("mps_daemon_not_asked", gpu=self._uuid, problem=str(error))
                     answered, mute = anyio.current_time(), True
                 except MpsError as error:
-                    now = self._publisher.now
-                    self._publisher.publish(replace(now, state=DaemonState.STARTING, reason=str(error)))
+                    now = self._parts.publisher.now
+                    self._parts.publisher.publish(replace(now, state=DaemonState.STARTING, reason=str(error)))
                     if isinstance(error, Unanswered) and anyio.current_time() - answered > HANG_SECONDS:
                         await self._end_hung(process)
                 await self._until_due()
@@ -115,17 +101,17 @@ class Prober:
         Writing into them without end causes no more than the usual probes.
         """
         now = anyio.current_time()
-        due = now + self._options.probe_seconds
+        due = now + self._parts.options.probe_seconds
         called = self._unsettled()
         if called:
             due = now + self._urgency.next()
         elif self._held_until > now:
             due = min(due, self._held_until)
-        turns = self._logs.said.turns
+        turns = self._parts.logs.said.turns
         while (left := due - anyio.current_time()) > 0:
             with anyio.move_on_after(left):
-                await self._logs.grown()
-            if self._logs.said.turns != turns and not called:
+                await self._parts.logs.grown()
+            if self._parts.logs.said.turns != turns and not called:
                 called = True
                 self._turned = anyio.current_time()
                 due = min(due, self._turned + self._urgency.next())
@@ -135,14 +121,14 @@ class Prober:
 
     def _unsettled(self) -> bool:
         """Whether the logs showed a change a moment ago that the server has not owned to."""
-        said = self._logs.said.fault is not None
-        owned = self._publisher.now.state is DaemonState.FAULT
+        said = self._parts.logs.said.fault is not None
+        owned = self._parts.publisher.now.state is DaemonState.FAULT
         return said != owned and anyio.current_time() - self._turned < SETTLE_SECONDS
 
     def _judge_by_logs(self) -> None:
         """Publish at once what the logs tell of, where the daemon could not tell more."""
-        now = self._publisher.now
-        if self._control.tells_state or now.server is None:
+        now = self._parts.publisher.now
+        if self._parts.control.tells_state or now.server is None:
             return
         if now.serving or now.state is DaemonState.FAULT:
             self._publish_judged(now, self._fault_by_logs())
@@ -150,8 +136,8 @@ class Prober:
     def _fault_by_logs(self) -> str | None:
         """The fault that the logs of a server of an old driver tell of; it lasts a while at least."""
         now = anyio.current_time()
-        before = self._publisher.now
-        if (fault := self._logs.said.fault) is None:
+        before = self._parts.publisher.now
+        if (fault := self._parts.logs.said.fault) is None:
             return before.fault if before.state is DaemonState.FAULT and now < self._held_until else None
         if before.state is not DaemonState.FAULT:
             if now - self._held_until > LONGEST_FAULT_SECONDS:
@@ -163,7 +149,7 @@ class Prober:
 
     async def _probe(self) -> None:
         """Look once and publish what was seen. Raises MpsError."""
-        await self._exclusive.hold(lost=True)
+        await self._parts.exclusive.hold(lost=True)
         survey = await self._survey()
         server = survey.servers[0] if survey.servers else None
         state = survey.state
@@ -171,26 +157,26 @@ class Prober:
             self.clients, self._clients_known = (), True
         elif survey.clients is not None:
             self.clients, self._clients_known = survey.clients, True
-        elif server != self._publisher.now.server:
+        elif server != self._parts.publisher.now.server:
             self.clients, self._clients_known = (), False
         await self._restore_percentage(survey.percentage)
-        seen = replace(self._publisher.now, server=server, server_state=state)
+        seen = replace(self._parts.publisher.now, server=server, server_state=state)
         self._publish_judged(seen, self._fault(server, state))
 
     def _fault(self, server: int | None, state: ServerState | None) -> str | None:
-        if server is not None and not self._control.tells_state:
+        if server is not None and not self._parts.control.tells_state:
             return self._fault_by_logs()
         if state is ServerState.FAULT:
             return "its server says FAULT"
         if anyio.current_time() - self._turned >= SETTLE_SECONDS:
-            self._logs.said.clear()
+            self._parts.logs.said.clear()
         return None
 
     def _publish_judged(self, seen: DaemonStatus, fault: str | None) -> None:
         """Publish `seen`, in or out of fault."""
         begins = fault is not None and seen.state is not DaemonState.FAULT
         ends = fault is None and seen.state is DaemonState.FAULT
-        if self._control.tells_state and (begins or ends):
+        if self._parts.control.tells_state and (begins or ends):
             self._urgency.reset()  # what the logs called for was true
         if fault and not begins:
             fault = seen.fault  # one fault, one reason
@@ -202,21 +188,21 @@ class Prober:
             faults=seen.faults + begins,
         )
         # A writer of the log may name any process; at least it must be a client.
-        self._publisher.publish(after, frozenset(self._logs.said.culprits & set(self.clients)))
+        self._parts.publisher.publish(after, frozenset(self._parts.logs.said.culprits & set(self.clients)))
 
     async def _restore_percentage(self, found: float | None) -> None:
         """Set the default percentage back, which MPS of driver 535 lets any user change."""
         if found in (None, FULL_PERCENTAGE):
             return
         try:
-            await self._control.set_default_percentage(int(FULL_PERCENTAGE))
+            await self._parts.control.set_default_percentage(int(FULL_PERCENTAGE))
         except CommandRefused as error:
             # Clients are served all the same.
             log.warning("mps_percentage_not_restored", gpu=self._uuid, found=found, problem=str(error))
             return
         if anyio.current_time() - self._told_of_setting >= REPORT_SECONDS:
             self._told_of_setting = anyio.current_time()
-            self._publisher.report(
+            self._parts.publisher.report(
                 EventReason.SETTING,
                 f"somebody set the default active thread percentage to {found:g}, it was set back to "
                 f"{FULL_PERCENTAGE:g}: MPS of driver 535 lets every user change it who reaches the control "
@@ -225,37 +211,37 @@ class Prober:
 
     async def _survey(self) -> Survey:
         """Server, state and clients; a server is started where there is none and one is wanted."""
-        known, state = self._publisher.now.server, self._publisher.now.server_state
+        known, state = self._parts.publisher.now.server, self._parts.publisher.now.server_state
         try:
-            survey = await self._control.survey(known, clients=state in (None, ServerState.ACTIVE))
+            survey = await self._parts.control.survey(known, clients=state in (None, ServerState.ACTIVE))
         except Unanswered:
-            survey = await self._control.survey(known)
-        if not survey.servers and self._options.prestart:
+            survey = await self._parts.control.survey(known)
+        if not survey.servers and self._parts.options.prestart:
             await self._start_server()
-            survey = await self._control.survey()
+            survey = await self._parts.control.survey()
         if survey.servers and survey.servers[0] != known:
-            survey = await self._control.survey(survey.servers[0])
+            survey = await self._parts.control.survey(survey.servers[0])
         return survey
 
     async def _start_server(self) -> None:
-        failed = self._logs.said.failed_servers
-        await self._control.start_server()
+        failed = self._parts.logs.said.failed_servers
+        await self._parts.control.start_server()
         with anyio.move_on_after(SERVER_SECONDS):
-            while not await self._control.servers():
-                await self._logs.read()
+            while not await self._parts.control.servers():
+                await self._parts.logs.read()
                 # Anybody may write that it failed: it has, where there is no such process.
-                if self._logs.said.failed_servers > failed and not await self._server_processes():
+                if self._parts.logs.said.failed_servers > failed and not await self._server_processes():
                     break
                 await anyio.sleep(POLL_SECONDS)
             else:
                 return
         raise StartFailed(
-            f"the MPS server of GPU {self._uuid} does not start; see {self._folders.log}/control.log and "
-            "server.log (often: libcuda is missing, or a process without MPS holds the GPU)"
+            f"the MPS server of GPU {self._uuid} does not start; see control.log and server.log in "
+            f"{self._parts.folders.log} (often: libcuda is missing, or a process without MPS holds the GPU)"
         )
 
     async def _server_processes(self) -> tuple[Process, ...]:
-        return await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
+        return await anyio.to_thread.run_sync(processes.servers, self._parts.folders.pipe)
 
     # -- a daemon that hangs -----------------------------------------------------------------------
 

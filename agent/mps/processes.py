@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.model.cgroup import container_of
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launch
 from agent.mps.binary import CONTROL, SERVER
 from agent.mps.directories import SOCKETS, Directories

@@ -8,15 +8,11 @@ import structlog
 
 from agent.mps import launch, processes
 from agent.mps.binary import Program
-from agent.mps.compute import ExclusiveMode
-from agent.mps.control import Control, environment
-from agent.mps.directories import Directories
+from agent.mps.control_commands import environment
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.errors import StartFailed
-from agent.mps.following import Logs
-from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
-from agent.mps.status import DaemonState, EventReason
 from agent.mps.terminate import end
 
 log = structlog.get_logger()
@@ -32,40 +28,32 @@ class Starter:
     def __init__(
         self,
         program: Program,
-        control: Control,
-        folders: Directories,
-        exclusive: ExclusiveMode,
-        logs: Logs,
-        publisher: Publisher,
-        options: Options,
+        parts: DaemonParts,
         multi_user: dict[object, bool],
     ) -> None:
         """`multi_user` remembers which versions have the flag, for all daemons that share it."""
         self._program = program
-        self._control = control
-        self._folders = folders
-        self._exclusive = exclusive
-        self._logs = logs
-        self._publisher = publisher
-        self._options = options
+        self._parts = parts
         self._multi_user = multi_user
         self._impostors: frozenset[Process] = frozenset()  # that were reported
 
     async def adopted(self) -> Process | None:
         """The daemon of an earlier agent, if there is one on our pipe folder."""
         await self._tell_of_impostors()
-        process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
+        process = await anyio.to_thread.run_sync(processes.daemon_of, self._parts.folders)
         if process is None:
             return None
-        uuid = self._publisher.uuid
+        uuid = self._parts.publisher.uuid
         words = await anyio.to_thread.run_sync(processes.arguments, process.pid)
-        shared = await anyio.to_thread.run_sync(launch.adopt, process.pid, process.started, self._folders)
-        servers = await anyio.to_thread.run_sync(processes.servers, self._folders.pipe)
-        await self._logs.skip(but={each.pid for each in servers})
-        await self._exclusive.hold(inherited=True)
-        self._publisher.publish(
+        shared = await anyio.to_thread.run_sync(
+            launch.adopt, process.pid, process.started, self._parts.folders
+        )
+        servers = await anyio.to_thread.run_sync(processes.servers, self._parts.folders.pipe)
+        await self._parts.logs.skip(but={each.pid for each in servers})
+        await self._parts.exclusive.hold(inherited=True)
+        self._parts.publisher.publish(
             replace(
-                self._publisher.now,
+                self._parts.publisher.now,
                 state=DaemonState.STARTING,
                 reason="it was adopted and is being looked at",
                 pid=process.pid,
@@ -79,21 +67,21 @@ class Starter:
 
     async def started(self) -> Process:
         """Start one. Raises MpsError."""
-        options, before, uuid = self._options, self._publisher.now, self._publisher.uuid
+        options, before, uuid = self._parts.options, self._parts.publisher.now, self._parts.publisher.uuid
         # The reason of a failure stays until the next try has an outcome.
         reason = before.reason or "the MPS control daemon starts"
-        self._publisher.publish(replace(before, state=DaemonState.STARTING, reason=reason, pid=None))
-        inherited = await anyio.to_thread.run_sync(self._folders.existing)
-        await anyio.to_thread.run_sync(self._folders.make)
+        self._parts.publisher.publish(replace(before, state=DaemonState.STARTING, reason=reason, pid=None))
+        inherited = await anyio.to_thread.run_sync(self._parts.folders.existing)
+        await anyio.to_thread.run_sync(self._parts.folders.make)
         await self._no_orphans()
-        await anyio.to_thread.run_sync(self._folders.clear)
-        await self._logs.skip()
-        await self._exclusive.hold(inherited=inherited)
-        variables = environment(self._program, self._folders) | {"CUDA_VISIBLE_DEVICES": uuid}
+        await anyio.to_thread.run_sync(self._parts.folders.clear)
+        await self._parts.logs.skip()
+        await self._parts.exclusive.hold(inherited=inherited)
+        variables = environment(self._program, self._parts.folders) | {"CUDA_VISIBLE_DEVICES": uuid}
         version = await anyio.to_thread.run_sync(self._program.version)
         launched = await launch.launch(
             self._program,
-            self._folders,
+            self._parts.folders,
             variables,
             options.cgroups,
             options.shared_memory,
@@ -104,9 +92,9 @@ class Starter:
         process = await self._appeared()
         for what, problem in launched.problems.items():
             log.warning("mps_daemon_degraded", gpu=uuid, lacks=what, problem=problem)
-        self._publisher.publish(
+        self._parts.publisher.publish(
             replace(
-                self._publisher.now,
+                self._parts.publisher.now,
                 pid=process.pid,
                 adopted=False,
                 multi_user=launched.multi_user,
@@ -117,7 +105,7 @@ class Starter:
 
     async def _tell_of_impostors(self) -> None:
         """Report processes that were made to look like this daemon, once each, and however many in one go."""
-        found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._folders.pipe))
+        found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._parts.folders.pipe))
         if pids := sorted(each.pid for each in found - self._impostors):
             named = pids[:MOST_NAMED]
             more = f" and {len(pids) - len(named)} more" if len(pids) > len(named) else ""
@@ -125,35 +113,37 @@ class Starter:
                 f"process {', '.join(map(str, named))}{more}: looks like its MPS control daemon and runs in "
                 "a pod, or not as root; it is not adopted"
             )
-            self._publisher.report(EventReason.IMPOSTOR, message, frozenset(named))
+            self._parts.publisher.report(EventReason.IMPOSTOR, message, frozenset(named))
         self._impostors = found
 
     async def _no_orphans(self) -> None:
         """Wait until no server of a dead daemon is left: it would hold the GPU against a new one."""
         logged = False
-        with anyio.move_on_after(self._options.orphan_seconds):
-            while orphans := await anyio.to_thread.run_sync(processes.servers, self._folders.pipe):
+        with anyio.move_on_after(self._parts.options.orphan_seconds):
+            while orphans := await anyio.to_thread.run_sync(processes.servers, self._parts.folders.pipe):
                 if not logged:
                     logged = True
                     names = ", ".join(str(each.pid) for each in orphans)
                     reason = f"server {names} of the dead daemon still runs"
-                    self._publisher.publish(replace(self._publisher.now, reason=reason))
+                    self._parts.publisher.publish(replace(self._parts.publisher.now, reason=reason))
                 await anyio.sleep(5 * POLL_SECONDS)
             return
         log.warning(
-            "mps_orphans_ended", gpu=self._publisher.uuid, waited_seconds=self._options.orphan_seconds
+            "mps_orphans_ended",
+            gpu=self._parts.publisher.uuid,
+            waited_seconds=self._parts.options.orphan_seconds,
         )
         await end(orphans)
 
     async def _appeared(self) -> Process:
         with anyio.move_on_after(ANSWER_SECONDS):
             while True:
-                process = await anyio.to_thread.run_sync(processes.daemon_of, self._folders)
+                process = await anyio.to_thread.run_sync(processes.daemon_of, self._parts.folders)
                 if process:
-                    await self._control.alive()
+                    await self._parts.control.alive()
                     return process
                 await anyio.sleep(POLL_SECONDS / 10)
         raise StartFailed(
-            f"the MPS control daemon of GPU {self._publisher.uuid} ended at once; "
-            f"see {self._folders.log}/control.log"
+            f"the MPS control daemon of GPU {self._parts.publisher.uuid} ended at once; "
+            f"see {self._parts.folders.log}/control.log"
         )

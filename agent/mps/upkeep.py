@@ -10,10 +10,10 @@ import structlog
 
 from agent.mps import launch, processes, shared_memory
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_status import DaemonStatus
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
-from agent.mps.status import DaemonStatus
-from agent.mps.sweep import sweep
+from agent.mps.shm_sweep import sweep
 from agent.mps.terminate import end
 
 log = structlog.get_logger()

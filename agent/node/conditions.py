@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kit.timestamps import now
 from agent.model.modes import SWITCHING, Mode
-from agent.modes.state import GpuSwitch, Phase, SwitchState
+from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
 
 log = structlog.get_logger()
 

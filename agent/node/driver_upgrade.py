@@ -25,7 +25,7 @@ from agent.kit.follow import follow
 from agent.kit.timestamps import now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
-from agent.modes.state import STARTING, SwitchState
+from agent.modes.switch_state import STARTING, SwitchState
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
-from agent.model.mps import client_ceiling
+from agent.model.mps_abilities import client_ceiling
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
 
 log = structlog.get_logger()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agent.cluster.api import ApiError, ApiRefused
-from agent.cluster.events import EventRecorder
+from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell

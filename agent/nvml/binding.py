@@ -9,7 +9,7 @@ import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml import library
+from agent.nvml import loading
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
 from agent.nvml.errors import (
@@ -71,8 +71,8 @@ class Binding:
 
     def open(self) -> Driver:
         """See the port."""
-        path = self._path or library.find(self._roots)
-        loaded = library.preload(path) if path is not None else None
+        path = self._path or loading.find(self._roots)
+        loaded = loading.preload(path) if path is not None else None
         try:
             _call("nvmlInit")
         except NvmlLibraryMissing as error:
@@ -80,7 +80,7 @@ class Binding:
             raise NvmlLibraryMissing(
                 error.code,
                 error.call,
-                f"{library.SONAME} is neither below {where} nor known to the system loader: "
+                f"{loading.SONAME} is neither below {where} nor known to the system loader: "
                 "install the NVIDIA driver, mount its root, or have NVIDIA's container runtime start this "
                 "container",
             ) from error

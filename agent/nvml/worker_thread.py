@@ -7,6 +7,7 @@ process from ending either.
 """
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -36,6 +37,8 @@ class WorkerThread:
         self._turn = anyio.Lock()
         self._worker: _Worker | None = None
         self._given_up: list[_GivenUp] = []
+        self._end = math.inf  # when no call is waited for any more
+        self._waiting: anyio.CancelScope | None = None
 
     @property
     def stuck(self) -> int:
@@ -56,7 +59,8 @@ class WorkerThread:
         into NVML, from when it last got on: `progress` answers that on `time.monotonic()`'s clock.
         Past it NvmlHung is raised, and raised again at once for the same call with the same arguments
         until it comes back: a sick GPU that is asked at every tick must not use up a thread each time.
-        Cancellation is held back until the call is over, so that NVML is never closed under a call.
+        Cancellation is held back until the call is over, so that NVML is never closed under a call; see
+        `end_within`.
         """
         seconds = self._deadline if deadline is None else deadline
         what = getattr(call, "__name__", str(call))
@@ -65,6 +69,8 @@ class WorkerThread:
             stuck = self.stuck
             if any(given_up.call == call and given_up.arguments == args for given_up in self._given_up):
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
+            if anyio.current_time() >= self._end or (stuck and self._end < math.inf):
+                raise NvmlHung(NvmlCode.TIMEOUT, what, f"NVML {what} is not called: the agent ends")
             if stuck >= MOST_STUCK:
                 raise NvmlHung(
                     NvmlCode.TIMEOUT,
@@ -76,7 +82,7 @@ class WorkerThread:
             outcome: list[R] = []
             job = _Job(lambda: outcome.append(call(*args)))
             worker.jobs.put(job)
-            await _finish(job, seconds, progress)
+            await self._finish(job, seconds, progress)
             if not job.done.is_set():
                 self._give_up(_GivenUp(worker, call, args))
                 log.error("nvml_call_hangs", call=what, thread=self.name, deadline_seconds=seconds)
@@ -93,21 +99,30 @@ class WorkerThread:
             self._worker.jobs.put(None)
             self._worker = None
 
+    def end_within(self, seconds: float) -> None:
+        """Wait for calls so many seconds more at most, then make none: the process is about to end.
+
+        The call under way is given up then like one that is past its deadline. Nothing is called while
+        another call hangs, so that NVML is closed by the end of the process where one does.
+        """
+        self._end = min(self._end, anyio.current_time() + seconds)
+        if self._waiting is not None:
+            self._waiting.deadline = min(self._waiting.deadline, self._end)
+
     def _give_up(self, given_up: "_GivenUp") -> None:
         given_up.worker.jobs.put(None)  # should it ever come back, it ends
         self._given_up.append(given_up)
         self._worker = None
 
-
-async def _finish(job: "_Job", seconds: float, progress: Callable[[], float] | None) -> None:
-    """Wait until the job is done or late; not to be cancelled."""
-    end = anyio.current_time() + seconds
-    with anyio.CancelScope(shield=True):
-        while not job.done.is_set() and anyio.current_time() < end:
-            with anyio.CancelScope(deadline=end):
-                await job.done.wait()
-            if progress is not None:
-                end = max(end, progress() + seconds)
+    async def _finish(self, job: "_Job", seconds: float, progress: Callable[[], float] | None) -> None:
+        """Wait until the job is done or late; not to be cancelled."""
+        end = anyio.current_time() + seconds
+        with anyio.CancelScope(shield=True):
+            while not job.done.is_set() and anyio.current_time() < min(end, self._end):
+                with anyio.CancelScope(deadline=min(end, self._end)) as self._waiting:
+                    await job.done.wait()
+                if progress is not None:
+                    end = max(end, progress() + seconds)
 
 
 class _Job:

@@ -9,7 +9,7 @@ import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.conversion import convert
-from agent.cluster.events import Event, EventRecorder, Regarding
+from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache
 from agent.kit.backoff import Backoff
@@ -69,13 +69,17 @@ class ClusterRecorder(Recorder):
         self._events = events
         self._write_choice = write_choice
         self._waiting: dict[str, tuple[Pod, dict[str, str]]] = {}  # annotations to be written, by UID
+        self._refused: dict[str, dict[str, str]] = {}  # those that the server refused, by UID
         self._news = anyio.Event()
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """All of a pod's in one patch, written by `run`; the oldest pod gives way where too many wait."""
+        """All of a pod's in one patch, written by `run`; the oldest pod gives way where too many wait.
+
+        What was refused before comes along, so that `gpu-assigned` never stands without each of the choices.
+        """
         if not self._write_choice:
             return
-        _, newer = self._waiting.pop(pod.uid, (pod, {}))
+        _, newer = self._waiting.pop(pod.uid, (pod, self._refused.pop(pod.uid, {})))
         if len(self._waiting) == WAITING_PATCHES:
             del self._waiting[next(iter(self._waiting))]
         self._waiting[pod.uid] = (pod, {**newer, **annotations})
@@ -107,9 +111,19 @@ class ClusterRecorder(Recorder):
                     self._waiting.clear()
                 elif 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
+                    self._keep_refused(pod, annotations)
                 else:
                     _, newer = self._waiting.pop(pod.uid, (pod, {}))
                     self.annotate(pod, {**annotations, **newer})
                     await anyio.sleep(backoff.next())
             else:
                 backoff.reset()
+
+    def _keep_refused(self, pod: Pod, annotations: dict[str, str]) -> None:
+        if pod.uid in self._waiting:  # the next container's have come meanwhile
+            _, newer = self._waiting[pod.uid]
+            self._waiting[pod.uid] = (pod, {**annotations, **newer})
+            return
+        if len(self._refused) == WAITING_PATCHES:
+            del self._refused[next(iter(self._refused))]
+        self._refused[pod.uid] = annotations

@@ -74,4 +74,4 @@ class Recorder:
         """The pod is to have these annotations."""
 
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
-        """Something happened to the pod; the caller logs it. `key`: said once, see agent.cluster.events."""
+        """Something happened to the pod; the caller logs it. `key`: said once, see `EventRecorder`."""

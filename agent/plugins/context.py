@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import ResourcePlugin
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.podresources import RecordReader
 from agent.model.modes import Assignment, Mode
 from agent.plugins.inject import Injector

@@ -15,8 +15,9 @@ import yaml
 from agent.cdi.specification import KIND, Devices
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
-from agent.kubelet.api import Allocation, DeviceNode, Mount
+from agent.kubelet.plugin_types import Allocation, DeviceNode
 from agent.model.gpu import Gpu
+from agent.model.mount import Mount
 from agent.settings import Settings
 
 log = structlog.get_logger()

@@ -13,14 +13,15 @@ import anyio
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, Mount, Reason, Refused
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.kubelet.podresources import RecordReader
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.ids import BadDeviceId, parse
 from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Assignment, Mode
-from agent.model.mps import PIPE_DIRECTORY, client_ceiling, limits
+from agent.model.mount import Mount
+from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder

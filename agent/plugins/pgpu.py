@@ -11,7 +11,7 @@ import structlog
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
 from agent.kubelet.podresources import (
     PATIENCE_SECONDS,
     Holding,

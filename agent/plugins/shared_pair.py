@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, PreferenceRequest, Reason, Refused, joined
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
@@ -224,7 +224,7 @@ class SharedPairPlugin:
         ledger = self._shares.pairing.ledger
         pools, kept = ledger.pools, ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
-        admitting = {gpu for each in begun for gpu in each.gpus}
+        admitting = self._shares.pairing.continuing().union(*(each.gpus for each in begun))
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}
         for state in self._shares.inventory.value.gpus:
             pool, mode = pools.get(state.uuid), assignment.of(state.uuid)

@@ -18,10 +18,10 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Mount
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import PairMember
-from agent.model.mps import PIPE_DIRECTORY, limits
+from agent.model.mount import Mount
+from agent.model.mps_abilities import PIPE_DIRECTORY, limits
 
 log = structlog.get_logger()
 

@@ -3,9 +3,9 @@
 import os
 from typing import TYPE_CHECKING
 
-from agent.model.layout import Entry, faults_of
 from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, Mode
-from agent.model.mps import LONGEST_SOCKET as LONGEST_MPS_SOCKET
+from agent.model.mps_abilities import LONGEST_SOCKET as LONGEST_MPS_SOCKET
+from agent.model.node_layout import Entry, faults_of
 
 if TYPE_CHECKING:
     from agent.settings import Settings

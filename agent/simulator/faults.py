@@ -7,8 +7,8 @@ import time
 
 from agent.kit import futex
 from agent.nvml.errors import NvmlCode
-from agent.simulator.calls import ANY, number_of
 from agent.simulator.mapping import Mapping
+from agent.simulator.nvml_functions import ANY, number_of
 from agent.simulator.state import FaultKind, FaultState
 
 _FOREVER = -1

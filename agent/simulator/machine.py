@@ -16,8 +16,8 @@ from agent.simulator import events
 from agent.simulator.events import RawEvent
 from agent.simulator.faults import Fault, FaultTable
 from agent.simulator.fill import fill_gpu
+from agent.simulator.gpu_processes import ProcessTable
 from agent.simulator.mapping import Mapping
-from agent.simulator.processes import ProcessTable
 from agent.simulator.profile import MIB, Profile
 from agent.simulator.profiles import profile_named
 from agent.simulator.state import MAX_GPUS, NO_RECOVERY_ACTION, FaultKind, GpuState, Presence

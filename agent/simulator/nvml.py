@@ -22,11 +22,11 @@ from agent.nvml.port import (
     Sample,
     SampleRequest,
 )
-from agent.simulator import events, sampling
-from agent.simulator.calls import ANY, number_of
+from agent.simulator import events, moving_figures
 from agent.simulator.events import EventReader
 from agent.simulator.fill import sysfs_bus_id
 from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml_functions import ANY, number_of
 from agent.simulator.state import NO_RECOVERY_ACTION, GpuState, Presence
 
 _KINDS = {
@@ -149,7 +149,7 @@ class SimulatedNvml:
         slot = self._handle(uuid)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
         request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
-        return sampling.read_sample(self._mapping, slot, sized, request, self._offered)
+        return moving_figures.read_sample(self._mapping, slot, sized, request, self._offered)
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""

@@ -14,7 +14,7 @@ from ctypes import Array, Structure, c_char, c_int32, c_uint32, c_uint64
 from enum import IntEnum
 from typing import ClassVar, Final
 
-from agent.simulator.calls import CALLS
+from agent.simulator.nvml_functions import CALLS
 
 MAGIC: Final = 0x31_4D_49_53_41_4E_47  # "GNASIM1" in memory, little endian
 MAX_GPUS: Final = 16

@@ -15,7 +15,7 @@ from agent.model.demand import VGPU
 from agent.model.health import HealthState, Rules
 from agent.model.modes import GpuMode, Mode
 from agent.modes.cordon_book import CordonBook
-from agent.modes.state import GpuSwitch, SwitchState
+from agent.modes.switch_state import GpuSwitch, SwitchState
 
 Document = dict[str, Any]
 

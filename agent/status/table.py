@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.modes.state import Phase
+from agent.modes.switch_state import Phase
 
 GIB = 1 << 30
 _RED, _YELLOW, _GREEN, _DIM, _OFF = "\033[31m", "\033[33m", "\033[32m", "\033[2m", "\033[0m"

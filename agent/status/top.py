@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent.telemetry.attribution import Grade
-from agent.telemetry.containers import ContainerUse
+from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.gpus import THROTTLE_REASONS
 from agent.telemetry.reading import Reading, Sources
 from agent.telemetry.sampler import TakenSample

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from agent.telemetry import definitions as d
 from agent.telemetry.attribution import Grade
-from agent.telemetry.containers import ContainerUse
+from agent.telemetry.container_use import ContainerUse
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 

@@ -17,7 +17,7 @@ from agent.kit.supervise import Supervisor, TaskState
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
 from agent.nvml.worker_thread import WorkerThread
-from agent.telemetry.containers import Uses
+from agent.telemetry.container_use import Uses
 from agent.telemetry.definitions import Definition
 from agent.telemetry.sampler import Sampler, TakenSample
 

@@ -8,7 +8,7 @@ from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import CollectorRegistry
 
 from agent.telemetry.container_page import compatible_page, container_page
-from agent.telemetry.metrics import AgentCollector
+from agent.telemetry.families import AgentCollector
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Reading
 from agent.web.server import Reply

@@ -10,7 +10,7 @@ import anyio.to_thread
 import grpc
 
 from agent._proto import v1
-from agent.simulator.kubelet.api import Api
+from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
 from tests.bench.agent import BenchAgent

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from agent.model.placement import ASSIGNED
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from tests.cluster.joined import Joined
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster

@@ -13,7 +13,7 @@ import anyio.to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.cluster import manifests
 
 ENVIRONMENT, NODES, END = "--- environment", "--- device nodes", "--- end"

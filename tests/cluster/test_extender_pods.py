@@ -15,7 +15,7 @@ import pytest
 
 from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import ASSIGNED, HINT
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Pair, Replica, free_port, pair

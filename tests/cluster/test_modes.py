@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from agent.model.demand import VGPU
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster
 from tests.scenarios import modes

@@ -16,7 +16,7 @@ import anyio.to_thread
 import yaml
 
 from agent.mps import launch
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.cluster import manifests
 from tests.cluster.agent_process import REPOSITORY, nested
 from tests.cluster.real_rig import RealRig

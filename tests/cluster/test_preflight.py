@@ -14,7 +14,7 @@ import pytest
 
 from agent.check.host import Host
 from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, Verdict, verdict
-from agent.check.node import Observed, look
+from agent.check.node_check import Observed, look
 from agent.check.own_specification import own_specification
 from agent.check.software import facts_of
 from agent.cluster.node import Node

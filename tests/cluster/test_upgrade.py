@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from agent.model.demand import MPS, VGPU
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.cluster import toolkit
 from tests.cluster.agent_process import REPOSITORY
 from tests.cluster.build.container_toolkit import container_toolkit

@@ -79,13 +79,13 @@ class EmbeddedRig(RigBase):
         amounts = self.kubelet.api
         await self._wait(
             # The agent patches the status ahead of the kubelet, which takes a while here to read a long list.
-            lambda: amounts.allocatable.get(resource) == count == self.kubelet.healthy(resource),
+            lambda: amounts.allocatable.get(resource) == count == self.kubelet.known_devices(resource),
             deadline,
             lambda: f"allocatable {resource} is {amounts.allocatable.get(resource)}, not {count}",
         )
 
     async def known_devices(self, resource: str = GPU) -> int:
-        return self.kubelet.healthy(resource)
+        return self.kubelet.known_devices(resource)
 
     @asynccontextmanager
     async def watching_allocatable(self, resource: str = GPU) -> AsyncIterator[Sequence[int | None]]:

@@ -76,7 +76,7 @@ async def test_a_hanging_driver_does_not_keep_it_from_ending(folder: Path, call:
         run.machine.hang(call)
         await anyio.sleep(0.1)
         try:
-            assert await run.stop(deadline=5.5) in (0, 1)
+            assert await run.stop(deadline=5.5) == 0
         finally:
             run.machine.clear_faults()
         assert not (folder / "k" / SOCKET).exists()
@@ -89,7 +89,7 @@ async def test_a_driver_that_hangs_from_the_start_does_not_either(folder: Path) 
         await run.logged("http_listening")
         assert (await run.ask("/healthz"))[0] == 200
         try:
-            assert await run.stop(deadline=5.5) in (0, 1)
+            assert await run.stop(deadline=5.5) == 0
         finally:
             run.machine.clear_faults()
 
@@ -102,9 +102,8 @@ async def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
         process = run.process._process
         assert process is not None
         process.send_signal(signal.SIGTERM)
-        await run.logged("signal_received")
         try:
-            assert await run.stop() == 1
+            assert await run.stop(signal.SIGINT) == 1
         finally:
             run.machine.clear_faults()
         assert [line["event"] for line in run.events()][-1] == "stopped_at_once"

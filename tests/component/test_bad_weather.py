@@ -20,7 +20,7 @@ from agent._proto.v1beta1 import Device
 from agent.model.demand import VGPU
 from agent.node.taint import TAINT
 from agent.simulator.kubelet.http_api import Handler
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig
 from tests.scenarios.rig import GPU
 

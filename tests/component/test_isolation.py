@@ -10,7 +10,7 @@ import pytest
 
 from agent.isolation import layout
 from agent.model.node_inventory import INVENTORY, decode
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.status.client import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.scenarios import vgpu

@@ -54,7 +54,7 @@ class Watch:
     def forget(self, rig: EmbeddedRig) -> None:
         """Lists of an agent that ended, or of a kubelet that was restarted, count no more."""
         for resource in tuple(self._ways):
-            if not rig.kubelet.healthy(resource):
+            if not rig.kubelet.known_devices(resource):
                 del self._ways[resource]
 
 

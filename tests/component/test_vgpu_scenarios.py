@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.component.embedded_rig import FACES, Face, embedded_rig
 from tests.scenarios import vgpu
 from tests.scenarios.rig import Rig

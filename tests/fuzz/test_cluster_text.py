@@ -9,10 +9,10 @@ from agent.extender.fleet import Fleet
 from agent.extender.objects import demand_for, read_node, read_pod
 from agent.model.demand import MPS, VGPU, Container, Demand, Pod
 from agent.model.ids import BadDeviceId, parse
-from agent.model.layout import Entry
 from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, UnitPool
 from agent.model.modes import FOREIGN_VALUES, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, GpuEntry, NodeInventory, decode, encode
+from agent.model.node_layout import Entry
 from agent.model.placement import (
     ASSIGNED,
     HINT,

@@ -3,7 +3,7 @@
 It says `{"ready": ...}` once it has a context, does its job when it reads a line, tells the outcome as one
 line of JSON and keeps its context until it reads another line, or the end of its input. `--shm FOLDER` gives
 it that folder as /dev/shm and its pipe folder read-only, in a mount namespace of its own, as a container has
-them.
+them. With `--program` a C program does the job, which keeps to the same lines.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launcher
 from tests.gpu import cuda as driver
-from tests.gpu import kernels
+from tests.gpu import kernels, programs
 from tests.gpu.cuda import Cuda, CudaError
 
 MIB = 1 << 20
@@ -66,6 +66,19 @@ def memory(cuda: Cuda, _: list[int]) -> Report:
     """What the process is told of the memory of its GPU."""
     free, total = cuda.memory()
     return {"free": free, "total": total}
+
+
+def nvml(_: Cuda, __: list[int]) -> Report:
+    """What NVML says of the GPU here, as nvidia-smi asks it."""
+    found = programs.binding()
+    found.open()
+    sample = found.sample(os.environ["CUDA_VISIBLE_DEVICES"])
+    found.close()
+    return {
+        "total": sample.memory_total_bytes,
+        "used": sample.memory_used_bytes,
+        "processes": [each.pid for each in sample.processes or ()],
+    }
 
 
 def follow(cuda: Cuda, numbers: list[int]) -> Report:
@@ -139,7 +152,7 @@ def _repeated(once: Callable[[], None], seconds: float) -> Report:
     }
 
 
-JOBS = {job.__name__: job for job in (look, allocate, memory, follow, fault, work, stream)}
+JOBS = {job.__name__: job for job in (look, allocate, memory, nvml, follow, fault, work, stream)}
 
 
 def main(arguments: list[str]) -> int:
@@ -147,14 +160,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shm")
     parser.add_argument("--library", default="libcuda.so.1")
-    parser.add_argument("job", choices=JOBS)
-    parser.add_argument("numbers", nargs="*", type=int)
+    parser.add_argument("--program", help="a program that takes this one's place: it is given the library")
+    parser.add_argument("job")
+    parser.add_argument("numbers", nargs="*")
     options = parser.parse_args(arguments)
+    if not options.program and options.job not in JOBS:
+        parser.error(f"{options.job} is none of {', '.join(JOBS)}")
     if options.shm:
         pipe = os.environ[PIPE_DIRECTORY]
         launcher.private_mounts("/", options.shm, {launcher.SHARED_MEMORY: options.shm, pipe: pipe})
         flags = launcher.MS_REMOUNT | launcher.MS_BIND | MS_RDONLY
         launcher.mount(ctypes.CDLL(None, use_errno=True), None, pipe, flags)
+    if options.program:
+        os.execv(options.program, [options.program, options.library, options.job, *options.numbers])
     try:
         cuda = Cuda(options.library)
     except (CudaError, OSError) as error:
@@ -163,7 +181,7 @@ def main(arguments: list[str]) -> int:
     _say({"ready": True})
     sys.stdin.readline()
     try:
-        _say(JOBS[options.job](cuda, options.numbers))
+        _say(JOBS[options.job](cuda, [int(number) for number in options.numbers]))
     except CudaError as error:
         _say({"code": error.code, "problem": str(error)})
     sys.stdin.readline()

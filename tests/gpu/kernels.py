@@ -92,3 +92,20 @@ DONE:
 
 # Writes where nothing is mapped: the fatal error that takes all clients of a server down.
 POKE = _kernel("poke", "    st.global.u32 [%rd0], %r0;")
+
+
+# Of sharing.c: the body of each, under a name that says how long it is meant to run.
+_SHARING = {
+    "weights_200us": (STREAM, "stream"),
+    "attention_50us": (WORK, "work"),
+    "prefill_5ms": (WORK, "work"),
+    "train_2ms": (WORK, "work"),
+    "nothing_1us": (WORK, "work"),
+}
+
+
+def sharing() -> dict[str, str]:
+    """The texts that sharing.c loads, by name."""
+    return {
+        name: text.replace(f".entry {entry}(", f".entry {name}(") for name, (text, entry) in _SHARING.items()
+    }

@@ -1,7 +1,8 @@
 """`python -m tests.gpu.kit FOLDER --python 3.12`: what the GPU tier needs on a machine without network.
 
 FOLDER gets `wheels/` (pure Python, of the versions in the lock), `mps/` (Debian's MPS programs, for a
-driver that brings none) and `limits/` (the enforcement library, for the architecture of this machine).
+driver that brings none), `limits/` (the enforcement library) and `programs/` (the tier's C programs), both
+for the architecture of this machine.
 `tests/gpu/offline FOLDER` uses it there.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from agent.isolation.clib import build
 from agent.mps.binary import CONTROL, SERVER
-from tests.gpu import limits
+from tests.gpu import built, limits
 from tests.mps_binaries import SUITES, both_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     subprocess.run(command, check=True)
     (folder / "limits").mkdir()
     shutil.copy2(build.cached(), folder / "limits" / limits.NAME)
+    shutil.copytree(built.program(built.SHARING).parent, folder / "programs")
     found = (programs / CONTROL, programs / SERVER) if programs else both_programs(max(SUITES))
     for program in found:
         shutil.copy2(program, folder / "mps")

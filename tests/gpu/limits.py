@@ -1,9 +1,10 @@
-"""A container with a cap on its GPU memory, as the enforcement library sees one: its folder, and no more."""
+"""A container with limits, as the enforcement library sees one: its folder, and no more."""
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agent.isolation import layout
 
@@ -31,9 +32,17 @@ class Capped:
 
     def resize(self, mebibytes: int) -> None:
         """Another cap, in force at once, as the agent writes it. Blocks."""
+        self._change(memory_bytes=mebibytes * MIB)
+
+    def hold(self, percent: float, factor: float = 1.0) -> None:
+        """Hold it to a share of compute, corrected by a factor, as the agent does. Blocks."""
+        self._change(compute=True, share=round(percent * 100), correction=factor)
+
+    def _change(self, **values: Any) -> None:
         descriptor = os.open(self.folder / "limits", os.O_RDWR)
         try:
-            layout.write_limits(descriptor, 0, layout.Limits(self.gpu, mebibytes * MIB))
+            now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+            layout.write_limits(descriptor, 0, replace(now, **values))
         finally:
             os.close(descriptor)
 

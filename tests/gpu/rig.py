@@ -21,15 +21,15 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agent.model.gpu import Gpu
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
-from agent.mps.compute import NoComputeModes
+from agent.mps.compute_mode import NoComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState, EventReason, shared_memory_source
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from agent.mps.status import DaemonState, EventReason, shared_memory_source
-from tests.gpu.limits import Capped
+from tests.gpu.limits import Capped, capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,13 +112,15 @@ class Rig:
     async def client(
         self,
         job: str,
-        *numbers: int,
+        *numbers: float,
         caps: Mapping[str, str] | None = None,
         limits: Capped | None = None,
+        program: Path | None = None,
     ) -> AsyncIterator[Client]:
         """A CUDA process, MPS client if there is a daemon; ended with the context.
 
-        `caps` are those of MPS, `limits` those of the enforcement library.
+        `caps` are those of MPS, `limits` those of the enforcement library. The job is one of `program`, or of
+        `tests.gpu.client`.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
         if self.library != LIBRARY:
@@ -127,6 +129,7 @@ class Rig:
             folder = str(Path(self.library).parent)
             environment["LD_LIBRARY_PATH"] = f"{folder}:{known}" if known else folder
         command = [sys.executable, "-m", "tests.gpu.client", "--library", self.library]
+        command += ["--program", str(program)] if program else []
         if self.daemon:
             status = self.daemon.status.value
             shared = shared_memory_source(status, self.daemon.folders)
@@ -151,6 +154,14 @@ class Rig:
                     process.kill()
                     await process.wait()
                 await process.aclose()
+
+    def library_path(self) -> str:
+        """The driver's CUDA library by its whole path, as programs without an environment need it. Blocks."""
+        return self.library if "/" in self.library else str(library_in_use())
+
+    async def container(self, mebibytes: int, name: str = "container") -> Capped:
+        """One with a cap on this GPU's memory. Raises OSError, BuildError."""
+        return await anyio.to_thread.run_sync(capped, self.folder / name, self.gpu.uuid, mebibytes)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Daemon]:

@@ -4,7 +4,6 @@ What each process takes beside its allocations (contexts, code) the library does
 measures it and tells the library. Here nobody does, so the driver may show that much more than the cap.
 """
 
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import anyio
@@ -13,9 +12,9 @@ import pytest
 
 from agent.nvml.binding import Binding
 from tests.gpu.cuda import OUT_OF_MEMORY
-from tests.gpu.limits import MIB, Capped, capped
+from tests.gpu.limits import MIB
 from tests.gpu.programs import binding
-from tests.gpu.rig import Rig, make, remove
+from tests.gpu.rig import Rig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -24,18 +23,6 @@ PIECE = 64
 # Contexts are charged with what the driver shows of them: some hundreds of MiB each, by GPU and driver.
 CONTEXT = 1024
 RESIZE_SECONDS = 1.0
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    """The first GPU."""
-    made = make()
-    yield made
-    remove(made)
-
-
-async def container(rig: Rig, mebibytes: int = CAP, name: str = "one") -> Capped:
-    return await anyio.to_thread.run_sync(capped, rig.folder / name, rig.gpu.uuid, mebibytes)
 
 
 def used(nvml: Binding, uuid: str) -> int:
@@ -48,7 +35,7 @@ def used(nvml: Binding, uuid: str) -> int:
 
 
 async def test_a_cap_holds_and_nothing_below_it_is_refused(rig: Rig) -> None:
-    limits = await container(rig)
+    limits = await rig.container(CAP)
     before = await anyio.to_thread.run_sync(used, binding(), rig.gpu.uuid)
     async with rig.client("allocate", PIECE, 2 * CAP, limits=limits) as client:
         await client.ready()
@@ -70,7 +57,7 @@ async def test_without_limits_the_same_program_gets_more(rig: Rig) -> None:
 
 
 async def test_a_container_sees_its_cap(rig: Rig) -> None:
-    limits = await container(rig)
+    limits = await rig.container(CAP)
     async with rig.client("memory", limits=limits) as client:
         await client.ready()
         seen = await client.result()
@@ -78,8 +65,21 @@ async def test_a_container_sees_its_cap(rig: Rig) -> None:
         assert (CAP - CONTEXT) * MIB <= seen["free"] <= CAP * MIB
 
 
+async def test_nvml_in_a_container_has_its_cap_and_its_own_processes(rig: Rig) -> None:
+    limits = await rig.container(CAP)
+    async with rig.client("nvml", limits=limits) as client, rig.client("nvml") as neighbour:
+        await client.ready()
+        await neighbour.ready()
+        seen = await client.result()
+        assert seen["total"] == CAP * MIB
+        assert neighbour.pid not in seen["processes"]
+        everything = await neighbour.result()
+        assert everything["total"] > CAP * MIB
+        assert len(everything["processes"]) >= 2
+
+
 async def test_processes_of_a_container_share_its_cap(rig: Rig) -> None:
-    limits = await container(rig, 2 * CAP)
+    limits = await rig.container(2 * CAP)
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(rig.client("allocate", PIECE, 4 * CAP, limits=limits))
@@ -100,7 +100,7 @@ async def test_processes_of_a_container_share_its_cap(rig: Rig) -> None:
 
 
 async def test_two_containers_have_two_caps(rig: Rig) -> None:
-    one, two = await container(rig), await container(rig, 2 * CAP, "two")
+    one, two = await rig.container(CAP), await rig.container(2 * CAP, "two")
     async with (
         rig.client("allocate", PIECE, 4 * CAP, limits=one) as small,
         rig.client("allocate", PIECE, 4 * CAP, limits=two) as large,
@@ -112,7 +112,7 @@ async def test_two_containers_have_two_caps(rig: Rig) -> None:
 
 
 async def test_a_resize_takes_effect_within_a_second(rig: Rig) -> None:
-    limits = await container(rig)
+    limits = await rig.container(CAP)
     async with rig.client("follow", PIECE, 2 * CAP, limits=limits) as client:
         await client.ready()
         await client.on()

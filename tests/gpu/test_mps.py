@@ -6,9 +6,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.mps import limits
+from agent.model.mps_abilities import limits
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.parse import ServerState
-from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.gpu.cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY
 from tests.gpu.programs import binding

@@ -8,7 +8,7 @@ import re
 from typing import Final, cast
 
 from agent.simulator import state
-from agent.simulator.calls import CALLS
+from agent.simulator.nvml_functions import CALLS
 
 _SCALARS: Final[dict[type, str]] = {
     ctypes.c_uint32: "uint32_t",

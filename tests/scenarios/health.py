@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from agent.nvml.errors import NvmlCode
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.scenarios import lists
 from tests.scenarios.agent_face import logged, metric
 from tests.scenarios.rig import GPU, Rig

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.rig import Rig
 from tests.scenarios.skeleton import unschedulable
 from tests.scenarios.vgpu import (

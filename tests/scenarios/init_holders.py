@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import anyio
 
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.mode_node import COUNTED, GPUS, REQUESTS, ModeNode, mode_node
 from tests.scenarios.rig import Rig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.rig import Rig
 from tests.scenarios.vgpu import CORES, share
 

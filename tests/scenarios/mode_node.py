@@ -18,7 +18,7 @@ from agent.modes.desired import LABEL
 from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
 from tests.scenarios import agent_face, lists
 from tests.scenarios.mps import remove_run_folder

@@ -11,7 +11,7 @@ import anyio
 
 from agent.modes.desired import LABEL
 from agent.node.conditions import MODE_LABEL
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.mode_node import COUNTED, GPUS, SHARED, ModeNode, mode_node, pod_of
 from tests.scenarios.mode_streams import (
     test_agent_update_under_a_stream_of_pods,

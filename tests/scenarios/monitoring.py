@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.simulator.kubelet.pods import PodSpec
+from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.state import ProcessKind
 from tests.scenarios.mode_node import ModeNode, mode_node
 from tests.scenarios.modes import LAYOUTS

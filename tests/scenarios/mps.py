@@ -20,7 +20,7 @@ from agent.model.demand import MPS
 from agent.mps import processes, shared_memory
 from agent.mps.directories import Directories
 from agent.nvml.port import ComputeMode
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
 from tests.scenarios.rig import Rig
 from tests.scenarios.skeleton import running, unschedulable

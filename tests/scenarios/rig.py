@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agent.simulator.kubelet.pods import Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
 
 GPU = "nvidia.com/gpu"

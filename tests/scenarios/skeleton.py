@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import anyio
 
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.rig import GPU, Rig
 
 NUMBERED = re.compile(r"/dev/nvidia\d+")

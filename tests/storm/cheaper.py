@@ -2,26 +2,34 @@
 
 No file of a storm outlives it, so nothing is forced onto a disk. Closing an inotify descriptor waits for
 milliseconds in the kernel, so descriptors are used again. The plugin manager's look through its folder each
-second, and the table of NVML faults at each call, are passed over where nothing has changed. Files may lie
-where programs cannot be run: nobody runs any.
+second, and the table of NVML faults at each call, are passed over where nothing has changed; what CDI files
+say and how a device is written in an answer are worked out once. Files may lie where programs cannot be run:
+nobody runs any.
 """
 
 import ctypes
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any, TextIO
 
 import anyio
+import betterproto2
+import yaml
 
+from agent._proto import v1
 from agent.app import reload
 from agent.isolation import library
 from agent.kit import inotify
 from agent.kubelet import endpoint
 from agent.modes import sources
 from agent.mps import following
+from agent.plugins import inject
 from agent.simulator.faults import FaultTable
-from agent.simulator.kubelet import registry
+from agent.simulator.kubelet import containers, podresources_server, registry
+from agent.simulator.kubelet.device_tables import NO_NUMA
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ENTRIES = inotify._CREATE | inotify._DELETE | inotify._MOVED_FROM | inotify._MOVED_TO | inotify._CLOSE_WRITE
@@ -83,6 +91,54 @@ def _strike_if_any(self: FaultTable, call: int, slot: int) -> int:
     return _strike(self, call, slot) if NvmlFaults.standing else 0
 
 
+class _Encoded(v1.ContainerDevices):
+    """An entry of PodResources that keeps its bytes; nobody changes one."""
+
+    __module__ = v1.ContainerDevices.__module__  # where the types of its fields are looked up
+
+    def __bytes__(self) -> bytes:
+        known: bytes | None = self.__dict__.get("_bytes")
+        if known is None:
+            known = self.__dict__["_bytes"] = super().__bytes__()
+        return known
+
+
+@cache
+def _entry(resource: str, device: str, numa: int) -> _Encoded:
+    nodes = None if numa == NO_NUMA else v1.TopologyInfo(nodes=[v1.NumaNode(id=numa)])
+    return _Encoded(resource_name=resource, device_ids=[device], topology=nodes)
+
+
+def _entries(resource: str, by_numa: Mapping[int, tuple[str, ...]]) -> list[_Encoded]:
+    """See `podresources_server._entries`."""
+    return [_entry(resource, device, numa) for numa, devices in by_numa.items() for device in devices]
+
+
+def _default(self: betterproto2.Message, name: str) -> Any:
+    """See `betterproto2.Message`, which looks through the filters of warnings at each field."""
+    return type(self)._betterproto.default_gen[name]()  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+class _Yaml:
+    """As much of `yaml` as is asked; what is read is changed by nobody."""
+
+    SafeLoader = yaml.SafeLoader
+    YAMLError = yaml.YAMLError
+
+    @staticmethod
+    def load(stream: TextIO, loader: object) -> Any:
+        """Read a file once for each content."""
+        del loader
+        return _read_yaml(stream.read())
+
+    safe_load = staticmethod(_read_yaml)
+
+
 def install() -> None:
     """Put them in place, for this process."""
     for name in ("fsync", "fdatasync"):
@@ -92,3 +148,7 @@ def install() -> None:
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005
     FaultTable.strike = _strike_if_any  # type: ignore[method-assign]
+    podresources_server._entries = _entries  # type: ignore[assignment]
+    betterproto2.Message._get_field_default = _default  # type: ignore[method-assign,assignment]
+    for room in (containers, inject):
+        room.yaml = _Yaml  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
-from agent.simulator.kubelet.state import Allocation
+from agent.simulator.kubelet.device_tables import Allocation
 from tests.storm.world import World
 
 Held = dict[str, dict[tuple[str, str], frozenset[str]]]

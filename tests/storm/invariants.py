@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.app.build_isolation import LimitParts
+from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.state import Phase
-from agent.simulator.kubelet.api import Pod
+from agent.modes.switch_state import Phase
+from agent.simulator.kubelet.api_server import Pod
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.world import World
 
@@ -97,7 +97,7 @@ class Invariants:
     def _nothing_is_taken(self) -> None:
         world = self._world
         agent, current = world.running, world.current
-        if agent is None or agent.switcher is None or current is None:
+        if agent is None or current is None:
             return
         if anyio.current_time() - current.began < STARTED_SECONDS:
             return
@@ -108,11 +108,12 @@ class Invariants:
 
     def _grown_units_are_nobody_elses(self) -> None:
         agent = self._world.running
-        limits = agent.limits if agent else None
-        if not isinstance(limits, LimitParts) or not limits.isolation.grown:
+        limits = agent.modes[Mode.VGPU].limits if agent else None
+        parts = limits.parts if isinstance(limits, VgpuLimits) else None
+        if parts is None or not parts.isolation.grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
-        for ids in limits.isolation.grown.values():
+        for ids in parts.isolation.grown.values():
             if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
 
@@ -128,16 +129,14 @@ class Invariants:
 
     def _tasks_live(self) -> None:
         agent = self._world.running
-        for state in agent.supervisor.states.values() if agent else ():
+        for state in agent.core.supervisor.states.values() if agent else ():
             if state.restarts and self._world.current and not self._world.current.life.dead:
                 raise Violation(f"task {state.name} failed: {state.last_error}")
 
     def _taint_goes(self) -> None:
         world = self._world
         agent = world.running
-        switching = (
-            agent is None or agent.switcher is None or agent.switcher.state.value.phase is Phase.SWITCHING
-        )
+        switching = agent is None or agent.switcher.state.value.phase is Phase.SWITCHING
         well = self._api_well.seconds(holds=world.api_well)
         settled = self._settled.seconds(holds=not switching)
         if world.tainted is None:
@@ -150,7 +149,7 @@ class Invariants:
         kubelet = self._world.kubelet
         up = self._up.seconds(holds=self._world.kubelet_up.is_set() and kubelet._life is not None)
         for resource, count in kubelet.allocatable.items():
-            listed = kubelet.healthy(resource)
+            listed = kubelet.known_devices(resource)
             lasts = self._offers.setdefault(resource, Lasting()).seconds(holds=count > listed)
             if min(lasts, up) > STATUS_SECONDS:
                 raise Violation(
@@ -181,9 +180,8 @@ class Invariants:
             return
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
-        # What a life granted that was killed before it wrote, and what was refused, is written by nobody.
-        since = max(current.began, self._world.refused) if current else 0.0
-        if missing and current is not None and self._world.created.get(name, 0.0) > since:
+        # What a life granted that was killed before it wrote is written by nobody.
+        if missing and current is not None and self._world.created.get(name, 0.0) > current.began:
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 

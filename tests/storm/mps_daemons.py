@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 
 import anyio
 
-from agent.model.mps import PIPE_DIRECTORY
-from agent.mps import control, launch, probing, processes, shared_memory
+from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.mps import control_commands, launch, probing, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.errors import StartFailed
@@ -208,7 +208,7 @@ def install(table: DaemonTable) -> None:
             "exposed": lambda _pid, _folders: False,
             "leave_no_cgroup": lambda _cgroups: None,
         },
-        control: {"session": table.session},
+        control_commands: {"session": table.session},
         probing: {"os": SimpleNamespace(pidfd_open=table.pidfd_open, close=os.close)},
         shared_memory: {"prepare": lambda _folders, _size: None, "unmount": lambda _folder: None},
     }

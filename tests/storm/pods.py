@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Collection
 
 from agent.model.demand import MPS, VGPU
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 
 GPU = "nvidia.com/gpu"
 INIT_SECONDS = (0.0, 0.0, 1.0, 20.0)  # that an init container runs

@@ -57,11 +57,15 @@ async def storm(
     seed = outcome.seed
     rng = random.Random(seed)
     random.seed(seed)
-    shape = Shape.of(rng)
+    shape = Shape.of(rng, seed)
     # One in four has no fault at all: then no pod that fits may be refused.
     chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
     if wanted is not None:
-        shape = Shape(mps=shape.mps or "mps daemons" in wanted, resize=shape.resize or "resizes" in wanted)
+        shape = Shape(
+            mps=shape.mps or "mps daemons" in wanted,
+            resize=shape.resize or "resizes" in wanted,
+            extender=any("extender" in each for each in wanted),
+        )
         chosen = [family for family in families(shape) if family.name in wanted]
     weights: dict[Act, int] = {}
     for family in (USERS, *chosen):
@@ -87,6 +91,7 @@ async def storm(
                     invariants.event()
                     await _step(made, act, act in faults, number, own, outcome)
                     invariants.look()
+                    _extenders_live(made)
                     await anyio.sleep(own.choices(list(PAUSES), list(PAUSES.values()))[0])
                     outcome.history.append(_state(made))
                     invariants.look()
@@ -96,6 +101,7 @@ async def storm(
                     made, rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
                 )
                 invariants.look()
+                _extenders_live(made)
             except Violation as violation:
                 outcome.violation = str(violation)
             finally:
@@ -107,6 +113,11 @@ async def storm(
     # A process that is killed has nothing open; a life that plays one leaves what it could not close.
     if outcome.violation is None and made.killed <= 1 and (left := _open_files() - files) > MORE_FILES:
         outcome.violation = f"{left} files were left open"
+
+
+def _extenders_live(made: World) -> None:
+    if problem := made.extenders.problem():
+        raise Violation(problem)
 
 
 def _open_files() -> int:

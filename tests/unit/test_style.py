@@ -14,6 +14,7 @@ BANNED = re.compile(r"\b(anew|sells?|sold|tells|told|whoever|wish(?:es|ed)?)\b",
 TEXTS = ("docs/*.md", "charts/**/*.yaml", "charts/**/*.tpl", "config/**/*.yaml", "*.md")
 # The changelog is history; the style page quotes.
 EXEMPT = {PAGE, ROOT / "CHANGELOG.md"}
+STORED_KEYS = {'"told"'}  # of the verdict file, which earlier agents read, too
 # On Python 3.12 and newer the text of an f-string is a token of its own.
 SPOKEN = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
@@ -21,7 +22,7 @@ SPOKEN = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE",
 def spoken(source: str) -> Iterator[tuple[int, str]]:
     """Comments and strings of Python source, each line with its number."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in SPOKEN:
+        if token.type in SPOKEN and token.string not in STORED_KEYS:
             yield from enumerate(token.string.splitlines(), token.start[0])
 
 

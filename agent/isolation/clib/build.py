@@ -62,13 +62,18 @@ def cached(architecture: str = "", sanitizer: str = "", clock: Path = CLOCK) -> 
     return folder / NAME if (folder / NAME).exists() else build(folder, architecture, sanitizer, clock)
 
 
-def _compile(scratch: Path, architecture: str, sanitizer: str, clock: Path) -> Path:
-    include = headers.include(HEADERS)
+def generate(folder: Path) -> None:
+    """Write what the C files take from cuda.h: `ids.inc`, `table.inc`, and `forward.c`. Raises BuildError."""
     made = rules(headers.entry_points(HEADERS))
     made.sort(key=lambda rule: (rule.entry.base, rule.entry.stream, rule.entry.version, rule.entry.symbol))
-    (scratch / "ids.inc").write_text(_ids(made))
-    (scratch / "table.inc").write_text(_table(made))
-    (scratch / "forward.c").write_text(_forward(made))
+    (folder / "ids.inc").write_text(_ids(made))
+    (folder / "table.inc").write_text(_table(made))
+    (folder / "forward.c").write_text(_forward(made))
+
+
+def _compile(scratch: Path, architecture: str, sanitizer: str, clock: Path) -> Path:
+    include = headers.include(HEADERS)
+    generate(scratch)
     (scratch / "exports").write_text(EXPORTED)
     sources = [*sorted({*SOURCES.glob("*.c")} - {CLOCK}), clock, scratch / "forward.c"]
     # Traps, since the programs that load the library have no run time of a sanitizer.

@@ -19,10 +19,12 @@ void gna_ledger_forget(void) {
 }
 
 uint64_t gna_sum_of_slots(unsigned record) {
-    uint64_t sum = gna_usage->slot[GNA_SHARED_SLOT].state == GNA_SLOT_FREE ? 0 : gna_usage->slot[GNA_SHARED_SLOT].device[record].charged;
+    const struct gna_usage_slot *shared = &gna_usage->slot[GNA_SHARED_SLOT];
+    bool is_free = __atomic_load_n(&shared->state, __ATOMIC_ACQUIRE) == GNA_SLOT_FREE;
+    uint64_t sum = is_free ? 0 : __atomic_load_n(&shared->device[record].charged, __ATOMIC_RELAXED);
     uint64_t used = __atomic_load_n(&gna_usage->header.used_slots, __ATOMIC_ACQUIRE);
     for (uint64_t number = 0; number < used && number < GNA_SHARED_SLOT; number++) {
-        sum += gna_usage->slot[number].device[record].charged;
+        sum += __atomic_load_n(&gna_usage->slot[number].device[record].charged, __ATOMIC_RELAXED);
     }
     return sum;
 }
@@ -30,7 +32,7 @@ uint64_t gna_sum_of_slots(unsigned record) {
 /* The device is locked. Never below zero, whatever was written into the region meanwhile. */
 static void lower(struct gna_usage_device *device, struct gna_usage_slot *slot, int record, uint64_t bytes) {
     struct gna_usage_slot_device *part = &slot->device[record];
-    part->charged = part->charged > bytes ? part->charged - bytes : 0;
+    __atomic_store_n(&part->charged, part->charged > bytes ? part->charged - bytes : 0, __ATOMIC_RELAXED);
     device->total = device->total > bytes ? device->total - bytes : 0;
     atomic_fetch_sub(&own_charged[record], bytes);
 }
@@ -66,7 +68,7 @@ static int try(int record, uint64_t bytes, uint64_t limit, struct gna_usage_slot
     uint64_t own = atomic_load(&own_charged[record]), used = device->total > own ? device->total : own;
     int charged = fits(used, bytes, limit);
     if (charged) {
-        slot->device[record].charged += bytes;
+        __atomic_store_n(&slot->device[record].charged, slot->device[record].charged + bytes, __ATOMIC_RELAXED);
         device->total += bytes;
         atomic_fetch_add(&own_charged[record], bytes);
         if (device->total > device->peak) {
@@ -118,7 +120,7 @@ void gna_context_charged(int record, int64_t bytes) {
     struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
     struct gna_usage_device *device = slot == NULL ? NULL : lock_device(record, slot);
     if (device != NULL) {
-        slot->device[record].context += (uint64_t)bytes;
+        __atomic_store_n(&slot->device[record].context, slot->device[record].context + (uint64_t)bytes, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&device->lock);
     }
 }

@@ -117,7 +117,11 @@ HOOK(cuMemAlloc_v2)(CUdeviceptr *dptr, size_t bytesize) {
         return result != CUDA_SUCCESS ? result : REAL(cuMemAlloc_v2)(dptr, bytesize);
     }
     result = gna_charge(GNA_LINEAR, record, bytesize);
-    return result != CUDA_SUCCESS ? result : settle(REAL(cuMemAlloc_v2)(dptr, bytesize), GNA_LINEAR, record, bytesize, *dptr);
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    result = REAL(cuMemAlloc_v2)(dptr, bytesize);
+    return settle(result, GNA_LINEAR, record, bytesize, *dptr);
 }
 
 HOOK(cuMemAlloc)(CUdeviceptr_v1 *dptr, unsigned int bytesize) {
@@ -127,7 +131,11 @@ HOOK(cuMemAlloc)(CUdeviceptr_v1 *dptr, unsigned int bytesize) {
         return result != CUDA_SUCCESS ? result : REAL(cuMemAlloc)(dptr, bytesize);
     }
     result = gna_charge(GNA_LINEAR, record, bytesize);
-    return result != CUDA_SUCCESS ? result : settle(REAL(cuMemAlloc)(dptr, bytesize), GNA_LINEAR, record, bytesize, *dptr);
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    result = REAL(cuMemAlloc)(dptr, bytesize);
+    return settle(result, GNA_LINEAR, record, bytesize, *dptr);
 }
 
 /* The driver chooses the pitch: no more than the width rounded up to 512, as far as is known. If it is more, the
@@ -185,7 +193,11 @@ HOOK(cuMemAllocManaged)(CUdeviceptr *dptr, size_t bytesize, unsigned int flags) 
         return result != CUDA_SUCCESS ? result : REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     }
     result = gna_charge(GNA_MANAGED, record, bytesize);
-    return result != CUDA_SUCCESS ? result : settle(REAL(cuMemAllocManaged)(dptr, bytesize, flags), GNA_MANAGED, record, bytesize, *dptr);
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    result = REAL(cuMemAllocManaged)(dptr, bytesize, flags);
+    return settle(result, GNA_MANAGED, record, bytesize, *dptr);
 }
 
 static bool take(CUdeviceptr pointer, struct gna_entry *entry) {

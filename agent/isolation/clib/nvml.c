@@ -100,17 +100,18 @@ static int processes(device_t device, unsigned *count, void *infos, size_t size)
         return NVML_SUCCESS;
     }
     gna_sweep(true);
-    uint64_t namespace = gna_attach()->namespace, used = gna_usage->header.used_slots;
+    uint64_t namespace = gna_attach()->namespace, used = __atomic_load_n(&gna_usage->header.used_slots, __ATOMIC_ACQUIRE);
     for (unsigned number = 0; number < used && number < GNA_SHARED_SLOT; number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number];
-        uint64_t bytes = slot->device[record].charged;
-        if (slot->state != GNA_SLOT_PROCESS || slot->namespace != namespace || bytes == 0) {
+        uint64_t bytes = __atomic_load_n(&slot->device[record].charged, __ATOMIC_RELAXED);
+        uint32_t state = __atomic_load_n(&slot->state, __ATOMIC_ACQUIRE), pid = __atomic_load_n(&slot->pid, __ATOMIC_RELAXED);
+        if (state != GNA_SLOT_PROCESS || __atomic_load_n(&slot->namespace, __ATOMIC_RELAXED) != namespace || bytes == 0) {
             continue;
         }
         if (found < room && size == sizeof(struct process_v1)) {
-            ((struct process_v1 *)infos)[found] = (struct process_v1){slot->pid, bytes};
+            ((struct process_v1 *)infos)[found] = (struct process_v1){pid, bytes};
         } else if (found < room) {
-            ((struct process_v2 *)infos)[found] = (struct process_v2){slot->pid, bytes, UINT32_MAX, UINT32_MAX};
+            ((struct process_v2 *)infos)[found] = (struct process_v2){pid, bytes, UINT32_MAX, UINT32_MAX};
         }
         found++;
     }

@@ -23,7 +23,8 @@ struct gna_price {
     _Atomic uint64_t ns;
     _Atomic uint32_t launches, due; /* the next one that is measured */
     _Atomic uint32_t blind;         /* launched at a guess, and not settled yet */
-    uint32_t count, every, generation;
+    _Atomic uint32_t count;         /* readings ever; written under the lock alone */
+    uint32_t every, generation;
     uint64_t reading[READINGS];
 };
 
@@ -98,7 +99,7 @@ uint64_t gna_price_ns(struct gna_price *price) {
 
 /* The lock is held. */
 static void reset(struct gna_price *price) {
-    price->count = 0;
+    atomic_store(&price->count, 0);
     price->generation++;
     price->every = OFTEN;
     atomic_store(&price->launches, 0);
@@ -148,8 +149,9 @@ static int in_order(const void *one, const void *other) {
 /* The lock is held. */
 static void learn(struct gna_price *price, uint64_t nanoseconds) {
     uint64_t ordered[READINGS];
-    price->reading[price->count++ % READINGS] = nanoseconds;
-    unsigned count = price->count < READINGS ? price->count : READINGS;
+    unsigned count = atomic_fetch_add(&price->count, 1);
+    price->reading[count % READINGS] = nanoseconds;
+    count = count + 1 < READINGS ? count + 1 : READINGS;
     memcpy(ordered, price->reading, count * sizeof(*ordered));
     qsort(ordered, count, sizeof(*ordered), in_order);
     uint64_t low = ordered[count / 4], high = ordered[count * 3 / 4];
@@ -172,7 +174,7 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
         gna_share_settle(sample->record, owed); /* of a graph that was changed since */
         return;
     }
-    bool is_first = price->count == 0;
+    bool is_first = atomic_load(&price->count) == 0;
     learn(price, nanoseconds);
     if (is_first) {
         uint32_t blind = atomic_exchange(&price->blind, 0);
@@ -294,7 +296,7 @@ static uint32_t apart(const struct gna_price *price) {
 
 struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn) {
     uint32_t number = atomic_fetch_add_explicit(&price->launches, 1, memory_order_relaxed);
-    if (__builtin_expect(price->count == 0, 0)) {
+    if (__builtin_expect(atomic_load_explicit(&price->count, memory_order_relaxed) == 0, 0)) {
         atomic_fetch_add(&price->blind, 1);
     }
     bool is_due = (int32_t)(number - atomic_load_explicit(&price->due, memory_order_relaxed)) >= 0;

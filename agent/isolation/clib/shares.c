@@ -72,14 +72,14 @@ static void refresh(struct share *share, unsigned record) {
 
 /* Whether shares are in force at all; the first launch of a process finds out. */
 static bool armed(void) {
-    if (gna_gate != &closed) {
-        return true;
+    if (__atomic_load_n(&gna_gate, __ATOMIC_ACQUIRE) != &closed) {
+        return true; /* and the files are open for this thread, too */
     }
     const struct gna_limits_gate *gate = gna_limits_gate();
     if (gate == NULL) {
         return false; /* without sound files there is no context, and so nothing to launch */
     }
-    __atomic_store_n(&gna_gate, &gate->compute, __ATOMIC_RELAXED);
+    __atomic_store_n(&gna_gate, &gate->compute, __ATOMIC_RELEASE);
     return !gna_gate_open();
 }
 

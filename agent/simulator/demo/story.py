@@ -10,7 +10,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState
 from agent.simulator.demo.fractions import fractions
-from agent.simulator.demo.mps import mps_shares
+from agent.simulator.demo.mps_pods import mps_shares
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, NotAsTold, Stage, gpu_pod
 from agent.simulator.demo.switching import switching
@@ -43,8 +43,9 @@ class Story:
                 waiting, leaving = await self._pods_are_admitted()
                 await self._freed_gpu_is_used_again(waiting, leaving)
                 await self._kubelet_restarts()
-                await self._gpu_falls_and_returns(agent.inventory.snapshot)
-                stage.check(not agent.blockers(), f"the agent is not ready: {'; '.join(agent.blockers())}")
+                await self._gpu_falls_and_returns(agent.core.inventory.snapshot)
+                blockers = agent.core.readiness.blockers()
+                stage.check(not blockers, f"the agent is not ready: {'; '.join(blockers)}")
                 began = anyio.current_time()
             await self._agent_leaves(began)
         await fractions(stage, self._screen, number=7)

@@ -1,9 +1,9 @@
 """An embedded kubelet: the agent's peer in the demo and in most tests."""
 
-from .api import Pod
+from .api_server import Pod
 from .containers import ContainerView
 from .embedded import EmbeddedKubelet
-from .pods import ContainerSpec, Phase, PodSpec
+from .pod_specs import ContainerSpec, Phase, PodSpec
 from .timings import Timings
 
 __all__ = ["ContainerSpec", "ContainerView", "EmbeddedKubelet", "Phase", "Pod", "PodSpec", "Timings"]

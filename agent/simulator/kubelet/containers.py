@@ -14,7 +14,7 @@ import yaml
 
 from agent._proto.v1beta1 import ContainerAllocateResponse
 
-from .pods import ContainerSpec
+from .pod_specs import ContainerSpec
 
 logger = structlog.get_logger()
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"

@@ -14,9 +14,9 @@ import structlog
 
 from agent._proto.v1beta1 import ContainerAllocateResponse, Device, DevicePluginOptions
 
-from . import checkpoint
-from .pods import ContainerSpec, PodSpec
-from .state import Allocation, CallFailed, Endpoint, PluginCalls, Tables
+from . import checkpoint_file
+from .device_tables import Allocation, CallFailed, Endpoint, PluginCalls, Tables
+from .pod_specs import ContainerSpec, PodSpec
 from .timings import Timings
 
 logger = structlog.get_logger()
@@ -53,7 +53,7 @@ class DeviceManager:
 
     async def load(self) -> bool:
         """Read the checkpoint; whether there was one. Its resources count 0 until they register again."""
-        found = await anyio.to_thread.run_sync(checkpoint.read, self._folder)
+        found = await anyio.to_thread.run_sync(checkpoint_file.read, self._folder)
         if found is None:
             return False
         self.tables.pods, resources = found
@@ -73,8 +73,8 @@ class DeviceManager:
     async def save(self) -> None:
         """Write the checkpoint."""
         async with self._checkpoint_lock:
-            data = checkpoint.snapshot(self.tables.pods, self.tables.healthy)
-            await anyio.to_thread.run_sync(checkpoint.write, self._folder, data)
+            data = checkpoint_file.snapshot(self.tables.pods, self.tables.healthy)
+            await anyio.to_thread.run_sync(checkpoint_file.write, self._folder, data)
 
     def free_inactive(self) -> None:
         """Free the devices of pods that run no more; the kubelet does so only when somebody looks."""

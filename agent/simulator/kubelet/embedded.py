@@ -19,11 +19,11 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agent.kit.supervise import describe
 
-from .api import Api, NodeObserver, Pod
+from .api_server import Api, NodeObserver, Pod
 from .containers import ContainerView, Runtime
 from .devices import KubeletPanicked
 from .life import SOCKET, Folders, Life, ListObserver, Machine
-from .pods import PodSpec
+from .pod_specs import PodSpec
 from .scheduler import Scheduler
 from .timings import Timings
 from .workers import Containers
@@ -153,10 +153,6 @@ class EmbeddedKubelet:
         return self.api.capacity
 
     def known_devices(self, resource: str) -> int:
-        """Healthy devices that the running kubelet knows of, whatever the node's status still says."""
-        return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
-
-    def healthy(self, resource: str) -> int:
         """Devices that the kubelet itself knows as healthy; the node's status may have been patched ahead."""
         return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import anyio
 from aiohttp import web
 
-from .api import Api, Pod
+from .api_server import Api, Pod
 from .http_objects import Object, container, line, merge, namespace, status_text, without_version
 from .http_scheduling import SchedulingApi
-from .pods import Phase
+from .pod_specs import Phase
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Interference = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]

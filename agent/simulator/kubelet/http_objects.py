@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .pods import ContainerSpec
+from .pod_specs import ContainerSpec
 
 Object = dict[str, Any]
 

@@ -16,16 +16,16 @@ from anyio.abc import TaskGroup
 
 from agent._proto.v1beta1 import Device
 
-from .api import Api, Pod
+from .api_server import Api, Pod
 from .containers import Runtime
+from .device_tables import Tables
 from .devices import AdmissionRefused, DeviceManager
-from .podresources import PodResourcesServer
-from .pods import Phase
+from .grpc_peer import serving
+from .pod_specs import Phase
+from .podresources_server import PodResourcesServer
 from .registration import Plugins, RegistrationServer
 from .registry import RegistryWatcher
-from .state import Tables
 from .timings import Timings
-from .wire import serving
 from .workers import Containers, PodWorkers
 
 logger = structlog.get_logger()

@@ -9,9 +9,9 @@ from grpclib.const import Cardinality
 
 from agent._proto import v1beta1
 
-from .state import CallFailed
+from .device_tables import CallFailed
+from .grpc_peer import CALL_FAILURES, UnixChannel, go_error
 from .timings import Timings
-from .wire import CALL_FAILURES, UnixChannel, go_error
 
 
 @contextmanager
@@ -38,7 +38,7 @@ class PluginClient:
         deadline = anyio.current_time() + self._timings.dial
         try:
             await self._channel.dial(self._timings.dial)
-        except OSError as error:
+        except CALL_FAILURES as error:  # GRPCError: the kubelet stops meanwhile
             raise CallFailed(f"failed to dial device plugin: {error}") from error
         with translated():
             return await self._stub.get_device_plugin_options(timeout=deadline - anyio.current_time())

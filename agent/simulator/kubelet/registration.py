@@ -16,8 +16,8 @@ from grpclib.exceptions import GRPCError
 
 from agent._proto import v1beta1
 
+from .device_tables import CallFailed, Endpoint, Tables
 from .plugin import PluginClient
-from .state import CallFailed, Endpoint, Tables
 from .timings import Timings
 
 logger = structlog.get_logger()

@@ -17,11 +17,11 @@ from anyio.abc import TaskGroup
 
 from agent._proto import pluginregistration as registration
 
+from .device_tables import CallFailed
+from .grpc_peer import UnixChannel
 from .plugin import translated
 from .registration import Plugins
-from .state import CallFailed
 from .timings import Timings
-from .wire import UnixChannel
 
 logger = structlog.get_logger()
 PLUGIN_TYPE = "DevicePlugin"

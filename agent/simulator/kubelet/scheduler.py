@@ -3,7 +3,7 @@
 import anyio
 import structlog
 
-from .api import Api, Extender, Pod
+from .api_server import Api, Extender, Pod
 
 logger = structlog.get_logger()
 UNSCHEDULABLE = "Unschedulable"

@@ -9,11 +9,11 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from .api import Api, Pod
+from .api_server import Api, Pod
 from .containers import ContainerRefused, ContainerView, Runtime
+from .device_tables import CallFailed
 from .devices import AdmissionRefused, DeviceManager
-from .pods import ContainerSpec, Phase
-from .state import CallFailed
+from .pod_specs import ContainerSpec, Phase
 from .timings import Timings
 
 logger = structlog.get_logger()

@@ -9,9 +9,9 @@ import anyio
 import anyio.to_thread
 
 from agent._proto.v1beta1 import ContainerAllocateResponse
-from agent.simulator.kubelet import ContainerSpec, Pod, PodSpec, checkpoint
-from agent.simulator.kubelet.api import Api
-from agent.simulator.kubelet.state import NO_NUMA, Allocation, PodDevices
+from agent.simulator.kubelet import ContainerSpec, Pod, PodSpec, checkpoint_file
+from agent.simulator.kubelet.api_server import Api
+from agent.simulator.kubelet.device_tables import NO_NUMA, Allocation, PodDevices
 from tests.bench.client import KubeletClient, kubelet_client, timed
 from tests.bench.conditions import RESOURCES, Conditions
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
@@ -87,7 +87,7 @@ def _record(folder: Path, held: Mapping[Pod, str]) -> None:
     devices = PodDevices()
     for pod, gpu in held.items():
         devices.insert(pod.uid, "main", RESOURCE, Allocation({NO_NUMA: (gpu,)}, ContainerAllocateResponse()))
-    checkpoint.write(folder, checkpoint.snapshot(devices, {RESOURCE: set(held.values())}))
+    checkpoint_file.write(folder, checkpoint_file.snapshot(devices, {RESOURCE: set(held.values())}))
 
 
 @measurement(

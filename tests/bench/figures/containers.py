@@ -16,7 +16,7 @@ from agent.app.build_telemetry import SWITCH_SECONDS
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec
-from agent.simulator.kubelet.api import Api
+from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
 from agent.telemetry.page import MetricsPage

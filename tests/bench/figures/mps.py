@@ -16,13 +16,13 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Assignment
 from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
-from agent.mps.compute import NoComputeModes
+from agent.mps.compute_mode import NoComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.options import Options
-from agent.mps.status import EventReason
 from agent.simulator.kubelet.http_api import HttpApi
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.bench.conditions import Conditions, Node, short_folder
 from tests.bench.registry import Figure, Taken, measurement, percentile
 from tests.mps_binaries import SUITES, control_program

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 import grpc
 
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.bench.conditions import Conditions, Node
 from tests.bench.registry import Figure, Taken, measurement, percentile
 from tests.cluster.build import build_parts

@@ -14,8 +14,8 @@ import grpc
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
+from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.podresources import PodList
-from agent.kubelet.server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
@@ -24,8 +24,8 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.plugins.inject import Injector
 from agent.plugins.vgpu import VgpuPlugin, build
 from agent.settings import Settings
-from agent.simulator.kubelet.api import Api
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.api_server import Api
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine

@@ -70,7 +70,8 @@ def _have_lists() -> bool:
 
 def _options(*, fresh: bool, report: Report) -> list[str]:
     """Options for apt-get; `fresh` reads package lists of our own, so that the machine's stay as they are."""
-    options = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]
+    # Of tests that run at once, several may install something.
+    options = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300"]
     if not fresh:
         return options
     private = cache_root() / "apt"

@@ -2,12 +2,9 @@
  *
  * usage: storm LIBCUDA PROCESSES KILLS SEED
  * Prints what happened as JSON. The processes end by SIGKILL alone; at the end all of them do. */
-#include <dlfcn.h>
 #include <errno.h>
 #include <signal.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -15,15 +12,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <cuda.h>
+#include "holdings.h"
 
-#define MIB (UINT64_C(1) << 20)
-#define HOLDINGS 6
 #define MOST 4096
-
-enum class { LINEAR, SMALL, PITCH, MANAGED, PHYSICAL, POOL, ARRAY, MIPMAP, GRAPH, CODE, CLASSES };
-static const char *const names[CLASSES] = {"linear", "small", "pitch", "managed", "physical",
-                                           "pool", "array", "mipmap", "graph", "code"};
 
 struct tally { /* shared by all processes */
     uint64_t granted[CLASSES], refused[CLASSES], contexts, contexts_refused, errors;
@@ -31,124 +22,12 @@ struct tally { /* shared by all processes */
     int first_error, first_class;
 };
 static struct tally *tally;
-static unsigned seed;
-static void *driver;
-
-struct holding {
-    int used;
-    enum class class;
-    CUdeviceptr address;
-    uint64_t size;
-    void *handle;
-    CUgraph graph;
-};
-
-/* Looked up by name at each call, as a program with late binding does: the library hooks dlsym. */
-#define CALL(symbol) ((__typeof__(&symbol))dlsym(driver, NAME(symbol)))
-#define NAME(symbol) NAME_(symbol)
-#define NAME_(symbol) #symbol
-
-static uint32_t dice(uint32_t sides) {
-    return (uint32_t)rand_r(&seed) % sides;
-}
 
 static void rest(uint32_t most_us) {
     usleep(dice(most_us)); /* hundreds share a few processors: the killer must get its turn, too */
     while (__atomic_fetch_add(&tally->steps, 1, __ATOMIC_RELAXED) >= __atomic_load_n(&tally->allowed, __ATOMIC_RELAXED)) {
         __atomic_fetch_sub(&tally->steps, 1, __ATOMIC_RELAXED);
         usleep(20000 + dice(40000));
-    }
-}
-
-static CUresult take_physical(struct holding *holding) {
-    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
-    CUmemGenericAllocationHandle handle;
-    CUresult result = CALL(cuMemCreate)(&handle, holding->size, &properties, 0);
-    if (result != CUDA_SUCCESS) {
-        return result;
-    }
-    CALL(cuMemAddressReserve)(&holding->address, holding->size, 0, 0, 0);
-    CALL(cuMemMap)(holding->address, holding->size, 0, handle, 0);
-    return CALL(cuMemRelease)(handle); /* the mapping keeps it */
-}
-
-static CUresult take_graph(struct holding *holding) {
-    CUDA_MEM_ALLOC_NODE_PARAMS params = {.bytesize = holding->size};
-    CUgraphNode node, last;
-    params.poolProps.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
-    params.poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    CALL(cuGraphCreate)(&holding->graph, 0);
-    CALL(cuGraphAddMemAllocNode)(&node, holding->graph, NULL, 0, &params);
-    CALL(cuGraphAddMemFreeNode)(&last, holding->graph, &node, 1, params.dptr);
-    CUresult result = CALL(cuGraphInstantiateWithFlags)((CUgraphExec *)&holding->handle, holding->graph, 0);
-    if (result == CUDA_SUCCESS) {
-        result = CALL(cuGraphLaunch)(holding->handle, NULL);
-        if (result != CUDA_SUCCESS) {
-            CALL(cuGraphExecDestroy)(holding->handle);
-        }
-    }
-    if (result != CUDA_SUCCESS) {
-        CALL(cuGraphDestroy)(holding->graph);
-    }
-    return result;
-}
-
-static CUresult take(struct holding *holding) {
-    CUDA_ARRAY3D_DESCRIPTOR shape = {.Width = 1024, .Height = 256 * (1 + dice(16)), .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
-    size_t pitch;
-    holding->size = 2 * MIB * (1 + dice(24));
-    switch (holding->class) {
-    case LINEAR:
-        return CALL(cuMemAlloc)(&holding->address, holding->size);
-    case SMALL:
-        return CALL(cuMemAlloc)(&holding->address, 1024 * (1 + dice(1000)));
-    case PITCH:
-        return CALL(cuMemAllocPitch)(&holding->address, &pitch, 1000 + dice(9000), 1 + dice(4000), 4);
-    case MANAGED:
-        return CALL(cuMemAllocManaged)(&holding->address, holding->size, CU_MEM_ATTACH_GLOBAL);
-    case PHYSICAL:
-        return take_physical(holding);
-    case POOL:
-        return CALL(cuMemAllocAsync)(&holding->address, holding->size + dice(4096), NULL);
-    case ARRAY:
-        return CALL(cuArray3DCreate)((CUarray *)&holding->handle, &shape);
-    case MIPMAP:
-        return CALL(cuMipmappedArrayCreate)((CUmipmappedArray *)&holding->handle, &shape, 8);
-    case GRAPH:
-        return take_graph(holding);
-    default:
-        return CALL(cuModuleLoadData)((CUmodule *)&holding->handle, "image");
-    }
-}
-
-static void give_back(struct holding *holding) {
-    switch (holding->class) {
-    case PHYSICAL:
-        CALL(cuMemUnmap)(holding->address, holding->size);
-        CALL(cuMemAddressFree)(holding->address, holding->size);
-        break;
-    case POOL:
-        CALL(cuMemFreeAsync)(holding->address, NULL);
-        if (dice(2)) {
-            CALL(cuStreamSynchronize)(NULL);
-        }
-        break;
-    case ARRAY:
-        CALL(cuArrayDestroy)(holding->handle);
-        break;
-    case MIPMAP:
-        CALL(cuMipmappedArrayDestroy)(holding->handle);
-        break;
-    case GRAPH:
-        CALL(cuGraphExecDestroy)(holding->handle);
-        CALL(cuGraphDestroy)(holding->graph);
-        CALL(cuDeviceGraphMemTrim)(0);
-        break;
-    case CODE:
-        CALL(cuModuleUnload)(holding->handle);
-        break;
-    default:
-        CALL(cuMemFree)(holding->address);
     }
 }
 
@@ -180,14 +59,8 @@ static void tenant(const char *path) {
     CALL(cuCtxSetCurrent)(context);
     for (;;) {
         struct holding *holding = &holdings[dice(HOLDINGS)];
-        if (holding->used) {
-            give_back(holding);
-            holding->used = 0;
-        } else {
-            holding->class = (enum class)dice(CLASSES);
-            result = take(holding);
+        if (exchange(holding, &result)) {
             note(result, holding->class, &tally->granted[holding->class], &tally->refused[holding->class]);
-            holding->used = result == CUDA_SUCCESS;
         }
         rest(150000);
     }

@@ -8,12 +8,13 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation.folders import LimitFolders, key_of
-from agent.isolation.limits import Bind, Policy, Request
+from agent.isolation.limits import Policy, Request
 from agent.isolation.resize import replace_about
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.mount import Mount
 from tests.component.caps.conftest import Programs
 from tests.component.caps.container import Container
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
@@ -29,13 +30,13 @@ def room(root: Path, library: Path) -> Isolation:
     return Isolation(LimitFolders(root / "run"), library, root / "state", Policy.STRICT, record)
 
 
-def mounted(root: Path, binds: tuple[Bind, ...]) -> Container:
+def mounted(root: Path, mounts: tuple[Mount, ...]) -> Container:
     """What a container sees of it: the very files, below other paths."""
     folder = root / "container"
     folder.mkdir()
-    for each in binds:
+    for each in mounts:
         os.link(each.host_path, folder / Path(each.container_path).name)
-    library = next(each for each in binds if each.container_path.endswith(".so"))
+    library = next(each for each in mounts if each.container_path.endswith(".so"))
     (folder / "libgna-limits.so").symlink_to(Path(library.container_path).name)
     return Container(folder)
 
@@ -54,7 +55,7 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     await agent.start()
     assert agent.problem is None
     admission = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
-    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.binds)
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
     start = partial(programs, container, "init()")
     program = await anyio.to_thread.run_sync(start)
     before = machine.used()

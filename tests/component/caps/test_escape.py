@@ -1,11 +1,9 @@
 """What a tenant may try to get more than its cap; the numbers are those of docs/vgpu.md.
 
-The program runs as in a container: a mount namespace with the container's folder at a path of its own and an
-/etc whose ld.so.preload names the library.
+Those that are tried on hardware, too, are in tests/gpu/escapes.py.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,9 @@ import pytest
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import Container, make
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+from tests.gpu import escapes
+from tests.gpu.escapes import WAYS, contained
 
-LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 # Fills the GPU with pieces of 64 MiB and says how many it got.
 GREEDY = (
     "import ctypes, sys\n"
@@ -28,38 +27,12 @@ GREEDY = (
 )
 FITS = (1024 - 300) // 64
 UNLIMITED = (16384 - 300) // 64
-WAYS: dict[str, list[str]] = {
-    "1 environment emptied": ["env", "-i"],
-    "1 own LD_PRELOAD": ["env", "LD_PRELOAD=libm.so.6"],
-    "2 another user": ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
-    "2 subprocess of a subprocess": ["sh", "-c", 'env -i "$@"', "sh"],
-    "2 new session": ["setsid", "--wait"],
-    "3 limits in the environment": ["env", "CUDA_DEVICE_MEMORY_LIMIT=64g", "NVIDIA_GPU_MEMORY_LIMIT=65536"],
-    "4 switches of others": [
-        "env",
-        "CUDA_DISABLE_CONTROL=true",
-        "DISABLE_VGPU=1",
-        "GPU_CORE_UTILIZATION_POLICY=disable",
-    ],
-    "8 loader called by hand": [
-        next((it for it in LOADERS if Path(it).exists()), LOADERS[0]),
-        "--preload",
-        "",
-    ],
-    "20 forged MPS limit": ["env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=64G"],
-}
 
 
 @pytest.fixture
 def etc(tmp_path: Path) -> Path:
     """An /etc for containers that preloads what lies at /mnt."""
-    folder = tmp_path / "etc"
-    folder.mkdir()
-    for name in ("ld.so.cache", "passwd", "group", "nsswitch.conf"):
-        if Path("/etc", name).exists():
-            shutil.copy(Path("/etc", name), folder)
-    (folder / "ld.so.preload").write_text("/mnt/libgna-limits.so\n")
-    return folder
+    return escapes.etc(tmp_path / "etc", "libgna-limits.so")
 
 
 def _granted(
@@ -70,18 +43,9 @@ def _granted(
     # Beside the driver, since the environment may be emptied.
     state = container.folder / "cuda-state"
     state.touch()
-    mounts = f"mount --bind {container.folder} /mnt && mount --bind {machine.path} /mnt/cuda-state"
-    shell = f'{mounts} && mount --bind {etc} /etc && exec "$@"'
     command = [*way, sys.executable, "-I", "-S", "-c", script, "/mnt/libcuda.so.1"]
-    done = subprocess.run(
-        ["unshare", "--mount", "--propagation=private", "sh", "-c", shell, "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    mount = f"mount --bind {machine.path} /mnt/cuda-state"
+    return int(contained(command, container.folder, etc, mount))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.headers import include
 from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.native import program
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+from tests.gpu.filling import FILL, HELPERS, PIECES
 
 CONTEXT: Final = 4
 CAP: Final = 3072
@@ -20,11 +20,7 @@ CAP: Final = 3072
 @pytest.fixture(scope="module")
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program."""
-    folder = tmp_path_factory.mktemp("storm")
-    source = Path(__file__).with_name("storm.c")
-    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-isystem{include('13')}"]
-    toolchain.compile_c([*flags, str(source), "-o", str(folder / "storm"), "-ldl"], folder)
-    return folder / "storm"
+    return program(tmp_path_factory.mktemp("storm"), "storm")
 
 
 def run(storm: Path, driver: Path, environment: Mapping[str, str], *arguments: int) -> dict[str, Any]:
@@ -57,40 +53,6 @@ def test_memory_storm_never_over(
     after = programs(made, "init()")
     assert after("memory()") == [(CAP - CONTEXT) * MIB, CAP * MIB]
     assert made.charged() == machine.used() == CONTEXT * MIB
-
-
-FILL = {
-    "linear": ("alloc(8)", "free(one)"),
-    "small": ("alloc(0.25)", "free(one)"),
-    "pitch": ("pitched(8)", "free(one)"),
-    "managed": ("out('cuMemAllocManaged', size(8 * MIB), 1)", "free(one)"),
-    "physical": ("create(8)", "check('cuMemRelease', u64(one))"),
-    "pool": ("out('cuMemAllocAsync', size(8 * MIB), u64())", "check('cuMemFreeAsync', u64(one), u64())"),
-    "array": ("array(2048, 1024)", "check('cuArrayDestroy', u64(one))"),
-    "mipmap": ("array(2048, 1024, levels=1)", "check('cuMipmappedArrayDestroy', u64(one))"),
-    "graph": ("launched(8)", "check('cuMemFree_v2', u64(one))"),
-    "code": ("out('cuModuleLoadData', b'image')", "check('cuModuleUnload', u64(one))"),
-}
-PIECES = {"small": 4 * 1024, "code": 512}  # of 0.25 and of 2 MiB; all others are of 8
-HELPERS = """
-def pitched(megabytes):
-    address, pitch = u64(), size(0)
-    where = ctypes.byref(address), ctypes.byref(pitch)
-    check("cuMemAllocPitch_v2", *where, size(4096), size(megabytes * 256), 4)
-    return address.value
-
-def launched(megabytes):
-    graph = out("cuGraphCreate", 0)
-    address = alloc_node(graph, megabytes)
-    ready = out("cuGraphInstantiateWithFlags", u64(graph), u64())
-    check("cuGraphLaunch", u64(ready), u64())
-    check("cuGraphExecDestroy", u64(ready))
-    return address
-
-def tidy():
-    check("cuCtxSynchronize")
-    check("cuDeviceGraphMemTrim", 0)
-"""
 
 
 @pytest.mark.parametrize("kind", FILL)

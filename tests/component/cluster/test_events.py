@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.cluster.events import WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
+from agent.cluster.event_recorder import WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import objects, status
 from tests.component.kubelet_room.parts import eventually

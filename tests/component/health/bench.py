@@ -15,7 +15,7 @@ from agent import settings
 from agent._proto import v1beta1
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
-from agent.inventory.rules import rules_from
+from agent.inventory.health_rules import rules_from
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor

@@ -55,7 +55,7 @@ async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedK
             await run(kubelet, pod("old", 5))
             before = held(kubelet, pod("old"))
             await kubelet.restart(down=0.1)
-            await eventually(lambda: plugin.streams == 1)
+            await eventually(lambda: plugin.streams == 1 and kubelet.known_devices(GPU) == 8)
             await run(kubelet, pod("new", 3))
             assert kubelet.pod(pod("old")).phase is Phase.RUNNING
             assert held(kubelet, pod("old")) == before
@@ -94,13 +94,15 @@ async def test_pod_deleted_while_the_kubelet_is_down_goes_at_its_start(
     kubelet: EmbeddedKubelet, root: Path
 ) -> None:
     async with kubelet.running():
-        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)
             await run(kubelet, pod("old", 8))
             await kubelet.stop()
             kubelet.api.delete(pod("old"))
             await kubelet.start()
-            await eventually(lambda: pod("old").key not in kubelet.api.pods and plugin.streams == 1)
+            await eventually(
+                lambda: pod("old").key not in kubelet.api.pods and kubelet.known_devices(GPU) == 8
+            )
             await run(kubelet, pod("new", 8))
 
 

@@ -11,8 +11,8 @@ from h2.events import RequestReceived
 
 from agent._proto import pluginregistration, v1beta1
 from agent.simulator.kubelet import EmbeddedKubelet
+from agent.simulator.kubelet.grpc_peer import UnixChannel
 from agent.simulator.kubelet.registration import is_extended_resource
-from agent.simulator.kubelet.wire import UnixChannel
 from tests.component.kubelet.peer import Plugin
 
 

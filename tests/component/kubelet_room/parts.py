@@ -13,8 +13,8 @@ import anyio.to_thread
 import grpc
 
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, PreferenceRequest
-from agent.kubelet.server import DrainableServer
+from agent.kubelet.grpc_server import DrainableServer
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 from agent.kubelet.service import DevicePluginService
 from agent.model.modes import Assignment
 from agent.plugins import encode

@@ -14,10 +14,10 @@ import anyio.to_thread
 import grpc
 import pytest
 
-from agent.kubelet import server as server_module
+from agent.kubelet import grpc_server as server_module
 from agent.kubelet import service as service_module
-from agent.kubelet.api import Allocation
-from agent.kubelet.server import DrainableServer
+from agent.kubelet.grpc_server import DrainableServer
+from agent.kubelet.plugin_types import Allocation
 from tests.component.kubelet_room.parts import (
     V1BETA1,
     Peer,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.api import Allocation, PreferenceRequest, Refused, ResourcePlugin
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused, ResourcePlugin
 from agent.model.ids import BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, Mode
 from agent.plugins import encode

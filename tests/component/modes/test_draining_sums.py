@@ -6,7 +6,7 @@ import anyio
 
 from agent.model.demand import VGPU
 from agent.node.conditions import CONDITION
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.test_status import command
 from tests.scenarios.mode_node import GPUS, ModeNode, mode_node

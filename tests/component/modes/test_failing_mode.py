@@ -10,13 +10,13 @@ from typing import Any
 
 import anyio
 
-from agent.cluster.events import EventRecorder
+from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts, Condition
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
-from agent.model.layout import everywhere
 from agent.model.modes import Assignment, Mode
+from agent.model.node_layout import everywhere
 from agent.modes.desired import Desired
 from agent.modes.retry import LONGEST_SECONDS
 from agent.modes.switcher import ModeSwitcher
@@ -130,7 +130,7 @@ async def failing() -> AsyncIterator[FailingNode]:
         world.assignment,
         Kubelet(),
         FollowedLists(world),
-        announcer=world.parts.withdrawals,
+        announcer=world.withdrawals,
         backends={Mode.MPS: daemon},
     )
     reported = ReportedNode(api, world.node)
@@ -154,7 +154,7 @@ class FollowedLists(Lists):
 
     def refresh(self) -> None:
         super().refresh()
-        self._world.parts.capacity.wake()
+        self._world.capacity.wake()
 
     async def delivered(self) -> None:
         await self._world._delivered()

@@ -12,7 +12,7 @@ from agent.modes.desired import LABEL
 from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
-from agent.simulator.kubelet.pods import Phase
+from agent.simulator.kubelet.pod_specs import Phase
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.test_status import command
 from tests.scenarios.mode_node import ModeNode, mode_node

@@ -13,7 +13,7 @@ import anyio.to_thread
 import agent
 from agent.modes.desired import LABEL
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
-from agent.simulator.kubelet.pods import ContainerSpec, Phase, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.scenarios import agent_face
 from tests.scenarios.rig import GPU

@@ -19,7 +19,7 @@ from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.nvml.errors import NvmlCode
 from agent.simulator import events
-from agent.simulator.kubelet.pods import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status import client
 from agent.web.control import NAME
 from agent.web.server import HttpServer, Reply, Request

@@ -12,11 +12,11 @@ import anyio.to_thread
 from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from agent.nvml.port import ComputeMode
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"

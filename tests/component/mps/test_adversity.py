@@ -14,11 +14,11 @@ import pytest
 
 from agent.mps import probing, processes
 from agent.mps.binary import CONTROL, SERVER, Program
-from agent.mps.control import Control
+from agent.mps.control_commands import Control
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import CommandRefused
-from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 

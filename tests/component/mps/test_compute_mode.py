@@ -13,10 +13,10 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps import daemon_manager, processes
 from agent.mps.binary import Program
-from agent.mps.compute import RECORD
+from agent.mps.compute_mode import RECORD
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
-from agent.mps.status import EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports
 from tests.component.mps.test_daemon_manager import daemons, gpu, running

@@ -13,11 +13,11 @@ import anyio.to_thread
 import pytest
 
 from agent.mps.binary import Program
-from agent.mps.control import Control, environment
+from agent.mps.control_commands import Control, environment
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState
 from agent.mps.errors import CommandRefused, Unanswered
 from agent.mps.parse import ServerState
-from agent.mps.status import DaemonState
 from tests.component.mps.keeping import OPTIONS, Bench, reached
 
 

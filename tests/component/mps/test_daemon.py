@@ -14,9 +14,9 @@ import pytest
 
 from agent.mps import following, serverlog
 from agent.mps.binary import Program
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
-from agent.mps.status import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import (
     OPTIONS,

@@ -17,7 +17,7 @@ from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.mps import daemon_manager as fleet_module
 from agent.mps import processes
 from agent.mps.binary import Program, find
-from agent.mps.control import environment
+from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories

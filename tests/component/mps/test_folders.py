@@ -22,11 +22,11 @@ import pytest
 
 from agent.mps import launch, launcher
 from agent.mps.binary import CONTROL, Program
-from agent.mps.control import environment
+from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
-from agent.mps.status import DaemonState
 from tests.component.mps.keeping import Bench, daemons_of, reached
 from tests.component.mps.pods import NOBODY, Container, again_and_again
 from tests.unit.kit.test_trees import deep

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.model.gpu import Gpu
-from agent.model.mps import limits
+from agent.model.mps_abilities import limits
 from agent.mps.binary import SERVER
 from agent.mps.directories import Directories
 from tests.component.mps import fake_cuda

@@ -11,11 +11,11 @@ import anyio.to_thread
 import pytest
 
 from agent.mps import launch, shared_memory
-from agent.mps import sweep as sweep_module
+from agent.mps import shm_sweep as sweep_module
 from agent.mps.binary import Program
-from agent.mps.control import Survey
+from agent.mps.control_commands import Survey
 from agent.mps.directories import Directories
-from agent.mps.sweep import sweep
+from agent.mps.shm_sweep import sweep
 from agent.mps.upkeep import Upkeep
 from tests.component.mps.keeping import OPTIONS, UUID, Modes
 from tests.component.mps.pods import NOBODY, Container

@@ -9,12 +9,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.mps import PIPE_DIRECTORY
+from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps.binary import Program
-from agent.mps.control import environment
+from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState
 from agent.mps.directories import Directories
-from agent.mps.status import DaemonState
 from agent.simulator import mps_control
 from tests.component.mps.keeping import OPTIONS, Bench, reached
 

@@ -17,10 +17,10 @@ import pytest
 
 from agent.mps import launch, probing, processes
 from agent.mps.binary import CONTROL, Program
-from agent.mps.control import environment
+from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
-from agent.mps.status import DaemonState, DaemonStatus, EventReason
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, Word, daemons_of, reached
 
 TENANT = 65534

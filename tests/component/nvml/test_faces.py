@@ -8,8 +8,8 @@ import pytest
 from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
 from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleRequest
 from agent.nvml.sampling import mean_use
-from agent.simulator.calls import CALLS
 from agent.simulator.machine import SimulatedMachine
+from agent.simulator.nvml_functions import CALLS
 from agent.simulator.profiles import PROFILES
 from agent.simulator.state import ProcessKind
 from tests.component.nvml.conftest import Faces, outcome

@@ -1,6 +1,6 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
-from tests.storm.acts import agents, api, gpus, kubelets, mps, users
+from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
 
@@ -24,12 +24,22 @@ FAULTS = (
     Family("api silent", {api.silence: 3, api.mute_switch: 1}),
 )
 MPS_FAULTS = (Family("mps daemons", {mps.die: 4, mps.hang: 3, mps.refuse: 2, mps.forge: 2, mps.meddle: 2}),)
+EXTENDER_FAULTS = (
+    Family("extender ended", {extenders.end: 4}),
+    Family("extender away", {extenders.away: 3, extenders.slow: 3}),
+    Family("pods without extender", {extenders.place_without: 10}),
+)
 RESIZES = Family("resizes", {users.resize: 12})
 
 
 def families(shape: Shape) -> tuple[Family, ...]:
     """Faults that can befall a world of this shape."""
-    return (*FAULTS, *(MPS_FAULTS if shape.mps else ()), *((RESIZES,) if shape.resize else ()))
+    return (
+        *FAULTS,
+        *(MPS_FAULTS if shape.mps else ()),
+        *((RESIZES,) if shape.resize else ()),
+        *(EXTENDER_FAULTS if shape.extender else ()),
+    )
 
 
 async def calm(world: World) -> None:
@@ -49,6 +59,8 @@ async def calm(world: World) -> None:
         if daemon.forged:
             world.daemons.end(daemon.process.pid)
     kubelets.mend_checkpoint(world)
+    if world.shape.extender:
+        await world.extenders.calm()
     await world.kubelet_up.wait()
     await world.start_agent()
 

@@ -5,7 +5,7 @@ import random
 import anyio
 
 from agent.nvml.port import ComputeMode
-from agent.simulator.kubelet.checkpoint import FILE_NAME
+from agent.simulator.kubelet.checkpoint_file import FILE_NAME
 from tests.storm.world import World
 
 

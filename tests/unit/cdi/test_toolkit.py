@@ -7,7 +7,7 @@ import pytest
 
 from agent.cdi import toolkit
 from agent.cdi.errors import BadSpecification, GenerationFailed
-from agent.cdi.programs import present
+from agent.cdi.nvidia_programs import present
 from agent.cdi.toolkit import Places, Toolkit
 from tests.unit.cdi.test_specification import text
 

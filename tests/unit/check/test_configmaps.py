@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.check import reading
+from agent.check import configmap_sources
 from agent.check.configmaps import Found, concerns, faults
 from agent.cli.main import main
 
@@ -71,7 +71,7 @@ def test_other_vendors_devices_pass() -> None:
 
 
 def test_our_own_pass() -> None:
-    assert faults(reading.from_files([OWN])) == []
+    assert faults(configmap_sources.from_files([OWN])) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from agent.cdi.specification import FILE, KIND, Devices
 from agent.check.host import Host
 from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, verdict
-from agent.check.node import Observed, look
+from agent.check.node_check import Observed, look
 from agent.check.own_specification import Own, own_specification
 from agent.check.software import NodeFacts
 from agent.cli.main import main

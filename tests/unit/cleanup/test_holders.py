@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import pytest
 
-from agent.cleanup import node
+from agent.cleanup import this_node
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.cluster.api import KubeApi
 from agent.cluster.pods import Pod, PodCache
@@ -41,8 +41,8 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubelet:
     made = Kubelet(tmp_path)
-    monkeypatch.setattr(node, "PodResources", lambda _: made)
-    monkeypatch.setattr(node, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(this_node, "PodResources", lambda _: made)
+    monkeypatch.setattr(this_node, "SYNC_SECONDS", 0.0)
     return made
 
 
@@ -71,23 +71,23 @@ async def test_a_pod_that_the_kubelet_lists_stands_in_the_way(settings: Settings
     kubelet.holdings = (Holding("team", "a", "main", CORE, (SHARE,)),)
     for known in (cache("a"), None):
         with pytest.raises(CleanupRefused, match=r"1 pod\(s\) hold MPS shares.*team/a"):
-            await node.refuse_holders(settings, known)
+            await this_node.refuse_holders(settings, known)
 
 
 async def test_so_does_one_that_only_the_checkpoint_shows(settings: Settings, kubelet: Kubelet) -> None:
     """Its plain init container has the share."""
     remember(settings, "a")
     with pytest.raises(CleanupRefused, match="team/a"):
-        await node.refuse_holders(settings, cache("a"))
+        await this_node.refuse_holders(settings, cache("a"))
 
 
 async def test_entries_of_pods_that_have_ended_hold_nothing(settings: Settings, kubelet: Kubelet) -> None:
     """The kubelet keeps them until the next pod with devices comes."""
     remember(settings, "ended")
-    await node.refuse_holders(settings, cache())
-    await node.refuse_holders(settings, None)
+    await this_node.refuse_holders(settings, cache())
+    await this_node.refuse_holders(settings, None)
 
 
 async def test_without_the_api_server_s_word_nobody_can_tell(settings: Settings, kubelet: Kubelet) -> None:
     with pytest.raises(CleanupFailed, match=r"the API server does not tell.*\(gone away\)"):
-        await node.refuse_holders(settings, cache(problem="gone away"))
+        await this_node.refuse_holders(settings, cache(problem="gone away"))

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.cleanup import node
+from agent.cleanup import this_node
 from agent.cleanup.errors import CleanupFailed
 from agent.cleanup.node_object import forget
 from agent.cli.main import main
@@ -57,11 +57,11 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     for name in (*ours, *foreign):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    node.remove_files(settings)
+    this_node.remove_files(settings)
     assert [name for name in ours if (tmp_path / name).exists()] == []
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
-    node.remove_files(settings)
+    this_node.remove_files(settings)
 
 
 def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, logs: Any) -> None:
@@ -69,12 +69,12 @@ def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, 
     for name in (*named, "state/verdicts.json", "cdi/gpu-node-agent.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not node.remove_files(settings, {"team/training"})
+    assert not this_node.remove_files(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in named)
     assert not (tmp_path / "state/verdicts.json").exists()
     assert not (tmp_path / "cdi/gpu-node-agent.json").exists()
     assert [(each["event"], each["pods"]) for each in logs] == [("gpu_specification_kept", "team/training")]
-    assert node.remove_files(settings)
+    assert this_node.remove_files(settings)
     assert not any((tmp_path / name).exists() for name in named)
 
 
@@ -84,15 +84,15 @@ def test_what_vgpu_containers_have_mounted_stays(settings: Settings, tmp_path: P
     for name in mounted:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not node.remove_files(settings, {"team/training"})
+    assert not this_node.remove_files(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in mounted)
-    assert node.remove_files(settings)
+    assert this_node.remove_files(settings)
     assert not any((tmp_path / name).exists() for name in mounted)
 
 
 def test_holders_without_our_specification_keep_nothing(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "state/bin").mkdir()
-    assert node.remove_files(settings, {"team/training"})
+    assert this_node.remove_files(settings, {"team/training"})
     assert not (tmp_path / "state/bin").exists()
 
 
@@ -112,18 +112,18 @@ def test_what_pods_have_left_is_removed_and_nothing_behind_it(settings: Settings
         os.close(descriptor)
         descriptor = inner
     os.close(descriptor)
-    node.remove_files(settings)
+    this_node.remove_files(settings)
     assert list((tmp_path / "run").iterdir()) == list((tmp_path / "state").iterdir()) == []
     assert (precious / "file").exists()
 
 
 def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
     async def enter() -> None:
-        async with node.without_agent(settings, 0.0):
+        async with this_node.without_agent(settings, 0.0):
             pass
 
     with (
-        exclusive(Path(settings.host.run) / node.LOCK),
+        exclusive(Path(settings.host.run) / this_node.LOCK),
         pytest.raises(CleanupFailed, match="stop it first"),
     ):
         anyio.run(enter)
@@ -132,7 +132,7 @@ def test_a_running_agent_stands_in_the_way(settings: Settings) -> None:
 
 async def test_unknown_holders_stand_in_the_way(settings: Settings) -> None:
     with pytest.raises(CleanupFailed, match="who holds MPS shares is not known"):
-        await node.refuse_holders(settings, None)
+        await this_node.refuse_holders(settings, None)
 
 
 def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:

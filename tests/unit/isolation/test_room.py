@@ -14,6 +14,7 @@ from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.mount import Mount
 from tests.unit.isolation.made_up import BLOCK, GPU, units
 
 HELD = "tencent.com/vcuda-memory"
@@ -51,6 +52,10 @@ class Node:
         return await anyio.to_thread.run_sync(self.isolation.folders.keys)
 
 
+def file_of(mount: Mount) -> Path:
+    return Path(mount.host_path)
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
@@ -63,8 +68,8 @@ def request(pod: str, first: int = 0, count: int = 4) -> Request:
 
 async def test_a_library_that_was_removed_is_there_again_for_the_next_container(node: Node) -> None:
     await node.isolation.start()
-    first = (await node.isolation.admit(request("a"))).binds
-    files = [each.host_path for each in first if each.read_only and each.host_path.name != LIMITS]
+    first = (await node.isolation.admit(request("a"))).mounts
+    files = [file_of(each) for each in first if each.read_only and file_of(each).name != LIMITS]
 
     def remove() -> None:
         for file in files:
@@ -72,13 +77,13 @@ async def test_a_library_that_was_removed_is_there_again_for_the_next_container(
             file.mkdir()  # as a runtime does that starts a container without it
 
     await anyio.to_thread.run_sync(remove)
-    assert (await node.isolation.admit(request("b", 10))).binds
+    assert (await node.isolation.admit(request("b", 10))).mounts
     assert all(file.is_file() for file in files)
     await anyio.to_thread.run_sync(remove_and_keep_nothing, node.root, files)
     assert await node.isolation.admit(request("c", 20)) == Admission()
     assert node.isolation.problem
     (node.root / "image.so").write_bytes(libraries.ELF + b"one")
-    assert (await node.isolation.admit(request("d", 30))).binds
+    assert (await node.isolation.admit(request("d", 30))).mounts
     assert node.isolation.problem is None
 
 
@@ -91,17 +96,17 @@ def remove_and_keep_nothing(root: Path, files: Iterable[Path]) -> None:
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
     await node.isolation.start()
     assert node.isolation.problem is None
-    binds = {each.container_path: each for each in (await node.isolation.admit(request("a"))).binds}
-    library = next(path for path in binds if path.endswith(".so"))
-    assert binds.keys() == {
+    mounts = {each.container_path: each for each in (await node.isolation.admit(request("a"))).mounts}
+    library = next(path for path in mounts if path.endswith(".so"))
+    assert mounts.keys() == {
         library,
         "/etc/ld.so.preload",
         "/usr/lib/gpu-node-agent/limits",
         "/usr/lib/gpu-node-agent/usage",
     }
-    assert binds["/etc/ld.so.preload"].host_path.read_text() == f"{library}\n"
-    assert {path for path, each in binds.items() if not each.read_only} == {"/usr/lib/gpu-node-agent/usage"}
-    assert all(each.host_path.is_file() for each in binds.values())
+    assert file_of(mounts["/etc/ld.so.preload"]).read_text() == f"{library}\n"
+    assert {path for path, each in mounts.items() if not each.read_only} == {"/usr/lib/gpu-node-agent/usage"}
+    assert all(file_of(each).is_file() for each in mounts.values())
     key = key_of(units())
     assert node.isolation.folders.limits(key).memory_bytes == 4 * BLOCK
     assert node.isolation.containers.value[key].about.pod == "a"
@@ -195,8 +200,8 @@ async def test_while_nobody_knows_who_holds_what_all_folders_stay(node: Node) ->
 
 async def test_limits_are_found_again_after_a_restart_and_their_files_are_the_same(node: Node) -> None:
     await node.isolation.start()
-    binds = (await node.isolation.admit(request("a"))).binds
-    inodes = [each.host_path.stat().st_ino for each in binds]
+    mounts = (await node.isolation.admit(request("a"))).mounts
+    inodes = [file_of(each).stat().st_ino for each in mounts]
     before = dict(node.isolation.containers.value)
     node.holding(("a", units()))
     (node.root / "image.so").write_bytes(libraries.ELF + b"two")  # an update
@@ -204,14 +209,14 @@ async def test_limits_are_found_again_after_a_restart_and_their_files_are_the_sa
     assert dict(node.isolation.containers.value) == before
     node.now = 2 * GRACE_SECONDS
     await node.isolation.tidy()
-    assert [each.host_path.stat().st_ino for each in binds] == inodes
-    newer = (await node.isolation.admit(request("b", first=100))).binds
-    assert newer[0].host_path != binds[0].host_path
+    assert [file_of(each).stat().st_ino for each in mounts] == inodes
+    newer = (await node.isolation.admit(request("b", first=100))).mounts
+    assert newer[0].host_path != mounts[0].host_path
     # The old library goes with its last container.
     node.holding(("b", units(100)))
     await node.isolation.tidy()
-    assert not binds[0].host_path.exists()
-    assert newer[0].host_path.exists()
+    assert not file_of(mounts[0]).exists()
+    assert file_of(newer[0]).exists()
 
 
 async def test_a_hundred_pods_one_after_the_other_leave_nothing(node: Node) -> None:

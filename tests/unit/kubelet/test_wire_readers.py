@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
-from agent.kubelet.api import PreferenceRequest
+from agent.kubelet.plugin_types import PreferenceRequest
 from agent.kubelet.podresources import AllocatableReader, Holding, PodList, Reader
 from agent.kubelet.wire import AllocationRequests, MalformedMessage, PreferenceRequests
 

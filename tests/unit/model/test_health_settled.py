@@ -24,8 +24,8 @@ ECC = Fault(FaultKind.ECC)
 REMAP_PENDING = "a row remap waits for a reset of the GPU"
 
 
-def xid(number: int, told: XidClass | None = None) -> Fault:
-    return Fault(FaultKind.XID, number, told)
+def xid(number: int, xid_class: XidClass | None = None) -> Fault:
+    return Fault(FaultKind.XID, number, xid_class)
 
 
 def after_xid(number: int, at: float = 100.0) -> Health:

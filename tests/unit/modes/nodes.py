@@ -11,8 +11,8 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.gpu import Driver, Gpu
-from agent.model.layout import Entry, everywhere
 from agent.model.modes import Assignment, Mode
+from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, no_gate
 from agent.modes.ports import SetUpFailed

@@ -11,7 +11,7 @@ from agent.kit.cell import Cell
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.cordons import ANNOTATION, Cordon, CordonsUnreadable, dated, decoded, encoded
-from agent.modes.state import Phase
+from agent.modes.switch_state import Phase
 from tests.unit.modes.nodes import Daemon, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
 

@@ -8,11 +8,11 @@ import anyio.lowlevel
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
-from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
+from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.memory import ModeMemory
-from agent.modes.state import Phase
+from agent.modes.last_request import LastRequest
+from agent.modes.switch_state import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import never_in_two_modes, settle
 
@@ -159,7 +159,7 @@ async def test_a_kubelet_that_is_away_does_not_shake_what_is_applied() -> None:
 
 
 async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
-    memory = ModeMemory(tmp_path / "state" / "mode")
+    memory = LastRequest(tmp_path / "state" / "mode")
     assert await memory.read() is None
     accepted: Cell[Desired | None] = Cell(None)
     layout = Desired("mixed", (Entry(("0",), Mode.PGPU, replicas=4), Entry(("rest",), Mode.MPS)))
@@ -182,7 +182,7 @@ async def test_what_earlier_agents_and_others_wrote_is_read_for_what_it_is(tmp_p
     file = tmp_path / "mode"
     for text, found in (("vgpu\n", Desired("vgpu")), ("", None), ("{", None), ('{"word": 1}', None)):
         file.write_text(text)
-        assert await ModeMemory(file).read() == found
+        assert await LastRequest(file).read() == found
 
 
 def test_a_remembered_wish_means_what_it_meant() -> None:

@@ -5,10 +5,10 @@ import anyio.lowlevel
 import pytest
 
 from agent.inventory.snapshot import Snapshot
-from agent.model.layout import Entry, everywhere
 from agent.model.modes import Mode
+from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
-from agent.modes.state import Phase
+from agent.modes.switch_state import Phase
 from agent.modes.switcher import DRAIN_LOOK_SECONDS
 from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching

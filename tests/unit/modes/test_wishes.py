@@ -11,8 +11,8 @@ import pytest
 
 from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
-from agent.model.layout import Entry, LayoutError, faults_of, resolve
 from agent.model.modes import Mode
+from agent.model.node_layout import Entry, LayoutError, faults_of, resolve
 from agent.modes.desired import ModeCatalog
 from agent.modes.sources import DesiredSource
 from agent.node.labels import label_value, labels_of

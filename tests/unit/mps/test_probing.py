@@ -7,14 +7,15 @@ import anyio
 import pytest
 
 from agent.mps import probing
-from agent.mps.control import Survey
+from agent.mps.control_commands import Survey
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.probing import Prober
-from agent.mps.publishing import Publisher
 from agent.mps.serverlog import ServerLog
-from agent.mps.status import DaemonState, EventReason
+from agent.mps.status_publisher import Publisher
 
 PROBE_SECONDS = 0.4
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
@@ -34,7 +35,8 @@ class Scene:
         self.publisher = publisher
         any_part: Any = self
         options = Options(probe_seconds=PROBE_SECONDS, prestart=False)
-        self.prober = Prober(any_part, Directories(Path("/nowhere")), any_part, any_part, publisher, options)
+        folders = Directories(Path("/nowhere"))
+        self.prober = Prober(DaemonParts(any_part, folders, any_part, any_part, publisher, options))
 
     async def hold(self, lost: bool = False) -> None:
         """Nothing to hold."""

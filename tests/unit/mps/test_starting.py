@@ -7,12 +7,13 @@ import pytest
 
 from agent.mps import processes, starting
 from agent.mps.binary import NO_PROGRAM
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.options import Options
 from agent.mps.processes import Process
-from agent.mps.publishing import Publisher
 from agent.mps.starting import Starter
-from agent.mps.status import EventReason
+from agent.mps.status_publisher import Publisher
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(
@@ -27,9 +28,8 @@ async def test_a_crowd_of_false_daemons_is_one_report(
         "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
     )
     unused: Any = None
-    starter = Starter(
-        NO_PROGRAM, unused, Directories(tmp_path), unused, unused, publisher, Options(), multi_user={}
-    )
+    parts = DaemonParts(unused, Directories(tmp_path), unused, unused, publisher, Options())
+    starter = Starter(NO_PROGRAM, parts, multi_user={})
     for _ in range(2):
         assert await starter.adopted() is None
     ((kind, message, pids),) = told

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.kit import trees
-from agent.mps import sweep
+from agent.mps import shm_sweep
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_files_of_other_mounts_are_not_looked_at(
     file.touch()
     (process / "fd" / "3").symlink_to(file)
     (process / "fdinfo" / "3").write_text(f"pos:\t0\nflags:\t0100000\nmnt_id:\t{mount}\nino:\t5\n")
-    seen = sweep.look(tmp_path.stat().st_dev, (), process.parent)
+    seen = shm_sweep.look(tmp_path.stat().st_dev, (), process.parent)
     assert len(seen.users) == 1
     assert seen.inodes == ({file.stat().st_ino} if looked_at else set())
 
@@ -56,7 +56,7 @@ def test_folders_in_folders_take_no_more_looks_than_one(tmp_path: Path) -> None:
         seen.append(name)
 
     with trees.opened(tmp_path) as descriptor:
-        left = sweep._walk(descriptor, visit, 50)
+        left = shm_sweep._walk(descriptor, visit, 50)
     assert left == 0
     assert len(seen) == 50
 
@@ -72,6 +72,6 @@ def test_names_with_ends_of_lines_end_no_look(process: Path, tmp_path: Path) -> 
     )
     with (process / "status").open("rb+") as file:
         file.write(b"Name:\tx\rUid:\tx\nUid:\t1000\t1000\t1000\t1000\n")
-    seen = sweep.look(device, (), process.parent)
+    seen = shm_sweep.look(device, (), process.parent)
     assert seen.inodes == {77}
     assert [user.users for user in seen.users] == [{1000}]

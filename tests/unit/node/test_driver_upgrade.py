@@ -11,7 +11,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode
 from agent.modes.cordons import Cordon, Cordons
-from agent.modes.state import STARTING, GpuSwitch, Phase, SwitchState
+from agent.modes.switch_state import STARTING, GpuSwitch, Phase, SwitchState
 from agent.node import driver_upgrade
 from agent.node.driver_upgrade import (
     PATIENCE_SECONDS,

@@ -7,7 +7,7 @@ import anyio
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.modes.state import Phase, SwitchState
+from agent.modes.switch_state import Phase, SwitchState
 from agent.node.conditions import MODE_LABEL, NodeStateWriter
 from agent.node.labels import GFD_MARK, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of

@@ -9,7 +9,7 @@ import anyio
 from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode, Offering
-from agent.modes.state import GpuSwitch, Phase, SwitchState
+from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, NodeStateWriter, encode
 
 

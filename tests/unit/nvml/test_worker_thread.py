@@ -178,6 +178,43 @@ async def test_a_waiting_caller_can_be_cancelled_without_a_call(gate: Gate) -> N
     thread.close()
 
 
+async def test_an_agent_that_ends_gives_up_a_call_long_before_its_deadline(gate: Gate) -> None:
+    thread = WorkerThread("ending", deadline=10)
+    hung: list[str] = []
+    called = threading.Event()
+
+    async def ask(call: Callable[[], object]) -> None:
+        with pytest.raises(NvmlHung) as caught:
+            await thread.run(call, deadline=3600.0)
+        hung.append(str(caught.value))
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, gate.hang)
+            await anyio.to_thread.run_sync(gate.entered.wait)
+            group.start_soon(ask, called.set)  # it waits for its turn, and nothing is called under the first
+            thread.end_within(0.05)
+    assert "did not answer" in hung[0]
+    assert hung[1] == "NVML set is not called: the agent ends"
+    assert not called.is_set()
+    gate.open()
+    thread.close()
+
+
+async def test_an_agent_that_ends_makes_its_last_calls_while_none_hangs(gate: Gate) -> None:
+    thread = WorkerThread("last", deadline=0.05)
+    thread.end_within(3600.0)
+    assert await thread.run(lambda: "closed") == "closed"
+    with pytest.raises(NvmlHung, match="did not answer"):
+        await thread.run(gate.hang)
+    with pytest.raises(NvmlHung, match="is not called: the agent ends"):
+        await thread.run(lambda: "closed")
+    gate.open()
+    await until(lambda: thread.stuck == 0)
+    assert await thread.run(lambda: "closed") == "closed"
+    thread.close()
+
+
 @pytest.mark.timeout(30)
 def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     script = """

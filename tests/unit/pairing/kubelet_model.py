@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Refused
+from agent.kubelet.plugin_types import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.kubelet.record import Record, View, join
 from agent.model.demand import VGPU, Container, Pod, Stage

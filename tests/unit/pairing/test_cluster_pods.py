@@ -11,7 +11,7 @@ import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
 from agent.cluster.conversion import convert
-from agent.cluster.events import Event
+from agent.cluster.event_recorder import Event
 from agent.cluster.pods import Pod as ApiPod
 from agent.model.demand import Container, Pod, Stage
 from agent.pairing import cluster_pods
@@ -191,6 +191,50 @@ async def test_choice_patch_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         * 2,
     ]
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+async def test_a_choice_that_was_refused_comes_along_with_the_next(meanwhile: bool) -> None:
+    """Else `gpu-assigned` would say that all choices stand there."""
+    recorder: ClusterRecorder
+
+    class Refusing(Api):
+        async def merge_patch(self, path: str, body: object, deadline: float = 5.0) -> bytes:
+            if meanwhile and not self.patches:
+                recorder.chosen(POD, "b", [2], last=True)
+            return await super().merge_patch(path, body, deadline)
+
+    api = Refusing(ApiRefused(409, "the object has been modified"))
+    recorder = ClusterRecorder(api, Events(), True)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(recorder.run)
+        recorder.chosen(POD, "a", [1], last=False)
+        await anyio.wait_all_tasks_blocked()
+        if not meanwhile:
+            assert len(api.patches) == 1  # it is not tried again by itself
+            recorder.chosen(POD, "b", [2], last=True)
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert [body["metadata"]["annotations"] for _, body in api.patches] == [
+        {"tencent.com/predicate-gpu-idx-0": "1"},
+        {
+            "tencent.com/predicate-gpu-idx-0": "1",
+            "tencent.com/predicate-gpu-idx-1": "2",
+            "tencent.com/gpu-assigned": "true",
+        },
+    ]
+
+
+async def test_only_so_many_refused_choices_are_kept() -> None:
+    api = Api(ApiRefused(422, "invalid"))
+    recorder = ClusterRecorder(api, Events(), True)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(recorder.run)
+        for number in range(cluster_pods.WAITING_PATCHES + 5):
+            recorder.chosen(replace(POD, uid=f"u{number}"), "a", [1], last=False)
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert len(recorder._refused) == cluster_pods.WAITING_PATCHES
 
 
 async def test_a_pod_that_is_gone_is_not_written_to_again() -> None:

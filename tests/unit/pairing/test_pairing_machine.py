@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from agent.kubelet.api import Refused
+from agent.kubelet.plugin_types import Refused
 from agent.model.demand import CORES, Pod, Stage
 from agent.model.ledger import PairMember
 from agent.pairing.ports import PairRefused

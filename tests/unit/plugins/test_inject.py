@@ -9,8 +9,9 @@ import pytest
 
 from agent.cdi.specification import Devices
 from agent.kit.cell import Cell
-from agent.kubelet.api import Allocation, DeviceNode, Mount
+from agent.kubelet.plugin_types import Allocation, DeviceNode
 from agent.model.gpu import Gpu
+from agent.model.mount import Mount
 from agent.plugins.inject import Injector, NodeSoftware, choose, toolkit_devices
 from agent.settings import DriverFiles, Host, Injection, Settings, Simulator
 

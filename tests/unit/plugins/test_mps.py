@@ -10,7 +10,7 @@ import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Reason, Refused
+from agent.kubelet.plugin_types import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember

@@ -12,7 +12,7 @@ import structlog.testing
 from agent._proto import v1beta1
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import PreferenceRequest, Reason, Refused
+from agent.kubelet.plugin_types import PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode, Offering

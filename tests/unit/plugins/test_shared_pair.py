@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from agent._proto import v1beta1
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.api import Allocation, Mount, PreferenceRequest, Refused
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused
 from agent.model.demand import VGPU, Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.model.mount import Mount
 from agent.plugins import encode
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.shared_pair import Sharing

@@ -10,8 +10,8 @@ import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.api import Mount
 from agent.model.ledger import PairMember
+from agent.model.mount import Mount
 from agent.plugins import shares_cdi
 from tests.unit.pairing.kubelet_model import machine
 

@@ -7,8 +7,8 @@ from agent.inventory.actor import Inventory
 from agent.inventory.reducer import Scanned, reduce
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.kubelet.api import Allocation, PreferenceRequest
 from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

@@ -15,7 +15,7 @@ from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry.attribution import Grade, KnownPod, Use
 from agent.telemetry.container_page import compatible_page, container_page
-from agent.telemetry.containers import ContainerUse, ContainerWatch, Uses, above_limit
+from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
 from tests.unit.telemetry.agents import Parts

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from agent.model.modes import Mode
 from agent.telemetry.attribution import Grade, Use
-from agent.telemetry.containers import ContainerUse, Uses
+from agent.telemetry.container_use import ContainerUse, Uses
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.check.driver import look_at_machine, look_at_modes
+from agent.check.driver_check import look_at_machine, look_at_modes
 from agent.check.host import Host
 from agent.check.injection import look_at_injection, way_of
 from agent.check.kubelet import look_at_kernel, look_at_kubelet

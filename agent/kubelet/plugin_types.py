@@ -7,15 +7,7 @@ from typing import Protocol
 
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A file or folder of the host shown in the container."""
-
-    container_path: str
-    host_path: str
-    read_only: bool = True
+from agent.model.mount import Mount
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from agent.kit.backoff import Backoff
-from agent.model.mps import LOG_DIRECTORY, PIPE_DIRECTORY
+from agent.model.mps_abilities import LOG_DIRECTORY, PIPE_DIRECTORY
 from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories

@@ -5,7 +5,7 @@ from dataclasses import replace
 import structlog
 
 from agent.kit.cell import Cell
-from agent.mps.status import RESTARTED, DaemonState, DaemonStatus, EventReason, Reporter
+from agent.mps.daemon_status import RESTARTED, DaemonState, DaemonStatus, EventReason, Reporter
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import structlog
 
 from agent.kit.cell import Cell
 
-from .pods import Phase, PodSpec
+from .pod_specs import Phase, PodSpec
 
 logger = structlog.get_logger()
 CONFIG = "kubernetes.io/config"

@@ -13,13 +13,13 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
-from agent.model.layout import Entry
+from agent.model.node_layout import Entry
 from agent.modes.desired import LONGEST_WORD, Desired
 
 log = structlog.get_logger()
 
 
-class ModeMemory:
+class LastRequest:
     """One request in `file`, as JSON; earlier agents wrote the word alone. Only the agent writes it."""
 
     def __init__(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pod and its node as the API server shows them, as far as `try` looks at them."""
+"""Pods and nodes as the API server shows them, as far as `check nodes` and `try` look at them."""
 
 from collections.abc import Iterator
 
@@ -16,6 +16,7 @@ class NodeList(msgspec.Struct):
 class State(msgspec.Struct, rename="camel"):
     """Why a container waits or has ended."""
 
+    exit_code: int = 0
     reason: str = ""
     message: str = ""
 
@@ -27,10 +28,11 @@ class ContainerState(msgspec.Struct):
     terminated: State | None = None
 
 
-class ContainerStatus(msgspec.Struct):
+class ContainerStatus(msgspec.Struct, rename="camel"):
     """Of one container."""
 
     state: ContainerState = msgspec.field(default_factory=ContainerState)
+    last_state: ContainerState = msgspec.field(default_factory=ContainerState)
 
 
 class Condition(msgspec.Struct):
@@ -65,11 +67,18 @@ class Spec(msgspec.Struct, rename="camel"):
     containers: list[Container] = msgspec.field(default_factory=list)
 
 
-class Metadata(msgspec.Struct):
+class Owner(msgspec.Struct):
+    """One of `metadata.ownerReferences`."""
+
+    uid: str = ""
+
+
+class Metadata(msgspec.Struct, rename="camel"):
     """ObjectMeta."""
 
     name: str
     namespace: str = ""
+    owner_references: list[Owner] = msgspec.field(default_factory=list)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
 
 

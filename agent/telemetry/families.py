@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from agent import __version__
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.api import Reason
+from agent.kubelet.plugin_types import Reason
 from agent.telemetry import definitions as d
 from agent.telemetry.gpus import add_sample
 from agent.telemetry.process import ProcessUse

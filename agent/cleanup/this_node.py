@@ -14,7 +14,7 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi import memory_limits, specification
-from agent.cdi.programs import FOLDER as BIN
+from agent.cdi.nvidia_programs import FOLDER as BIN
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.isolation.folders import FOLDER as LIMITS
 from agent.isolation.library import FOLDER as LIBRARIES
@@ -25,12 +25,12 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
-from agent.mps.status import EventReason
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread

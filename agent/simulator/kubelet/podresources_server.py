@@ -12,10 +12,10 @@ from grpclib.exceptions import GRPCError
 
 from agent._proto import v1
 
-from .api import Pod
+from .api_server import Pod
+from .device_tables import NO_NUMA, Allocation
 from .devices import DeviceManager
-from .pods import ContainerSpec
-from .state import NO_NUMA, Allocation
+from .pod_specs import ContainerSpec
 
 RATE, BURST = 100.0, 10.0  # calls a second, shared by all who use the socket
 

@@ -41,7 +41,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class EarlierVerdicts:
     """Verdicts of earlier runs, seen from this boot."""
 
     records: tuple[Record, ...] = ()
@@ -62,25 +62,27 @@ class VerdictFile:
         """The present boot. Raises OSError."""
         return self._boot_id_file.read_text(encoding="ascii").strip()
 
-    def load(self, now: float) -> Memory:
+    def load(self, now: float) -> EarlierVerdicts:
         """The file's content; empty where there is none or where it is unusable."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return Memory()
+            return EarlierVerdicts()
         except OSError as error:
             log.error("verdict_file_unreadable", file=str(self.path), problem=error.strerror)
-            return Memory()
+            return EarlierVerdicts()
         try:
             document = msgspec.json.decode(data, type=Document)
             if document.version != VERSION:
                 raise msgspec.ValidationError(f"version {document.version}, this agent reads {VERSION}")
         except msgspec.DecodeError as error:
             self._keep_aside(str(error))
-            return Memory()
+            return EarlierVerdicts()
         if document.boot_id != self.boot_id():
-            return Memory(tuple(_of_earlier_boot(one, now) for one in document.gpus), continuous=True)
-        return Memory(
+            return EarlierVerdicts(
+                tuple(_of_earlier_boot(one, now) for one in document.gpus), continuous=True
+            )
+        return EarlierVerdicts(
             tuple(Record(one.gpu, one.health) for one in document.gpus),
             document.log_sequence,
             continuous=document.log_sequence is not None,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from agent.kit.cell import Cell
-from agent.modes.state import Phase, SwitchState
+from agent.modes.switch_state import Phase, SwitchState
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Collector
 

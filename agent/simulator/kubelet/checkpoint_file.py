@@ -13,7 +13,7 @@ from typing import Any
 
 from agent._proto.v1beta1 import ContainerAllocateResponse
 
-from .state import Allocation, PodDevices
+from .device_tables import Allocation, PodDevices
 
 FILE_NAME = "kubelet_internal_checkpoint"
 

@@ -1,0 +1,130 @@
+"""Limits of vGPU containers, whose rooms are loaded when the first GPU is offered as vGPU.
+
+A node whose GPUs are all in other modes does not import them. Where containers were given limits before the
+agent started they are loaded at once: units that containers have grown by must be on no list.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import anyio.to_thread
+
+from agent.app.mode_parts import ModeContext
+from agent.kit.cell import Cell
+from agent.kubelet.plugin_types import Allocation
+from agent.model.ledger import PairMember
+from agent.model.modes import Assignment, Mode
+from agent.pairing.reducer import Grant
+from agent.plugins.shared_pair import SharedPair
+
+if TYPE_CHECKING:
+    from agent.app.build_isolation import LimitParts
+
+NO_FENCES: Mapping[str, bool] = dict.fromkeys(("driver", "library", "sweep"), False)
+
+
+class Grown(Protocol):
+    """Units of memory that containers were resized to, beyond those of the kubelet."""
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """See agent.app.mode_parts.Limits."""
+
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
+
+
+class VgpuLimits:
+    """As agent.app.mode_parts.Limits, and as the fence of agent.plugins.shared_pair."""
+
+    def __init__(self, modes: Cell[Assignment], build: Callable[[], Awaitable["LimitParts"]]) -> None:
+        """`build` makes the rooms, and starts their tasks."""
+        self.parts: LimitParts | None = None
+        self._modes = modes
+        self._build = build
+        self._turn = anyio.Lock()
+
+    async def begin(self) -> "LimitParts":
+        """Have the rooms now, if they are not there yet. An Allocate that is cut off does not stop it."""
+        async with self._turn:
+            if self.parts is None:
+                with anyio.CancelScope(shield=True):
+                    self.parts = await self._build()
+            assert self.parts
+            return self.parts
+
+    async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
+        """See agent.plugins.shared_pair.Sharing."""
+        parts = self.parts or await self.begin()
+        return await parts.fence(member, grant)
+
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """See Grown; once a GPU is offered as vGPU."""
+
+        async def follow() -> None:
+            await self._modes.wait_for(lambda now: any(each.mode is Mode.VGPU for each in now.gpus.values()))
+            (await self.begin()).follow_resizes(context, shares)
+
+        if self.parts:
+            self.parts.follow_resizes(context, shares)
+        else:
+            context.tasks.group.start_soon(follow)
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """See agent.app.mode_parts.Limits."""
+        return self.parts.units_grown(uuid) if self.parts else frozenset()
+
+    # As agent.app.mode_parts.Limits, too; nothing is so before the first GPU is offered.
+
+    @property
+    def problem(self) -> str | None:
+        """See there."""
+        return self.parts.problem if self.parts else None
+
+    def fences(self) -> Mapping[str, bool]:
+        """See there."""
+        return self.parts.fences() if self.parts else NO_FENCES
+
+    @property
+    def computes(self) -> bool:
+        """See there."""
+        return self.parts is not None and self.parts.computes
+
+    def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
+        """See there."""
+        return self.parts.allotted() if self.parts else {}
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """See there."""
+        return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+
+
+async def build_limits(context: ModeContext) -> Grown | None:
+    """The enforcement of vGPU memory, where it is configured; else what is left of one that was."""
+    settings, host = context.core.settings, context.core.settings.host
+    before = await anyio.to_thread.run_sync(_limited_before, Path(host.state), Path(host.run))
+
+    async def rooms() -> ModuleType:
+        return await anyio.to_thread.run_sync(import_module, "agent.app.build_isolation")
+
+    async def build() -> "LimitParts":
+        parts: LimitParts = await (await rooms()).build_isolation(context)
+        return parts
+
+    if settings.modes.vgpu and settings.vgpu.enforcement != "off":
+        limits = VgpuLimits(context.assignment, build)
+        if before:
+            await limits.begin()
+        return limits
+    if before:
+        kept: Grown = await (await rooms()).keep_limits(settings, context.core.holdings.cell, context.tasks)
+        return kept
+    return None
+
+
+def _limited_before(state: Path, run: Path) -> bool:
+    """Whether containers were given limits that may still run (`agent.isolation`'s copies and folders)."""
+    return any((state / "limits").glob("*.json")) or any((run / "limits").glob("*"))

@@ -1,0 +1,84 @@
+"""The enforcement library linked into a test program, all of it built with a sanitizer of gcc.
+
+A sanitizer's own library wants to be the first that a program loads, and asks for dlsym before it is ready.
+So nothing is preloaded here: the program calls the library's dlsym by another name, all else is as ever.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent.isolation.clib import build, headers
+from agent.isolation.clib.rules import SOURCES
+from tests.cluster.build import debian
+
+SANITIZERS: Final = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    "thread": ("-fsanitize=thread",),
+}
+FOUND: Final = 23
+"""Exit code of a process in which the sanitizer found something."""
+ENVIRONMENT: Final = {
+    # The driver keeps what a process has until the process ends.
+    "ASAN_OPTIONS": f"detect_leaks=0:exitcode={FOUND}",
+    "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={FOUND}",
+    # Of the driver the sanitizer sees calls alone, and not by what its threads wait for each other.
+    "TSAN_OPTIONS": f"halt_on_error=1:ignore_noninstrumented_modules=1:exitcode={FOUND}",
+}
+_FLAGS: Final = (
+    *("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-strict-aliasing"),
+    *("-Wno-attributes", "-Wno-ignored-attributes"),  # of another compiler
+    *("-pthread", "-Ddlsym=gna_hooked_dlsym", "-Ddlvsym=gna_hooked_dlvsym"),
+)
+_NEEDS: Final = {"gcc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sanitized:
+    """A built program. `folder` keeps its sources and what was compiled of them."""
+
+    folder: Path
+    sanitizer: str
+    program: Path
+
+    @classmethod
+    def build(cls, folder: Path, sanitizer: str, source: Path) -> "Sanitized":
+        """Compile a program with the library. Raises BuildError without gcc, and CalledProcessError."""
+        debian.ensure(_NEEDS, print)
+        folder.mkdir(parents=True)
+        for path in (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source):
+            shutil.copy(path, folder)
+        build.generate(folder)
+        for path in folder.glob("*.c"):
+            # gcc knows no such attribute, and jumps by itself where it can.
+            path.write_text(path.read_text().replace("__attribute__((musttail)) return", "return"))
+        made = cls(folder, sanitizer, folder / source.stem)
+        made._compile(sorted(path.name for path in folder.glob("*.c")))
+        return made
+
+    def with_fault(self, folder: Path, name: str, before: str, after: str) -> "Sanitized":
+        """The same with a change in one of the library's files."""
+        shutil.copytree(self.folder, folder)
+        text = (folder / name).read_text()
+        assert text.count(before) == 1, f"{name} has changed: {before}"
+        (folder / name).write_text(text.replace(before, after))
+        made = Sanitized(folder, self.sanitizer, folder / self.program.name)
+        made._compile([name])
+        return made
+
+    def _compile(self, sources: Sequence[str]) -> None:
+        flags = (*_FLAGS, *SANITIZERS[self.sanitizer], "-I.", f"-isystem{headers.include(build.HEADERS)}")
+        self._gcc(*flags, "-c", *sources)
+        self._gcc(
+            *flags,
+            *sorted(path.name for path in self.folder.glob("*.o")),
+            "-ldl",
+            "-o",
+            str(self.program),
+        )
+
+    def _gcc(self, *arguments: str) -> None:
+        subprocess.run(["gcc", *arguments], cwd=self.folder, check=True, timeout=240)

@@ -1,0 +1,15 @@
+"""What the tests on a GPU share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu.rig import Rig, make, remove
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """The first GPU."""
+    made = make()
+    yield made
+    remove(made)

@@ -1,0 +1,69 @@
+"""The agent's part in shares of compute, for containers of the GPU tier: each second it corrects.
+
+It goes by the driver's figures of the processes. Where it runs in another PID namespace than the driver it
+finds none of them and corrects nothing: the factors stay 1.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+
+from agent.isolation.correction import Observed, corrected
+from agent.nvml.binding import Binding
+from agent.nvml.errors import NvmlError
+from agent.nvml.port import SampleRequest
+from tests.gpu.limits import Capped
+
+SECONDS = 1.0
+
+
+@dataclass
+class Held:
+    """A container that is held to a share, with its processes."""
+
+    container: Capped
+    percent: float
+    pids: tuple[int, ...] = ()
+    factor: float = 1.0
+    waited_ns: int = 0
+
+
+class Observer:
+    """All containers on one GPU."""
+
+    def __init__(self, nvml: Binding, gpu: str, held: Sequence[Held]) -> None:
+        self._nvml = nvml
+        self._gpu = gpu
+        self._held = held
+        self._since_us = time.time_ns() // 1000
+
+    async def run(self) -> None:
+        """Correct, for ever."""
+        await anyio.to_thread.run_sync(self._nvml.open)
+        try:
+            while True:
+                await anyio.sleep(SECONDS)
+                await anyio.to_thread.run_sync(self._correct)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._nvml.close)
+
+    def _correct(self) -> None:
+        try:
+            sample = self._nvml.sample(self._gpu, SampleRequest(self._since_us, counters=False))
+        except NvmlError:
+            return
+        self._since_us = max(self._since_us, sample.newest_us)
+        busy = dict(sample.busy or ())
+        for each in self._held:
+            waited = each.container.usage.waited_ns
+            percents = [busy[pid] * 100 for pid in each.pids if pid in busy]
+            observed = Observed(each.percent, (sum(percents),) if percents else (), waited > each.waited_ns)
+            each.waited_ns = waited
+            factor = corrected(each.factor, observed)
+            if factor != each.factor:
+                each.factor = factor
+                each.container.hold(each.percent, factor)

@@ -1,0 +1,110 @@
+"""Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+import pytest
+
+from agent.app.vgpu_limits import VgpuLimits
+from agent.kit.cell import Cell
+from agent.kubelet.plugin_types import Allocation
+from agent.model.ledger import PairMember
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.pairing.reducer import Grant
+
+if TYPE_CHECKING:
+    from agent.app.build_isolation import LimitParts
+
+GPU = "GPU-1"
+ANSWER = Allocation(cdi_devices=("a/b=c",))
+
+
+class Parts:
+    """Limits that say how often they were built, and for whom resizes are followed."""
+
+    def __init__(self, takes: float = 0.0) -> None:
+        self.built = 0
+        self.followed: list[object] = []
+        self._takes = takes
+
+    async def build(self) -> "LimitParts":
+        await anyio.sleep(self._takes)
+        self.built += 1
+        return cast("LimitParts", self)
+
+    async def fence(self, member: PairMember, grant: Grant) -> Allocation:
+        return ANSWER
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        return frozenset({f"{uuid}::m1"})
+
+    def follow_resizes(self, context: object, shares: object) -> None:
+        self.followed.append(shares)
+
+
+def _limits(parts: Parts, mode: Mode = Mode.PGPU) -> tuple[VgpuLimits, Cell[Assignment]]:
+    modes = Cell(Assignment({GPU: GpuMode(mode)}))
+    return VgpuLimits(modes, cast("Callable[[], Awaitable[LimitParts]]", parts.build)), modes
+
+
+async def _allocate(limits: VgpuLimits) -> Allocation:
+    return await limits(PairMember.MEMORY, cast("Grant", None))
+
+
+async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
+    parts = Parts()
+    limits, modes = _limits(parts)
+    async with anyio.create_task_group() as group:
+        context: Any = SimpleNamespace(tasks=SimpleNamespace(group=group))
+        limits.follow_resizes(context, cast("Any", "shares"))
+        await anyio.wait_all_tasks_blocked()
+        assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
+        assert (limits.problem, limits.computes, limits.allotted()) == (None, False, {})
+        assert not any(limits.fences().values())
+        modes.publish(Assignment({GPU: GpuMode(Mode.VGPU)}))
+        await anyio.wait_all_tasks_blocked()
+        assert (parts.built, parts.followed) == (1, ["shares"])
+        assert limits.units_grown(GPU) == {f"{GPU}::m1"}
+
+
+async def test_containers_that_come_first_have_them_built_once() -> None:
+    parts = Parts(takes=0.01)
+    limits, _ = _limits(parts)
+    answers: list[Allocation] = []
+
+    async def allocate() -> None:
+        answers.append(await _allocate(limits))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(allocate)
+    assert (answers, parts.built) == ([ANSWER] * 5, 1)
+
+
+async def test_an_allocate_that_is_cut_off_leaves_them_whole() -> None:
+    parts = Parts(takes=0.01)
+    limits, _ = _limits(parts)
+    async with anyio.create_task_group() as group:
+        group.start_soon(_allocate, limits)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert parts.built == 1
+    assert await _allocate(limits) == ANSWER
+    assert parts.built == 1
+
+
+async def test_building_that_failed_is_done_again() -> None:
+    parts = Parts()
+    tries = iter([OSError("no space"), None])
+
+    async def build() -> "LimitParts":
+        if problem := next(tries):
+            raise problem
+        return await parts.build()
+
+    limits = VgpuLimits(Cell(Assignment()), build)
+    with pytest.raises(OSError, match="no space"):
+        await _allocate(limits)
+    assert await _allocate(limits) == ANSWER
