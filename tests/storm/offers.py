@@ -13,7 +13,7 @@ from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
-OFFER_SECONDS = 0.8  # the agent hears of the end of a pod by its watch, and lists what is free at once
+OFFER_SECONDS = 0.05  # the agent hears of the end of a pod by its watch, and lists what is free at once
 
 
 class Offers:
