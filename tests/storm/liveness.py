@@ -40,7 +40,7 @@ async def check_calm(world: World, mode: Mode) -> None:
     await anyio.sleep(CALM_SECONDS)
     if any(each["key"] == TAINT for each in world.kubelet.api.taints):
         raise Violation(f"a taint is left: {world.kubelet.api.taints}")
-    healthy = [state for state in agent.inventory.snapshot.value.gpus if state.healthy]
+    healthy = [state for state in agent.core.inventory.snapshot.value.gpus if state.healthy]
     resource, each_has = PER_GPU[mode]
     wanted = each_has * len(healthy)
     offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.known_devices(resource)

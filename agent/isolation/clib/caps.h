@@ -136,16 +136,26 @@ void gna_clock_wait(const uint32_t *word, uint32_t seen, uint64_t until);
 
 /* --- prices.c: what a function or graph costs, learned from events ------------------------------------------- */
 struct gna_price;
+struct gna_turn;
 /* A launch that is measured, between gna_measure_begin and gna_measure_end; NULL: it is not. */
 struct gna_sample;
 struct gna_price *gna_price_of(const void *key);
 uint64_t gna_price_ns(struct gna_price *price);
-struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record);
+struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn);
 void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched);
 void gna_measure_read(void); /* what is finished, without waiting */
 void gna_price_changed(const void *key); /* the graph is another one now, or gone */
 void gna_prices_context_gone(CUcontext context);
 void gna_prices_forget(void);
+
+/* --- overlap.c: how far streams run beside each other; all but the first three under the lock of prices.c -------- */
+#define GNA_LOOK 48 /* most launches that are looked at in a row */
+uint64_t gna_overlap_part(int record, uint64_t device_ns); /* what a launch of that length pays for */
+uint64_t gna_overlap_group(int record, uint64_t device_ns); /* device time that is to go at once; 0: any */
+bool gna_overlap_wants(int record, CUstream stream, uint64_t now, uint64_t paid_ns); /* whether to look at this launch */
+uint32_t gna_overlap_begin(int record, CUcontext context, uint64_t now); /* the number of the look; 0: in none */
+void gna_overlap_read(int record, uint32_t look, double begin, double end); /* ms */
+void gna_overlap_forget(CUcontext context); /* looks of the context, or all */
 
 /* --- shares.c ----------------------------------------------------------------------------------------------- */
 extern const uint32_t *gna_gate; /* 0: launches pass */
@@ -153,6 +163,8 @@ struct gna_turn {
     struct gna_sample *sample;
     CUstream stream;
     uint64_t charged_ns; /* of the share's time */
+    uint64_t paid_ns;    /* of the device's */
+    uint64_t at_ns;      /* when it was charged */
     int record;          /* -1: nothing was charged */
 };
 void gna_share_wait(struct gna_turn *turn, const void *key, CUstream stream);

@@ -130,7 +130,7 @@ async def failing() -> AsyncIterator[FailingNode]:
         world.assignment,
         Kubelet(),
         FollowedLists(world),
-        announcer=world.parts.withdrawals,
+        announcer=world.withdrawals,
         backends={Mode.MPS: daemon},
     )
     reported = ReportedNode(api, world.node)
@@ -154,7 +154,7 @@ class FollowedLists(Lists):
 
     def refresh(self) -> None:
         super().refresh()
-        self._world.parts.capacity.wake()
+        self._world.capacity.wake()
 
     async def delivered(self) -> None:
         await self._world._delivered()
