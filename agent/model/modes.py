@@ -21,6 +21,8 @@ class ModeRow:
     single_units: tuple[Unit, ...] = ()  # what their device IDs stand for
     pair: ResourcePair | None = None
     slices: bool = False  # whether a layout may cut its GPUs into time slices
+    # Whether something has to run on a GPU before it is offered, and is torn down afterwards.
+    needs_daemon: bool = False
 
 
 NOTHING: Final = ModeRow()
@@ -70,6 +72,7 @@ class Mode(Enum):
                 block_bytes=1 << 30,
                 reserved_bytes=1 << 30,  # for the MPS server itself
             ),
+            needs_daemon=True,
         ),
     )
 
