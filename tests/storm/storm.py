@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+from aiohttp import web_app
 
 from agent.model.modes import Mode
 from tests.storm import cheaper
@@ -112,6 +113,7 @@ async def storm(
             outcome.checks = invariants.looks
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
+    web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and with it the whole world
     gc.collect()  # what a life that was killed had open
     # A process that is killed has nothing open; a life that plays one leaves what it could not close.
     if outcome.violation is None and made.killed <= 1 and (left := _open_files() - files) > MORE_FILES:
