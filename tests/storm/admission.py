@@ -43,10 +43,10 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
 
 def _excused(world: World) -> bool:
     now, agent = anyio.current_time(), world.running
-    if agent is None or agent.switcher is None or now - world.disturbed < SETTLED_SECONDS:
+    if agent is None or now - world.disturbed < SETTLED_SECONDS:
         return True
     troubled = not world.api_well or bool(world.http.silent) or world.nvml_faults or world.lost
-    unwell = any(not state.healthy for state in agent.inventory.snapshot.value.gpus)
+    unwell = any(not state.healthy for state in agent.core.inventory.snapshot.value.gpus)
     daemons = world.daemons.refuses or any(each.hangs for each in world.daemons.daemons)
     settled = agent.switcher.state.value.phase is SwitchPhase.APPLIED
     # Units that containers have grown by are nobody else's, and in no record of the kubelet's.

@@ -70,14 +70,15 @@ class _Nvml:
 
     def __init__(self) -> None:
         self.expired = False
-        self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
+        self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None], bool]] = {}
 
-    def wake(self) -> None:
-        """Look again: something happened to a GPU, or a fault was lifted."""
-        waiting, self.waiting = self.waiting, {}
-        for handle, again in waiting.values():
-            handle.cancel()
-            asyncio.get_running_loop().call_soon(again)
+    def wake(self, *, lifted: bool = False) -> None:
+        """Look again: something happened to a GPU, or all faults were `lifted`; else calls go on hanging."""
+        for job, (handle, again, hangs) in list(self.waiting.items()):
+            if lifted or not hangs:
+                del self.waiting[job]
+                handle.cancel()
+                asyncio.get_running_loop().call_soon(again)
 
 
 NVML = _Nvml()
@@ -118,7 +119,8 @@ class _InlineWorker:
             def again() -> None:
                 self._work(job, until)
 
-            NVML.waiting[id(job)] = (loop.call_at(until, self._expire, job, until), again)
+            handle = loop.call_at(until, self._expire, job, until)
+            NVML.waiting[id(job)] = (handle, again, self._hangs)
             return
         except BaseException as error:  # noqa: BLE001  carried to the caller whatever it is
             job.error = error

@@ -113,7 +113,7 @@ async def storm(
             outcome.checks = invariants.looks
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
-    web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and with it the whole world
+    web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and all with it
     gc.collect()  # what a life that was killed had open
     # A process that is killed has nothing open; a life that plays one leaves what it could not close.
     if outcome.violation is None and made.killed <= 1 and (left := _open_files() - files) > MORE_FILES:

@@ -95,7 +95,6 @@ class World:
         self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
-        self.refused = 0.0  # when a call was refused last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
@@ -106,6 +105,7 @@ class World:
         self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
         self.tainted: float | None = None  # since when the agent's taint stands
         self.on_write: list[Callable[[str, str, object], None]] = []  # method, path, body
+        self.on_refused: list[Callable[[str, str, object], None]] = []  # the same
 
     def settings(self) -> Settings:
         """The agent's configuration."""
@@ -203,7 +203,7 @@ class World:
         """All calls to NVML work again; those that hang return."""
         self.machine.clear_faults()
         self.nvml_faults, NvmlFaults.standing = 0, False
-        seams.NVML.wake()
+        seams.NVML.wake(lifted=True)
 
     def label(self, word: str | None) -> None:
         """Ask for a mode."""
@@ -242,7 +242,10 @@ class World:
             body = await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
-            status, self.refused = self.api_faults.pop(), anyio.current_time()
+            status = self.api_faults.pop()
+            if write:
+                for observer in self.on_refused:
+                    observer(request.method, request.path, body)
             return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
         if write:
             for observer in self.on_write:
