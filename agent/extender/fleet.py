@@ -49,7 +49,7 @@ class _Node:
 
 
 class Fleet:
-    """The ledger of a cluster's GPUs. `on_change` gets the name of each node whose capacity may have changed."""
+    """The ledger of a cluster's GPUs. `on_change` gets the name of each node whose capacity changed."""
 
     def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
