@@ -26,7 +26,7 @@ class MpsService:
         now, world = anyio.current_time(), self._world
         agent, current = world.running, world.current
         away = world.nvml_faults or world.lost or not world.kubelet_up.is_set()
-        if not world.shape.mps or agent is None or agent.switcher is None or current is None or away:
+        if not world.shape.mps or agent is None or current is None or away:
             self._since.clear()
             return None
         if current.life.number != self._life:

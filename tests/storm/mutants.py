@@ -24,7 +24,7 @@ class Hunt:
 
 # Those that issue 17 names; every run looks for them. `make storm` looks for all.
 NAMED = {
-    "freed_units_listed_late": Hunt(22, 250, "was refused though it fits", "none"),
+    "freed_units_listed_late": Hunt(5, 60, "was refused though it fits|nobody is offered them", "none"),
     "init_containers_hold_nothing": Hunt(14, 250, "was refused though it fits", "none"),
     "taint_kept_while_the_watch_is_silent": Hunt(
         3, 100, "the taint has stood|API writes in a minute", "api silent,labels"
@@ -56,6 +56,17 @@ OTHERS = {
     "events_expect_no_failure": Hunt(1, 100, "task events failed", "api away,gpus"),
     "scanner_expects_no_failure": Hunt(2, 100, "task scanner failed", "nvml,gpus"),
     "compute_mode_is_never_set": Hunt(1, 100, "EXCLUSIVE_PROCESS", "mps daemons,labels"),
+    "gone_objects_stay": Hunt(1, 100, "is gone, and the agent knows it", "api silent,labels"),
+    "mute_watch_is_borne": Hunt(1, 150, "to the agent it is", "api silent,labels"),
+    "inherited_units_are_refused": Hunt(4, 100, "was refused though it fits", "none"),
+    "held_units_are_given_again": Hunt(4, 100, "is held by pods", "kubelet"),
+    "choices_are_written_without_a_pause": Hunt(3, 100, "was tried 5 times", "api refuses"),
+    "dead_daemon_is_not_noticed": Hunt(
+        3, 150, "nobody is offered them|has no MPS daemon|should be on offer", "mps daemons"
+    ),
+    "daemon_outlives_its_mode": Hunt(5, 40, "MPS daemon", "mps daemons,labels"),
+    "grown_units_are_offered": Hunt(6, 150, "a container has grown by it", "resizes"),
+    "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
 HUNTS = NAMED | OTHERS
 

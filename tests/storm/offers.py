@@ -39,7 +39,7 @@ class Offers:
 
     def _missing(self) -> Iterator[str]:
         agent, life = self._world.running, self._world.kubelet._life
-        if agent is None or agent.switcher is None or life is None:
+        if agent is None or life is None:
             return
         parts = self._holders.held().values()
         held = {each for resources in parts for ids in resources.values() for each in ids}
