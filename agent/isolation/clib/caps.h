@@ -50,7 +50,8 @@ void gna_leave(struct gna_mutex *mutex);
 
 enum gna_kind {
     GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
-    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_KINDS
+    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_OPENED,
+    GNA_KINDS
 };
 struct gna_entry {
     uint64_t key;
@@ -73,8 +74,10 @@ extern struct gna_usage *gna_usage;
 bool gna_files_open(void);   /* both files are sound; otherwise it said why, once */
 bool gna_usage_sound(void);  /* still: a tenant may have truncated it */
 bool gna_usage_back(size_t offset, size_t bytes); /* have pages behind a part of the region */
-/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes; whether that went. */
-bool gna_living_hold(unsigned slot);
+/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes, or lets go; NULL: it was
+ * not to be had. */
+void *gna_living_hold(unsigned slot);
+void gna_living_let_go(void *held);
 bool gna_living_held(unsigned slot); /* by anybody; yes in doubt */
 unsigned gna_records(void);
 bool gna_limit_of(unsigned record, struct gna_limit *limit);
@@ -96,6 +99,7 @@ void gna_release(int record, uint64_t bytes);
 void gna_charged(int record, uint64_t *used, uint64_t *limit); /* of the container, what is unseen included */
 uint64_t gna_sum_of_slots(unsigned record);
 void gna_context_charged(int record, int64_t bytes);
+void gna_export_charged(int record, int64_t granules); /* of what is charged already */
 void gna_ledger_forget(void);
 
 /* --- memory.c --------------------------------------------------------------------------------------------- */
@@ -125,6 +129,7 @@ void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes)
 /* --- imports.c -------------------------------------------------------------------------------------------- */
 void gna_exported(const void *handle, size_t bytes);
 bool gna_is_ours(const void *handle, size_t bytes);
+void gna_export_freed(const struct gna_entry *entry); /* GNA_LINEAR: of what was exported, this is free again */
 
 /* --- contexts.c ------------------------------------------------------------------------------------------- */
 void gna_context_gone(CUcontext context); /* and with it what was allocated in it */
