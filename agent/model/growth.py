@@ -1,4 +1,4 @@
-"""What vGPU containers of a GPU have been resized to beyond what their pods asked for."""
+"""Resources that vGPU containers of a GPU have beyond what their pods asked for."""
 
 from dataclasses import dataclass
 
