@@ -1,11 +1,12 @@
 """Which vGPU pods could get around their limits, by their specifications: reported, or refused by option."""
 
-from agent.app.agent import Agent
 from agent.cluster.api import ApiError
 from agent.cluster.avoiding import ways_around
+from agent.cluster.pods import PodCache
 from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
 from agent.kubelet.plugin_types import Reason, Refused
 from agent.model.demand import VGPU, Pod
+from agent.settings import Settings
 
 FILES = (PRELOAD_IN_CONTAINER, IN_CONTAINER)
 # Beside the agent's own: from each of these a container can be made, or found, that no limit reaches.
@@ -28,9 +29,9 @@ UNKNOWN = "its specification cannot be read"
 class Avoidance:
     """The check of one node."""
 
-    def __init__(self, agent: Agent) -> None:
-        settings = agent.settings
-        self._cluster = agent.cluster
+    def __init__(self, settings: Settings, pods: PodCache | None) -> None:
+        """`pods`: those of the node; None: there is no way to the Kubernetes API."""
+        self._pods = pods
         self._refuses = settings.vgpu.avoidable_limits == "refuse"
         host = settings.host
         kubelet = (settings.kubelet.root, settings.device_plugins_folder)
@@ -48,10 +49,10 @@ class Avoidance:
         return found
 
     async def _found(self, pod: Pod) -> tuple[str, ...]:
-        if self._cluster is None:
+        if self._pods is None:
             return (UNKNOWN,)
         try:
-            found = await self._cluster.pods.get(pod.namespace, pod.name)
+            found = await self._pods.get(pod.namespace, pod.name)
         except ApiError:
             found = None
         if found is None or found.metadata.uid != pod.uid:

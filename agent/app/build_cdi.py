@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import structlog
-from anyio.abc import TaskGroup
 
-from agent.app.agent import Agent
+from agent.app.degradations import specification
+from agent.app.parts import Core, Tasks
 from agent.cdi import nvidia_programs
 from agent.plugins.inject import Injector
 from agent.telemetry import definitions as d
@@ -22,9 +22,9 @@ log = structlog.get_logger()
 FIRST_SECONDS = 5.0
 
 
-async def build_cdi(agent: Agent) -> "tuple[Injector, SpecificationKeeper | None]":
+async def build_cdi(core: Core) -> "tuple[Injector, SpecificationKeeper | None]":
     """The injector, and what keeps the specification; None: nothing can, or it is not wanted."""
-    settings = agent.settings
+    settings = core.settings
     configured = settings.injection
     folder = Path(configured.toolkit) if configured.toolkit else None
     if configured.strategy == "envvar" or folder is None or settings.simulator.profile:
@@ -46,19 +46,17 @@ async def build_cdi(agent: Agent) -> "tuple[Injector, SpecificationKeeper | None
     keeper = SpecificationKeeper(
         Path(settings.host.cdi),
         toolkit.Toolkit(places),
-        agent.inventory.snapshot,
-        agent.holdings.cell,
+        core.inventory.snapshot,
+        core.holdings.cell,
     )
     await keeper.take_up()
     return Injector(settings, keeper.devices), keeper
 
 
-async def start_cdi(
-    agent: Agent, keeper: "SpecificationKeeper", injector: Injector, group: TaskGroup
-) -> None:
+async def start_cdi(core: Core, tasks: Tasks, keeper: "SpecificationKeeper", injector: Injector) -> None:
     """Make the specification before the first list is sent, if it does not take too long, and keep it."""
-    agent.gpu_specification = keeper
-    agent.collectors.append(_collector(keeper))
+    core.collectors.append(_collector(keeper))
+    core.readiness.degradations.append(lambda: specification(keeper.devices.value))
     with anyio.move_on_after(FIRST_SECONDS):
         await keeper.keep()
     await anyio.to_thread.run_sync(injector.look, injector.software)
@@ -68,9 +66,8 @@ async def start_cdi(
             await anyio.to_thread.run_sync(injector.look, injector.software)
             injector.looked.publish(injector.software)
 
-    spawn = agent.supervisor.restarting
-    group.start_soon(spawn, "gpu specification", keeper.run)
-    group.start_soon(spawn, "gpu specification users", look_again)
+    tasks.start("gpu specification", keeper.run)
+    tasks.start("gpu specification users", look_again)
 
 
 def _collector(keeper: "SpecificationKeeper") -> Callable[[], Callable[[Add], None]]:

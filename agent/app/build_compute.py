@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import structlog
-from anyio.abc import TaskGroup
 
-from agent.app.agent import Agent
+from agent.app.parts import Tasks
 from agent.isolation.compute import Compute, ComputeRequest, release
 from agent.isolation.compute_request import compute_request_of
 from agent.isolation.folders import About
 from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
 from agent.model.modes import Mode
+from agent.settings import Vgpu
 from agent.telemetry.attribution import Grade
 from agent.telemetry.container_use import Uses
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-async def build_compute(agent: Agent, isolation: Isolation, group: TaskGroup) -> Compute | None:
+async def build_compute(
+    settings: Vgpu, isolation: Isolation, pods: "PodCache | None", tasks: Tasks
+) -> Compute | None:
     """Start to hold containers to their shares; None where nobody is to be held."""
-    settings = agent.settings.vgpu
     if settings.compute == "off":
         await anyio.to_thread.run_sync(release, isolation)
         return None
@@ -36,9 +37,9 @@ async def build_compute(agent: Agent, isolation: Isolation, group: TaskGroup) ->
             problem="shares of compute are kept by the enforcement library, which containers do not get",
             remedy="set vgpu.enforcement to library or strict",
         )
-    request = partial(_request_of, agent.cluster.pods, settings.resize) if agent.cluster else _none
+    request = partial(_request_of, pods, settings.resize) if pods else _none
     compute = Compute(isolation, request, soft=settings.compute == "soft")
-    group.start_soon(agent.supervisor.restarting, "compute shares", compute.run)
+    tasks.start("compute shares", compute.run)
     return compute
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from anyio.abc import TaskGroup
 
-from agent.app.agent import Agent
 from agent.app.avoidance import Avoidance
 from agent.app.build_compute import build_compute, percents_of
 from agent.app.driver_fence import DriverFence
+from agent.app.mode_parts import ModeContext
+from agent.app.parts import ClusterAccess, Tasks
 from agent.cdi import memory_limits
+from agent.inventory.snapshot import Snapshot
 from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
 from agent.isolation.errors import IsolationError
@@ -26,14 +27,14 @@ from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
+from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
-from agent.model.modes import Mode
-from agent.nvml.port import NvmlPort
-from agent.pairing.ports import PairRefused, Recorder
+from agent.model.modes import Assignment, Mode
+from agent.pairing.ports import PairRefused
 from agent.pairing.reducer import Grant
-from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPair
+from agent.settings import Settings
 from agent.telemetry.attribution import Grade
 from agent.telemetry.container_use import Uses
 from agent.telemetry.limit_metrics import limits_collector
@@ -65,7 +66,7 @@ class LimitParts:
         self.computes = computes
 
     def allotted(self) -> Mapping[Place, float]:
-        """See agent.app.agent.Limits."""
+        """See agent.app.mode_parts.Limits."""
         return {place: share.allotted / 100 for place, share in self._publisher.shares().items()}
 
     @property
@@ -80,65 +81,62 @@ class LimitParts:
         return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.agent.Limits."""
+        """See agent.app.mode_parts.Limits."""
         return self.isolation.grown.get(uuid, frozenset())
 
-    def follow_resizes(self, agent: Agent, shares: SharedPair, group: TaskGroup) -> None:
-        """See agent.app.agent.Limits."""
-        spawn = agent.supervisor.restarting
-        group.start_soon(spawn, "grown units", _follow_growth, agent, self.isolation, shares)
-        if not agent.settings.vgpu.resize:
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
+        tasks = context.tasks
+        tasks.start("grown units", _follow_growth, self.isolation, shares, context.grown)
+        if not context.core.settings.vgpu.resize:
             return
-        if agent.cluster is None:
+        if context.cluster is None:
             log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
             return
-        pods = agent.cluster.pods
+        pods = context.cluster.pods
         resizer = Resizer(self.isolation, GpuUnits(shares), self._publisher)
-        group.start_soon(
-            spawn, "resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods)
-        )
+        tasks.start("resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods))
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
         """The limits of a container, for `status`; None: it has none, and is not measured."""
         return self._publisher.document((namespace, pod, container, gpu))
 
 
-async def build_isolation(
-    agent: Agent, nvml: NvmlPort, injector: Injector, group: TaskGroup, recorder: Recorder | None
-) -> LimitParts:
+async def build_isolation(context: ModeContext) -> LimitParts:
     """Build the room, find what containers that run have, and start its tasks."""
-    settings, spawn = agent.settings, agent.supervisor.restarting
+    core, tasks, cluster = context.core, context.tasks, context.cluster
+    settings, snapshot = core.settings, core.inventory.snapshot
+    pods = cluster.pods if cluster else None
     policy = Policy(settings.vgpu.enforcement)
     isolation = Isolation(
         LimitFolders(Path(settings.host.run)),
         Path(settings.vgpu.library or IMAGE_FILE),
         Path(settings.host.state),
         policy,
-        agent.holdings.cell,
-        _namespaces(agent, group),
+        core.holdings.cell,
+        _namespaces(cluster, tasks),
         compute=settings.vgpu.compute != "off",
     )
     await isolation.start()
-    compute = await build_compute(agent, isolation, group)
-    publisher = Publisher(isolation, recorder or Recorder(), compute.shares if compute else None)
-    group.start_soon(spawn, "limits", isolation.run)
-    if agent.sources and agent.sources.uses:
-        ends = settings.vgpu.above_cap == "end"
-        watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends)
-        group.start_soon(spawn, "limit sweep", _sweep, agent.sources.uses, watch, compute)
-        group.start_soon(spawn, "limits published", publisher.follow, watch)
-    agent.collectors.append(limits_collector(publisher, agent.grown, partial(_vgpu_indices, agent)))
-    driver = DriverFence(agent, injector)
+    compute = await build_compute(settings.vgpu, isolation, pods, tasks)
+    publisher = Publisher(isolation, context.recorder, compute.shares if compute else None)
+    tasks.start("limits", isolation.run)
+    watch = LimitWatch(isolation, publisher, Path(settings.host.proc), settings.vgpu.above_cap == "end")
+    tasks.start("limit sweep", _sweep, context.uses, watch, compute)
+    tasks.start("limits published", publisher.follow, watch)
+    indices = partial(_vgpu_indices, snapshot, context.assignment)
+    core.collectors.append(limits_collector(publisher, context.grown, indices))
+    driver = DriverFence(settings.host, snapshot, context.injector)
     await driver.start()
-    group.start_soon(spawn, "driver fence", driver.run, injector.looked)
-    if agent.cluster:
-        pods = agent.cluster.pods
+    tasks.start("driver fence", driver.run, context.injector.looked)
+    if pods:
         cgroups = Path(settings.host.cgroups)
         limits = DriverLimits(
-            isolation, (nvml, agent.calls), cgroups, partial(_container_ids, pods), publisher
+            isolation, (core.nvml, core.calls), cgroups, partial(_container_ids, pods), publisher
         )
-        group.start_soon(spawn, "driver limits", limits.run, pods.reflector.items)
-    return LimitParts(isolation, publisher, policy, driver, Avoidance(agent), computes=compute is not None)
+        tasks.start("driver limits", limits.run, pods.reflector.items)
+    avoidance = Avoidance(settings, pods)
+    return LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
 
 
 class KeptLimits:
@@ -148,28 +146,25 @@ class KeptLimits:
         self._isolation = isolation
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.agent.Limits."""
+        """See agent.app.mode_parts.Limits."""
         return self._isolation.grown.get(uuid, frozenset())
 
-    def follow_resizes(self, agent: Agent, shares: SharedPair, group: TaskGroup) -> None:
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Keep units that containers have grown by out of the pools until these are gone."""
-        group.start_soon(
-            agent.supervisor.restarting, "grown units", _follow_growth, agent, self._isolation, shares
-        )
+        context.tasks.start("grown units", _follow_growth, self._isolation, shares, context.grown)
 
 
-async def keep_limits(agent: Agent, group: TaskGroup) -> KeptLimits:
+async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tasks) -> KeptLimits:
     """Have the folders of containers that were given limits before enforcement was switched off.
 
     The kubelet repeats their mounts after a reboot, and the library refuses memory without the files.
     They go with their containers, and the room is not built any more at the next start.
     """
-    settings = agent.settings
     folders = LimitFolders(Path(settings.host.run))
     source = Path(settings.vgpu.library or IMAGE_FILE)
-    isolation = Isolation(folders, source, Path(settings.host.state), Policy.OFF, agent.holdings.cell)
+    isolation = Isolation(folders, source, Path(settings.host.state), Policy.OFF, held)
     await isolation.start()
-    group.start_soon(agent.supervisor.restarting, "limits", isolation.run)
+    tasks.start("limits", isolation.run)
     return KeptLimits(isolation)
 
 
@@ -209,11 +204,10 @@ class VgpuFence:
         return Allocation(mounts=admission.mounts, cdi_devices=limit)
 
 
-def _vgpu_indices(agent: Agent) -> Mapping[str, int]:
+def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Mapping[str, int]:
     """Indices of the GPUs that are in mode vGPU now, by UUID."""
-    switch = agent.switcher.state.value.gpus if agent.switcher else ()
-    shared = {each.uuid for each in switch if each.active.mode is Mode.VGPU}
-    return {each.uuid: each.gpu.index for each in agent.inventory.snapshot.value.gpus if each.uuid in shared}
+    now = assignment.value
+    return {each.uuid: each.gpu.index for each in inventory.value.gpus if now.of(each.uuid).mode is Mode.VGPU}
 
 
 class GpuUnits:
@@ -241,13 +235,15 @@ class GpuUnits:
         self._shares.restock()
 
 
-async def _follow_growth(agent: Agent, isolation: Isolation, shares: SharedPair) -> None:
+async def _follow_growth(
+    isolation: Isolation, shares: SharedPair, published: Cell[Mapping[str, int]]
+) -> None:
     """Units come back when their container is gone, too; for ever."""
     async for _ in isolation.containers.values():
         shares.restock()
         grown = {gpu: len(ids) * VGPU.block_bytes for gpu, ids in isolation.grown.items()}
-        if grown != agent.grown.value:
-            agent.grown.publish(grown)
+        if grown != published.value:
+            published.publish(grown)
 
 
 def _container_ids(pods: "PodCache", about: About) -> list[str]:
@@ -284,14 +280,14 @@ def round_of(uses: Uses) -> list[Measured]:
     ]
 
 
-def _namespaces(agent: Agent, group: TaskGroup) -> Callable[[str], Policy | None]:
+def _namespaces(cluster: ClusterAccess | None, tasks: Tasks) -> Callable[[str], Policy | None]:
     """Settings of namespaces; without the API server none."""
-    if agent.cluster is None:
+    if cluster is None:
         return lambda _: None
     from agent.cluster.namespaces import LABEL, NamespaceLabels  # noqa: PLC0415  loads the client
 
-    labels = NamespaceLabels(agent.cluster.api)
-    group.start_soon(agent.supervisor.restarting, "namespace watch", labels.run)
+    labels = NamespaceLabels(cluster.api)
+    tasks.start("namespace watch", labels.run)
     reported: dict[str, str] = {}
 
     def of(namespace: str) -> Policy | None:

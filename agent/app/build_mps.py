@@ -1,32 +1,32 @@
 """Builds MPS: the daemons, their resources, what the switcher needs of them, and their events."""
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import structlog
-from anyio.abc import TaskGroup
 
-from agent.app.agent import Agent, MpsParts
-from agent.app.mps_degradations import remarks, tell_of_advisory_caps
+from agent.app.mode_parts import ModeContext, ModeParts
+from agent.app.mps_degradations import AdvisoryCaps, remarks
+from agent.app.mps_root_check import RootCheck
+from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.holdings import holders_by_gpu
-from agent.model.demand import MPS
+from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.modes.ports import SetUpFailed
 from agent.mps.binary import Program, find
-from agent.mps.clients import ClientWatch, PodFacts
+from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import EventReason
 from agent.mps.errors import MpsError
 from agent.mps.options import Options
 from agent.mps.upkeep import Upkeep
-from agent.nvml.port import NvmlPort
-from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import mps
 from agent.plugins.inject import Injector
 from agent.plugins.shares_cdi import SpecificationKeeper
@@ -35,9 +35,11 @@ from agent.telemetry.container_use import above_limit
 from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
 
-log = structlog.get_logger()
+if TYPE_CHECKING:
+    from agent.cluster.event_recorder import EventRecorder
+    from agent.cluster.pods import PodCache
 
-USER_UNKNOWN = "its user is not known without the Kubernetes API"
+log = structlog.get_logger()
 
 
 class MpsBackend:
@@ -62,48 +64,44 @@ class MpsBackend:
         return self._manager.program
 
 
-async def build_mps(
-    agent: Agent,
-    nvml: NvmlPort,
-    assignment: Cell[Assignment],
-    injector: Injector,
-    group: TaskGroup,
-    source: PodSource | None,
-    recorder: Recorder | None,
-) -> MpsParts:
+async def build(context: ModeContext) -> ModeParts:
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
-    settings, spawn, snapshot = agent.settings, agent.supervisor.restarting, agent.inventory.snapshot
-    compute = NvmlComputeModes(nvml, agent.calls)
+    core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.injector
+    settings, snapshot, held = core.settings, core.inventory.snapshot, core.holdings.cell
+    events = MpsEvents(snapshot, held, cluster.events if cluster else None)
     manager = DaemonManager(
-        Path(settings.host.run), _finder(settings), compute, _MpsEvents(agent), _options(settings)
+        Path(settings.host.run),
+        _finder(settings),
+        NvmlComputeModes(core.nvml, core.calls),
+        events,
+        _options(settings),
     )
     await manager.look()
     clients = ClientWatch(
         manager,
-        agent.holdings.cell,
-        _pod_facts(agent),
+        held,
+        pod_facts(cluster.pods if cluster else None),
         proc=Path(settings.host.proc),
-        exceeding=_exceeding(agent),
-        report=_MpsEvents(agent),
+        exceeding=lambda: above_limit(context.uses.value, Mode.MPS),
+        report=events,
     )
     pairing, conditions, plugins = mps.build(
         settings,
         manager,
         snapshot,
-        assignment,
+        context.assignment,
         injector,
-        agent.holdings,
-        source,
-        recorder,
-        agent.cluster.node.name if agent.cluster else "",
-        _RootCheck(agent) if settings.mps.root_pods == "refuse" else None,
+        core.holdings,
+        context.pods,
+        context.recorder,
+        cluster.node.name if cluster else "",
+        RootCheck(cluster.pods if cluster else None) if settings.mps.root_pods == "refuse" else None,
     )
-
     upkeep = Upkeep(
         manager,
         Path(settings.host.run),
         settings.mps.shared_memory_mebibytes << 20,
-        _held(agent),
+        partial(_is_held, held),
         Path(settings.host.proc),
     )
 
@@ -111,33 +109,70 @@ async def build_mps(
         return mps.mounts(manager, uuid)
 
     def allowed() -> bool:
-        return agent.desired is not None and Mode.MPS in agent.desired.catalog.modes
+        return Mode.MPS in context.desired.catalog.modes
 
     keeper = SpecificationKeeper(
         Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
-    group.start_soon(spawn, "mps daemons", manager.run, assignment)
-    group.start_soon(spawn, "mps clients", clients.run)
-    group.start_soon(spawn, "mps folders", upkeep.run)
-    group.start_soon(spawn, "cdi specification", keeper.run)
-    agent.collectors.append(
-        pairs_collector(
-            "mps",
-            pairing.stats,
-            enforced=lambda: {"mps": injector.caps_problem is None},
-            reserved=lambda: pairing.waiting,
-        )
+    caps = AdvisoryCaps(settings, injector, context.assignment, cluster.events if cluster else None)
+    tasks.start("mps daemons", manager.run, context.assignment)
+    tasks.start("mps clients", clients.run)
+    tasks.start("mps folders", upkeep.run)
+    tasks.start("cdi specification", keeper.run)
+    tasks.start("mps caps", caps.run)
+    core.collectors.extend(
+        [
+            pairs_collector(
+                "mps",
+                pairing.stats,
+                enforced=lambda: {"mps": injector.caps_problem is None},
+                reserved=lambda: pairing.waiting,
+            ),
+            mps_collector(manager.statuses, clients.overviews, conditions.ceiling),
+        ]
     )
-    agent.collectors.append(mps_collector(manager.statuses, clients.overviews, conditions.ceiling))
-    group.start_soon(spawn, "mps caps", tell_of_advisory_caps, agent, injector, assignment)
-    return MpsParts(
-        manager,
-        clients,
-        list(plugins),
-        conditions.ceiling,
-        caps_problem=lambda: injector.caps_problem,
-        remarks=remarks(agent, manager, injector, assignment),
+    core.readiness.degradations.append(partial(remarks, settings, snapshot, manager, caps))
+    return ModeParts(
+        plugins,
+        MpsBackend(manager),
+        refusal=lambda state: manager.refusal(state.gpu, snapshot.value.driver),
+        daemon=partial(_report, manager, clients, conditions.ceiling, injector),
     )
+
+
+def _report(
+    manager: DaemonManager,
+    clients: ClientWatch,
+    ceiling: Callable[[str], int],
+    injector: Injector,
+    uuid: str,
+) -> dict[str, Any] | None:
+    """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
+    status = manager.statuses.value.get(uuid)
+    if status is None:
+        return None
+    overview = clients.overviews.value.get(uuid, Overview())
+    return {
+        "state": status.state.value,
+        "reason": status.reason,
+        "pid": status.pid,
+        "server": status.server,
+        "serverState": status.server_state.value if status.server_state else None,
+        "adopted": status.adopted,
+        "restarts": status.restarts,
+        "faults": status.faults,
+        "multiUser": status.multi_user,
+        "privateSharedMemory": status.private_shm,
+        "limitsHoldPer": "client process",
+        "capsAdvisory": injector.caps_problem,
+        "clientCeiling": ceiling(uuid),
+        "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
+        "podsWithoutClient": sorted(overview.silent),
+        "podsWithManyClients": sorted(overview.crowded),
+        "podsAboveCap": sorted(overview.exceeding),
+        "rootPods": sorted(overview.rooted),
+        "podsOfOtherUsers": sorted(overview.apart),
+    }
 
 
 def _finder(settings: Settings) -> Callable[[], Program]:
@@ -164,16 +199,21 @@ def _options(settings: Settings) -> Options:
     )
 
 
-class _MpsEvents:
+class MpsEvents:
     """Reports as events of the node, with the pods that they concern."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, inventory: Cell[Snapshot], held: Cell[PodList | None], events: "EventRecorder | None"
+    ) -> None:
+        """`events` of the node; None: there is no way to the Kubernetes API."""
+        self._inventory = inventory
+        self._held = held
+        self._events = events
 
     def __call__(
         self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
     ) -> None:
-        state = self._agent.inventory.snapshot.value.by_uuid.get(uuid)
+        state = self._inventory.value.by_uuid.get(uuid)
         gpu = f"GPU {state.gpu.index} ({uuid})" if state else f"GPU {uuid}"
         text = f"{gpu}: {message}"
         pods = sorted(self._pods(uuid))
@@ -183,36 +223,28 @@ class _MpsEvents:
             text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
         warning = kind is not EventReason.RECOVERED
         (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
-        if self._agent.cluster:
-            self._agent.cluster.events.node(kind.value, text, warning=warning)
+        if self._events:
+            self._events.node(kind.value, text, warning=warning)
 
     def _pods(self, uuid: str) -> set[str]:
-        held = self._agent.holdings.cell.value
+        held = self._held.value
         holders = holders_by_gpu(held).get(uuid, []) if held else []
         return {holder.pod for holder in holders if holder.mode is Mode.MPS}
 
 
-def _held(agent: Agent) -> Callable[[str], bool | None]:
-    def held(uuid: str) -> bool | None:
-        pods = agent.holdings.cell.value
-        if pods is None:
-            return None
-        return any(holder.mode is Mode.MPS for holder in holders_by_gpu(pods).get(uuid, []))
-
-    return held
+def _is_held(held: Cell[PodList | None], uuid: str) -> bool | None:
+    """Whether a pod holds shares of a GPU; None: it is not known."""
+    pods = held.value
+    if pods is None:
+        return None
+    return any(holder.mode is Mode.MPS for holder in holders_by_gpu(pods).get(uuid, []))
 
 
-def _exceeding(agent: Agent) -> Callable[[], Mapping[str, AbstractSet[str]]]:
-    def exceeding() -> Mapping[str, AbstractSet[str]]:
-        uses = agent.sources.uses if agent.sources else None
-        return above_limit(uses.value, Mode.MPS) if uses else {}
+def pod_facts(pods: "PodCache | None") -> Callable[[], Sequence[PodFacts]]:
+    """The pods of the node by what marks their clients; without the Kubernetes API none is known."""
 
-    return exceeding
-
-
-def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
     def facts() -> Sequence[PodFacts]:
-        if agent.cluster is None:
+        if pods is None:
             return ()
         return [
             PodFacts(
@@ -223,7 +255,7 @@ def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
                 pod.metadata.deletion_grace_period_seconds,
                 {name: each for each, name in pod.container_names.items()},
             )
-            for uid, pod in agent.cluster.pods.by_cgroup_uid().items()
+            for uid, pod in pods.by_cgroup_uid().items()
         ]
 
     return facts
@@ -232,55 +264,3 @@ def _pod_facts(agent: Agent) -> Callable[[], Sequence[PodFacts]]:
 def _moment(text: str | None) -> dt.datetime | None:
     """deletionTimestamp is the end of the grace period, not its beginning."""
     return dt.datetime.fromisoformat(text) if text else None
-
-
-class _RootCheck:
-    """Whether containers may run as root, by the pods' security contexts."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-
-    def named(self, namespace: str, pod: str, container: str) -> str | None:
-        """See agent.plugins.mps.RootCheck.
-
-        The kubelet hands an init container's units to an app container, and names that one alone: any
-        container of the pod that asks for cores may be the one that starts.
-        """
-        if self._agent.cluster is None:
-            return USER_UNKNOWN
-        found = self._agent.cluster.pods.find(namespace, pod)
-        if found is None:
-            return "its specification is not known yet"
-        spec = found.spec
-        others = [
-            each.name
-            for each in (*spec.init_containers, *spec.containers)
-            if MPS.core in each.resources.limits and each.name != container
-        ]
-        if why := found.may_run_as_root(container):
-            return why
-        for name in others:
-            if why := found.may_run_as_root(name):
-                return f"container {name} of the pod, whose cores it may have: {why}"
-        return None
-
-    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
-        """See agent.plugins.mps.RootCheck."""
-        if self._agent.cluster is None:
-            return USER_UNKNOWN
-        suspects = [
-            (pod, container.name)
-            for pod in self._agent.cluster.pods.pods().values()
-            if not pod.finished
-            for container in (*pod.spec.init_containers, *pod.spec.containers)
-            if container.resources.limits.get(MPS.core) == str(cores)
-            and (pod.metadata.namespace, pod.metadata.name, container.name) not in known
-        ]
-        for pod, name in suspects:
-            if why := pod.may_run_as_root(name):
-                where = f"{pod.metadata.namespace}/{pod.metadata.name}"
-                return f"container {name} of {where} may run as root ({why})"
-        return None if suspects else "no container that asks for so many is known"
-
-
-__all__ = ["MpsBackend", "build_mps"]

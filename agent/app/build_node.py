@@ -1,38 +1,116 @@
-"""Builds what writes the own Node object ahead of the kubelet: capacity and the scheduling taint."""
+"""Builds the writers of the own Node object: capacity and taint ahead of the kubelet, and the report."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.app.agent import Agent, ClusterAccess, NodeParts
+from agent.app.degradations import Writer
+from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.cluster.own_node import OwnNode
+from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
+from agent.modes.switch_state import SwitchState
+from agent.node import inventory_annotation as inventory_note
 from agent.node.capacity import Capacity, KubeletMute, Offer
+from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
+from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
+from agent.settings import Settings
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """The writers of the own Node object."""
+
+    taint: SchedulingTaint
+    capacity: Capacity
+    withdrawals: Withdrawals
+    inherited: Inherited
+    report: NodeStateWriter
+    annotations: Cell[Mapping[str, str]]  # further ones that the report writes
+
+    @property
+    def writers(self) -> Mapping[str, Writer]:
+        """Those who patch it, by the part that they patch."""
+        return {"status": self.capacity, "taint": self.taint, "report": self.report}
 
 
 def build_node(
-    agent: Agent, cluster: ClusterAccess, node: OwnNode, resources: ResourceSet, assignment: Cell[Assignment]
+    core: Core, cluster: ClusterAccess, node: OwnNode, resources: ResourceSet, assignment: Cell[Assignment]
 ) -> NodeParts:
-    """Make the parts; `run_node` is their task."""
+    """Make the parts; `start_node` starts their tasks."""
     offer = Offer(
-        assignment, resources.figures, resources.delivered, _taken_in(agent), resources.register_again
+        assignment,
+        resources.figures,
+        resources.delivered,
+        _taken_in(core.holdings),
+        resources.register_again,
     )
     taint = SchedulingTaint(node)
     capacity = Capacity(node, offer, taint)
-    withdrawals = Withdrawals(node, offer, capacity, taint, _unserved(agent, cluster))
-    inherited = Inherited(node, offer, capacity, taint, resources.names)
-    return NodeParts(taint, capacity, withdrawals, inherited)
+    unserved = _unserved(cluster.pods, core.readiness.endpoints, core.holdings)
+    annotations: Cell[Mapping[str, str]] = Cell({})
+    return NodeParts(
+        taint,
+        capacity,
+        Withdrawals(node, offer, capacity, taint, unserved),
+        Inherited(node, offer, capacity, taint, resources.names),
+        _report(core.settings, node, core.readiness.switch, core.inventory.snapshot, annotations),
+        annotations,
+    )
 
 
-async def run_node(parts: NodeParts, resources: ResourceSet) -> None:
-    """Keep the node's status and its taint true, for ever."""
+def _report(
+    settings: Settings,
+    node: OwnNode,
+    switch: Cell[SwitchState],
+    inventory: Cell[Snapshot],
+    annotations: Cell[Mapping[str, str]],
+) -> NodeStateWriter:
+    fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+
+    def labels(present: Mapping[str, str]) -> Mapping[str, str]:
+        return {**(labels_of(inventory.value, present) if settings.node_labels else {}), **fixed}
+
+    return NodeStateWriter(node, switch, labels=labels, annotations=annotations, wake_on=(inventory,))
+
+
+def start_node(
+    parts: NodeParts,
+    core: Core,
+    tasks: Tasks,
+    resources: ResourceSet,
+    assignment: Cell[Assignment],
+    grown: Cell[Mapping[str, int]],
+) -> None:
+    """Keep the Node object true, for ever."""
+    tasks.start("node capacity", _keep_amounts, parts, resources)
+    tasks.start("node report", parts.report.run)
+    tasks.start(
+        "inventory note",
+        inventory_note.follow,
+        core.inventory.snapshot,
+        assignment,
+        core.settings.mps.most_clients,
+        parts.annotations,
+        grown,
+    )
+
+
+async def _keep_amounts(parts: NodeParts, resources: ResourceSet) -> None:
     async with anyio.create_task_group() as group:
         # In this order: a taint that stands already is left alone until the figures are right.
         group.start_soon(parts.inherited.run)
@@ -41,12 +119,12 @@ async def run_node(parts: NodeParts, resources: ResourceSet) -> None:
         group.start_soon(resources.follow_lists, parts.capacity.wake)
 
 
-def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
+def _taken_in(holdings: HoldingsWatch) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
     """How many healthy devices the kubelet knows of each resource."""
 
     async def taken_in() -> Mapping[str, int] | None:
         try:
-            return await agent.holdings.client.allocatable()
+            return await holdings.client.allocatable()
         except PodResourcesUnavailable as error:
             if error.unsupported:
                 return None
@@ -55,13 +133,14 @@ def _taken_in(agent: Agent) -> Callable[[], Awaitable[Mapping[str, int] | None]]
     return taken_in
 
 
-def _unserved(agent: Agent, cluster: ClusterAccess) -> Callable[[], Awaitable[frozenset[str]]]:
+def _unserved(
+    pods: "PodCache", endpoints: list[Endpoint], holdings: HoldingsWatch
+) -> Callable[[], Awaitable[frozenset[str]]]:
     from agent.node.unadmitted_pods import unadmitted  # noqa: PLC0415  loads the API client's room
 
-    pods = cluster.pods
     return partial(
         unadmitted,
         lambda: None if pods.reflector.problem else pods.pods(),
-        lambda: {endpoint.plugin.resource for endpoint in agent.endpoints},
-        agent.holdings.refresh,
+        lambda: {endpoint.plugin.resource for endpoint in endpoints},
+        holdings.refresh,
     )

@@ -1,52 +1,84 @@
-"""Degradations while pods are served, as /readyz and status show them."""
+"""Degradations while pods are served, in sentences for /readyz and status (`agent.app.readiness`)."""
 
-from agent.app.agent import Agent
-from agent.model.modes import Mode
-from agent.modes.switch_state import Phase
-from agent.node.driver_upgrade import Stage
+from collections.abc import Mapping
+from typing import Protocol
 
+from agent.app.parts import ClusterAccess
+from agent.cdi.specification import Devices
+from agent.modes.cordon_book import CordonBook
+from agent.modes.mode_metrics import Patching
+from agent.modes.switch_state import Phase, SwitchState
+from agent.node.driver_upgrade import DriverUpgrade, Stage
 
-def remarks(agent: Agent) -> list[str]:
-    """Each in a sentence; empty: all is well."""
-    found = []
-    if profile := agent.settings.simulator.profile:
-        found.append(f"the GPUs are simulated (simulator.profile: {profile}): pods get none")
-    if agent.cluster:
-        reflectors = (agent.cluster.node.reflector, agent.cluster.pods.reflector)
-        if problem := next((each.problem for each in reflectors if each.problem), None):
-            found.append(
-                f"the API server cannot be followed: {problem}; the last mode asked for stays in force, and "
-                "the scheduler hears of changes at the kubelet's next tick"
-            )
-        else:
-            writers = [
-                ("node.status", agent.node.capacity if agent.node else None),
-                ("the node's taint", agent.node.taint if agent.node else None),
-                ("the Node object", agent.state_writer),
-            ]
-            found.extend(f"{what} cannot be patched: {w.problem}" for what, w in writers if w and w.problem)
-    if agent.configuration_problem:
-        found.append(
-            f"the newest configuration was rejected, an older one is in force: {agent.configuration_problem}"
-        )
-    if agent.gpu_specification and (problem := agent.gpu_specification.devices.value.problem):
-        found.append(f"the CDI specification of the GPUs is not as it should be: {problem}")
-    if agent.mps:
-        found.extend(agent.mps.remarks())
-    if agent.limits and (problem := agent.limits.problem) and _offers_vgpu(agent):
-        found.append(f"vGPU containers start without the enforcement library: {problem}")
-    if agent.cordons and agent.cordons.problem:
-        found.append(f"{agent.cordons.problem}; the GPUs cordoned before stay so")
-    if agent.driver_upgrade and agent.driver_upgrade.stage is not Stage.NONE:
-        found.append(
-            f"the GPU operator exchanges the driver of this node (label {agent.driver_upgrade.label}): GPUs "
-            "leave their modes when their pods have ended, and nothing is offered until the label changes"
-        )
-    if agent.switcher and (state := agent.switcher.state.value).phase in (Phase.BLOCKED, Phase.FAILED):
-        found.append(f"mode {state.desired} is not in force: {state.message}")
-    return found
+PATCHED = {"status": "node.status", "taint": "the node's taint", "report": "the Node object"}
 
 
-def _offers_vgpu(agent: Agent) -> bool:
-    gpus = agent.switcher.state.value.gpus if agent.switcher else ()
-    return any(each.active.mode is Mode.VGPU for each in gpus)
+class Writer(Patching, Protocol):
+    """Somebody who patches the Node object, and says why it failed."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last patch failed; None: it did not."""
+
+
+def simulated(profile: str | None) -> list[str]:
+    """GPUs that are not there."""
+    return [f"the GPUs are simulated (simulator.profile: {profile}): pods get none"] if profile else []
+
+
+def api_server(cluster: ClusterAccess) -> list[str]:
+    """An API server that cannot be read."""
+    problem = _unread(cluster)
+    if problem is None:
+        return []
+    text = (
+        f"the API server cannot be followed: {problem}; the last mode asked for stays in force, and "
+        "the scheduler hears of changes at the kubelet's next tick"
+    )
+    return [text]
+
+
+def writers(cluster: ClusterAccess, patching: Mapping[str, Writer]) -> list[str]:
+    """An API server that can be read, but not be written to."""
+    if _unread(cluster):
+        return []
+    return [
+        f"{PATCHED[name]} cannot be patched: {writer.problem}"
+        for name, writer in patching.items()
+        if writer.problem
+    ]
+
+
+def _unread(cluster: ClusterAccess) -> str | None:
+    reflectors = (cluster.node.reflector, cluster.pods.reflector)
+    return next((each.problem for each in reflectors if each.problem), None)
+
+
+def specification(devices: Devices) -> list[str]:
+    """Our own CDI specification of the GPUs."""
+    if devices.problem is None:
+        return []
+    return [f"the CDI specification of the GPUs is not as it should be: {devices.problem}"]
+
+
+def cordons(book: CordonBook) -> list[str]:
+    """Cordons that cannot be read."""
+    return [f"{book.problem}; the GPUs cordoned before stay so"] if book.problem else []
+
+
+def driver_upgrade(upgrade: DriverUpgrade) -> list[str]:
+    """A driver that is being exchanged."""
+    if upgrade.stage is Stage.NONE:
+        return []
+    text = (
+        f"the GPU operator exchanges the driver of this node (label {upgrade.label}): GPUs "
+        "leave their modes when their pods have ended, and nothing is offered until the label changes"
+    )
+    return [text]
+
+
+def mode(state: SwitchState) -> list[str]:
+    """A request that cannot be obeyed."""
+    if state.phase not in (Phase.BLOCKED, Phase.FAILED):
+        return []
+    return [f"mode {state.desired} is not in force: {state.message}"]

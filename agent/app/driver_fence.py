@@ -11,14 +11,15 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.app.agent import Agent
 from agent.cdi import memory_limits
+from agent.inventory.snapshot import Snapshot
 from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
 from agent.plugins.inject import Injector
+from agent.settings import Host
 
 log = structlog.get_logger()
 
@@ -28,11 +29,11 @@ RETRY_SECONDS = 10.0
 class DriverFence:
     """Of one node."""
 
-    def __init__(self, agent: Agent, injector: Injector) -> None:
-        self._snapshot = agent.inventory.snapshot
+    def __init__(self, host: Host, inventory: Cell[Snapshot], injector: Injector) -> None:
+        self._snapshot = inventory
         self._injector = injector
-        self._cgroups = Path(agent.settings.host.cgroups)
-        self._folder = Path(agent.settings.host.cdi)
+        self._cgroups = Path(host.cgroups)
+        self._folder = Path(host.cdi)
         self._unified = False
         self._most_units = 0  # for which there are devices
         self._said: str | None = ""

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from agent.app.agent import Agent
-from agent.app.build import catalog_of
+from agent.app.build_switching import catalog_of
 from agent.kit import logs
 from agent.kit.configuration import ConfigurationError
 from agent.kit.inotify import FolderGone, watching
@@ -30,6 +30,9 @@ class Reloader:
 
     def __init__(self, agent: Agent, load: Callable[[], Settings], file: Path | None) -> None:
         self._agent = agent
+        self._settings = agent.core.settings  # in force
+        self._problem: str | None = None  # of the newest configuration, while an older one is in force
+        agent.core.readiness.degradations.append(self._degradations)
         self._load = load
         self._file = file
 
@@ -58,24 +61,27 @@ class Reloader:
             new = await anyio.to_thread.run_sync(self._load)
         except ConfigurationError as error:
             problem = "; ".join(error.faults)
-            if problem != agent.configuration_problem:
+            if problem != self._problem:
                 log.error("configuration_rejected", faults=list(error.faults))
                 if agent.cluster:
                     agent.cluster.events.node("ConfigurationRejected", problem, warning=True)
-            agent.configuration_problem = problem
+            self._problem = problem
             return
-        agent.configuration_problem = None
-        changed = changed_keys(agent.settings, new)
+        self._problem = None
+        changed = changed_keys(self._settings, new)
         if not changed:
             return
-        agent.settings = new
+        self._settings = new
         log.info("configuration_changed", keys=sorted(changed), need_restart=sorted(changed - LIVE) or None)
         if "logging" in changed:
             logs.configure(new.logging.level, new.logging.format)
-        if agent.switcher:
-            agent.switcher.when_busy = new.when_busy
-        if agent.desired:
-            agent.desired.use(catalog_of(new))
+        agent.switcher.when_busy = new.when_busy
+        agent.desired.use(catalog_of(new))
+
+    def _degradations(self) -> list[str]:
+        if self._problem is None:
+            return []
+        return [f"the newest configuration was rejected, an older one is in force: {self._problem}"]
 
 
 def changed_keys(before: Settings, after: Settings) -> set[str]:

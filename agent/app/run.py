@@ -1,9 +1,9 @@
 """The composition root: runs the task tree and stops it in order."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
@@ -12,9 +12,10 @@ import structlog
 from anyio.abc import TaskStatus
 
 from agent import __version__
-from agent.app.agent import Agent, ClusterAccess
-from agent.app.build import start
-from agent.app.degradations import remarks
+from agent.app.agent import Agent
+from agent.app.build import NVML_SECONDS, build
+from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.readiness import Readiness
 from agent.inventory.actor import Inventory
 from agent.inventory.health_rules import rules_from
 from agent.kit.lock import Taken, exclusive
@@ -29,20 +30,18 @@ from agent.web.server import HttpServer
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 # An agent that is being replaced may need this long to leave.
 LOCK_SECONDS = 11.0
-
-# How long calls to NVML are waited for once nothing is offered any more: a wait for events takes a second.
-NVML_SECONDS = 1.5
 
 # A node that no agent may be wanted on any more is cleared of what is ours, once nothing is offered.
 FORGET_SECONDS = 1.0
 
 
 class StoppedEarly(Exception):
-    """The agent was asked to stop before it had begun."""
+    """The agent was asked to stop before it was there."""
 
 
 @asynccontextmanager
@@ -57,59 +56,68 @@ async def running(
     `stop` cuts a start short that is under way; its setter leaves the context. `withdrawn` is called when
     nothing is offered any more: what is left then leaves nothing behind if cut off. A fatal task that fails
     cancels the body and leaves as an exception group. Raises FatalError when another agent serves this
-    node, StoppedEarly when `stop` was set while waiting for it to go.
+    node, StoppedEarly when `stop` was set before this agent was there.
     """
     stop = stop or anyio.Event()
-    agent = Agent(
-        settings,
-        Inventory(rules_from(settings.health)),
-        HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder),
-        Supervisor(),
-        WorkerThread("calls"),
-        HttpServer(settings.http.address, settings.http.port),
-    )
+    core = core_of(settings, nvml)
+    agent: Agent | None = None
     gives_back = False
-    try:
+    async with AsyncExitStack() as closing:
+        closing.callback(core.calls.close)
         async with _alone(Path(settings.host.run), stop), anyio.create_task_group() as outer:
             log.info("agent_starting", version=__version__)
-            outer.start_soon(agent.supervisor.fatal, "inventory", agent.inventory.run)
+            outer.start_soon(core.supervisor.fatal, "inventory", core.inventory.run)
             # The probes are asked from the first moment on and until the last.
-            Probes(agent.supervisor, agent.blockers, lambda: remarks(agent), agent.shortcomings).add_to(
-                agent.http
+            readiness = core.readiness
+            Probes(core.supervisor, readiness.blockers, readiness.remarks, readiness.shortcomings).add_to(
+                core.http
             )
-            await outer.start(_serve_http, agent)
+            await outer.start(_serve_http, core)
             async with anyio.create_task_group() as inner:
-                try:
-                    if await _in_time(stop, start, agent, nvml, inner):
-                        log.info("agent_started", http_port=agent.http_port)
+                with ExitStack() as ending:
+                    ending.callback(core.calls.end_within, NVML_SECONDS)
+                    tasks = Tasks(core.supervisor, inner)
+                    built = await _in_time(stop, build, core, tasks, ending, closing)
+                    if built:
+                        agent, serve = built
+                        await _in_time(stop, serve)
                     try:
-                        yield agent
+                        if agent:
+                            yield agent
                     finally:
-                        agent.stopping = True
+                        readiness.stopping = True
                         log.info("agent_stopping")
                         # Nothing is offered any more before the lists end; bounded in time.
-                        if agent.node and agent.switcher:
+                        if agent and agent.node:
                             with anyio.CancelScope(shield=True):
-                                writer = agent.state_writer
-                                gives_back = writer is not None and writer.nothing_to_give_back
+                                gives_back = agent.node.report.nothing_to_give_back
                                 await agent.node.withdrawals.stop(agent.switcher.close)
                         withdrawn()
                         inner.cancel_scope.cancel()
-                finally:
-                    agent.calls.end_within(NVML_SECONDS)
-                    if agent.gpu_monitor:
-                        agent.gpu_monitor.thread.end_within(NVML_SECONDS)
             outer.cancel_scope.cancel()
-        if agent.cluster and gives_back:
+        if agent and agent.cluster and gives_back:
             with anyio.CancelScope(shield=True), anyio.move_on_after(FORGET_SECONDS):
                 await _forgotten(agent.cluster)
-    finally:
-        if agent.cluster:
-            await agent.cluster.api.close()
-        if agent.gpu_monitor:
-            agent.gpu_monitor.close()
-        agent.calls.close()
     log.info("agent_stopped")
+    if agent is None:
+        raise StoppedEarly
+
+
+def core_of(settings: Settings, nvml: NvmlPort) -> Core:
+    """The parts that exist before anything runs."""
+    inventory = Inventory(rules_from(settings.health))
+    holdings = HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder)
+    return Core(
+        settings,
+        nvml,
+        WorkerThread("calls"),
+        inventory,
+        holdings,
+        Supervisor(),
+        HttpServer(settings.http.address, settings.http.port),
+        Readiness(inventory.snapshot, holdings),
+        collectors=[],
+    )
 
 
 async def _forgotten(cluster: ClusterAccess) -> None:
@@ -125,8 +133,8 @@ async def _forgotten(cluster: ClusterAccess) -> None:
         log.info("node_cleared", reason="nothing is wanted of this node")
 
 
-async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> bool:
-    """Do it unless `stop` comes first; whether it was done."""
+async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[T]], *arguments: *Ts) -> T | None:
+    """Do it unless `stop` comes first; its result, None: it was cut short."""
 
     async def cut_short() -> None:
         await stop.wait()
@@ -134,17 +142,17 @@ async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[None]], *ar
 
     async with anyio.create_task_group() as group:
         group.start_soon(cut_short)
-        await act(*arguments)
+        result = await act(*arguments)
         group.cancel_scope.cancel()
-        return True
-    return False
+        return result
+    return None
 
 
-async def _serve_http(agent: Agent, *, task_status: TaskStatus[int]) -> None:
+async def _serve_http(core: Core, *, task_status: TaskStatus[int]) -> None:
     async def serve() -> None:
-        await agent.http.serve(task_status=task_status)
+        await core.http.serve(task_status=task_status)
 
-    await agent.supervisor.fatal("http", serve)
+    await core.supervisor.fatal("http", serve)
 
 
 @asynccontextmanager

@@ -13,20 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import anyio.to_thread
 
-from agent.app.agent import Agent
+from agent.app.mode_parts import ModeContext
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
-from agent.nvml.port import NvmlPort
-from agent.pairing.ports import Recorder
 from agent.pairing.reducer import Grant
-from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPair
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
     from agent.app.build_isolation import LimitParts
 
 NO_FENCES: Mapping[str, bool] = dict.fromkeys(("driver", "library", "sweep"), False)
@@ -36,14 +31,14 @@ class Grown(Protocol):
     """Units of memory that containers were resized to, beyond those of the kubelet."""
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.agent.Limits."""
+        """See agent.app.mode_parts.Limits."""
 
-    def follow_resizes(self, agent: Agent, shares: SharedPair, group: "TaskGroup") -> None:
-        """See agent.app.agent.Limits."""
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
 
 
 class VgpuLimits:
-    """As agent.app.agent.Limits, and as the fence of agent.plugins.shared_pair."""
+    """As agent.app.mode_parts.Limits, and as the fence of agent.plugins.shared_pair."""
 
     def __init__(self, modes: Cell[Assignment], build: Callable[[], Awaitable["LimitParts"]]) -> None:
         """`build` makes the rooms, and starts their tasks."""
@@ -66,23 +61,23 @@ class VgpuLimits:
         parts = self.parts or await self.begin()
         return await parts.fence(member, grant)
 
-    def follow_resizes(self, agent: Agent, shares: SharedPair, group: "TaskGroup") -> None:
-        """See agent.app.agent.Limits."""
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """See Grown; once a GPU is offered as vGPU."""
 
         async def follow() -> None:
             await self._modes.wait_for(lambda now: any(each.mode is Mode.VGPU for each in now.gpus.values()))
-            (await self.begin()).follow_resizes(agent, shares, group)
+            (await self.begin()).follow_resizes(context, shares)
 
         if self.parts:
-            self.parts.follow_resizes(agent, shares, group)
+            self.parts.follow_resizes(context, shares)
         else:
-            group.start_soon(follow)
+            context.tasks.group.start_soon(follow)
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.agent.Limits."""
+        """See agent.app.mode_parts.Limits."""
         return self.parts.units_grown(uuid) if self.parts else frozenset()
 
-    # As agent.app.agent.Limits, too; nothing is so before the first GPU is offered.
+    # As agent.app.mode_parts.Limits, too; nothing is so before the first GPU is offered.
 
     @property
     def problem(self) -> str | None:
@@ -107,33 +102,25 @@ class VgpuLimits:
         return self.parts.document(namespace, pod, container, gpu) if self.parts else None
 
 
-async def build_limits(
-    agent: Agent,
-    nvml: NvmlPort,
-    injector: Injector,
-    group: "TaskGroup",
-    recorder: Recorder | None,
-    modes: Cell[Assignment],
-) -> Grown | None:
+async def build_limits(context: ModeContext) -> Grown | None:
     """The enforcement of vGPU memory, where it is configured; else what is left of one that was."""
-    settings = agent.settings
-    host = settings.host
+    settings, host = context.core.settings, context.core.settings.host
     before = await anyio.to_thread.run_sync(_limited_before, Path(host.state), Path(host.run))
 
     async def rooms() -> ModuleType:
         return await anyio.to_thread.run_sync(import_module, "agent.app.build_isolation")
 
     async def build() -> "LimitParts":
-        parts: LimitParts = await (await rooms()).build_isolation(agent, nvml, injector, group, recorder)
+        parts: LimitParts = await (await rooms()).build_isolation(context)
         return parts
 
     if settings.modes.vgpu and settings.vgpu.enforcement != "off":
-        agent.limits = limits = VgpuLimits(modes, build)
+        limits = VgpuLimits(context.assignment, build)
         if before:
             await limits.begin()
         return limits
     if before:
-        kept: Grown = await (await rooms()).keep_limits(agent, group)
+        kept: Grown = await (await rooms()).keep_limits(settings, context.core.holdings.cell, context.tasks)
         return kept
     return None
 

@@ -87,7 +87,7 @@ async def _in_service(
             anyio.create_task_group() as group,
         ):
             reloader = Reloader(agent, start.load, start.file)
-            spawn = agent.supervisor.restarting
+            spawn = agent.core.supervisor.restarting
             group.start_soon(spawn, "configuration", reloader.run)
             group.start_soon(spawn, "reload on SIGHUP", _reload, reloader, hangups)
             if agent.cluster:

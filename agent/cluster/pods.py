@@ -71,7 +71,6 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     containers: list[Container] = msgspec.field(default_factory=list)
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
-    termination_grace_period_seconds: int | None = None
     security_context: SecurityContext | None = None
     volumes: list[Volume] = msgspec.field(default_factory=list)
     host_pid: bool = msgspec.field(default=False, name="hostPID")

@@ -51,9 +51,9 @@ class _Node:
 class Fleet:
     """Who holds what. `on_change` is called with the name of every node whose capacity may have changed."""
 
-    def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
-        self.on_change = on_change
+        self.on_change: Callable[[str], None] = lambda _: None
         self._nodes: dict[str, _Node] = {}
         self._pods: dict[str, BoundPod] = {}
         self._assumed: dict[str, Assumed] = {}

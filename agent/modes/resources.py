@@ -27,7 +27,9 @@ class ResourceSet:
         endpoint_of: Callable[[ResourcePlugin], Endpoint],
         supervisor: Supervisor,
         group: TaskGroup,
+        before_first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`before_first` is done before a resource appears on the node; it must end, and raise nothing."""
         self._plugins = plugins
         self._endpoint_of = endpoint_of
         self._supervisor = supervisor
@@ -35,8 +37,7 @@ class ResourceSet:
         self._enabled: set[Mode] = set()
         self._pending: set[Mode] = set()
         self._grown = anyio.Event()
-        # What has to be done before a resource appears on the node; must end, and raise nothing.
-        self.before_first: Callable[[], Awaitable[None]] | None = None
+        self._before_first = before_first
         self.endpoints = endpoints  # grows as modes are first used
 
     @property
@@ -71,8 +72,8 @@ class ResourceSet:
             grown.set()
 
     async def _appear(self, endpoints: Sequence[Endpoint]) -> None:
-        if self.before_first:
-            await self.before_first()
+        if self._before_first:
+            await self._before_first()
         for endpoint in endpoints:
             name = f"endpoint {endpoint.plugin.resource}"
             self._group.start_soon(self._supervisor.restarting, name, endpoint.run)

@@ -12,7 +12,7 @@ before off the lists for a while.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 import structlog
@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kubelet.holdings import Holder, holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.ids import parse
@@ -68,6 +69,7 @@ class ModeSwitcher:
         holdings: Holdings,
         resources: Resources,
         *,
+        state: Cell[SwitchState] | None = None,
         announcer: Announcer | None = None,
         backends: Mapping[Mode, Backend] = NO_BACKENDS,
         gate: Gate = no_gate,
@@ -97,20 +99,19 @@ class ModeSwitcher:
         self.switches = 0  # how often a GPU came into another mode
         self.assignment = assignment  # nobody else publishes it
         self.accepted: Cell[Desired | None] = Cell(standing)  # the last request that could be obeyed
-        self.state: Cell[SwitchState] = Cell(STARTING)
+        self.state = state or Cell(STARTING)  # the same
 
     async def run(self) -> None:
         """Switch for ever; may be started again after a failure."""
         self._tasks.forget()
         async with anyio.create_task_group() as group:
             self._group = group
-            for cell in (self._inventory, self._desired, self._holdings.cell, self._cordons):
-                group.start_soon(self._wake_on, cell)
+            news = (self._inventory, self._desired, self._holdings.cell, self._cordons)
+            group.start_soon(follow, self._wake_up, *news)
             self._work(self._states)
             while not self._closing:
                 self._wake = anyio.Event()
-                pause = await self._round()
-                with anyio.move_on_after(pause):
+                with anyio.move_on_after(await self._round()):
                     await self._wake.wait()
             await anyio.sleep_forever()
 
@@ -121,9 +122,8 @@ class ModeSwitcher:
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
-    async def _wake_on(self, cell: Cell[Any]) -> None:
-        async for _ in cell.values():
-            self._wake.set()
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     async def _round(self) -> float:
         """One look and the steps that follow from it; how long to wait, in seconds, unless woken."""

@@ -119,9 +119,9 @@ class Control:
         now = self._percentage(await self._ask(f"set_default_active_thread_percentage {percent:d}"))
         self._read_back("active thread percentage", percent, now)
 
-    async def start_server(self, uid: int = 0) -> None:
+    async def start_server(self) -> None:
         """Ask for a server before the first client does; whether it lives is seen in `servers`."""
-        await self._ask(f"start_server -uid {uid:d}")
+        await self._ask("start_server -uid 0")
 
     async def terminate_client(self, server: int, client: int) -> None:
         """Destroy a client's contexts, so that its process may be killed without harm to its neighbours."""

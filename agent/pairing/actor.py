@@ -59,6 +59,8 @@ class Pairing:
         self._state = State()
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
+        # GPUs of the pod whose later containers are still to be admitted, and until when that is waited for.
+        self._continuing: tuple[str, frozenset[str], float] = ("", frozenset(), -math.inf)
 
     @property
     def ledger(self) -> Ledger:
@@ -69,6 +71,14 @@ class Pairing:
     def waiting(self) -> int:
         """Pairs that were promised and wait for their second member."""
         return sum(not each.complete for each in self.ledger.reservations)
+
+    def continuing(self) -> frozenset[str]:
+        """GPUs of a pod of which a container was just admitted and the next one is not yet.
+
+        A later container gets the units of a plain init container, and what it needs more of the same GPU.
+        """
+        _, gpus, until = self._continuing
+        return gpus if self._clock() < until else frozenset()
 
     def set_pools(self, pools: Collection[UnitPool]) -> None:
         """Take in the units that may be given out; called at each change of inventory and modes."""
@@ -112,6 +122,8 @@ class Pairing:
             call = replace(call, now=self._clock())
             self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
+            until = -math.inf if grant.last else call.now + self.rules.reservation_seconds
+            self._continuing = (grant.pod.uid, frozenset(grant.gpus), until)
             self._report(member, grant)
             self._publish()
         return grant
@@ -137,6 +149,8 @@ class Pairing:
     def turn_away(self, pod: Pod, message: str) -> None:
         """Take back all that a pod was granted: its admission fails as a whole."""
         self.stats.refused += 1
+        if self._continuing[0] == pod.uid:
+            self._continuing = ("", frozenset(), -math.inf)
         left = self._state.without(lambda each: each.pod.uid == pod.uid)
         self._become(replace(left, refused=left.refused | {pod.uid}))
         self._recorder.refused(pod, message)
@@ -197,6 +211,9 @@ class Pairing:
                 self.stats.expired += 1
                 log.info("promise_expired", container=str(promise.holder), gpu=",".join(promise.gpus))
         self._become(self._state.without(lambda each: each.expires <= now))
+        if -math.inf < self._continuing[2] <= now:
+            self._continuing = ("", frozenset(), -math.inf)
+            self._publish()
 
     def _become(self, state: State) -> None:
         before, self._state = self._state, state

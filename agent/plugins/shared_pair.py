@@ -229,7 +229,7 @@ class SharedPairPlugin:
         ledger = self._shares.pairing.ledger
         pools, kept = ledger.pools, ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
-        admitting = {gpu for each in begun for gpu in each.gpus}
+        admitting = self._shares.pairing.continuing().union(*(each.gpus for each in begun))
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}
         for state in self._shares.inventory.value.gpus:
             pool, mode = pools.get(state.uuid), assignment.of(state.uuid)

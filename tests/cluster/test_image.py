@@ -14,21 +14,11 @@ import pytest
 
 from agent import __version__
 from agent.settings import load
-from tests.cluster.build import BuildError, agent_image
 from tests.cluster.rig import REPOSITORY
 
 LARGEST_MB = 120.0
 COMMAND = "/usr/local/bin/gpu-node-agent"
 TOOLKIT = load(environment={}).injection.toolkit
-
-
-@pytest.fixture(scope="module")
-def archive() -> Path:
-    """The image, built if the sources have changed."""
-    try:
-        return agent_image.build(lambda _line: None)
-    except BuildError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +164,8 @@ def test_has_what_libraries_of_drivers_are_linked_with(root: Path) -> None:
 
 def test_everything_the_agent_imports_is_compiled(root: Path) -> None:
     source = (
-        "import sys, agent.app.run, agent.cleanup.standby, agent.cluster.api, agent.cluster.lean; "
+        "import sys, agent.app.run, agent.app.build_vgpu, agent.app.build_mps, agent.cleanup.standby; "
+        "import agent.cluster.api, agent.cluster.lean; "
         "found = [getattr(module, '__cached__', None) for module in list(sys.modules.values())]; "
         "print(*(path for path in found if path), sep='\\n')"
     )

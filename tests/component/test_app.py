@@ -51,7 +51,7 @@ def _nvml() -> SimulatedNvml:
 
 
 async def _get(agent: Agent, path: str) -> str:
-    async with await anyio.connect_tcp("127.0.0.1", agent.http_port) as stream:
+    async with await anyio.connect_tcp("127.0.0.1", agent.core.http.port) as stream:
         await stream.send(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         data = b""
         with anyio.fail_after(5):
@@ -72,7 +72,7 @@ async def test_from_start_to_stop_nothing_blocks_the_loop_and_nothing_stays(fold
             assert "200 OK" in await _get(agent, "/readyz")
             assert "gpu_agent_" in await _get(agent, "/metrics")
             await anyio.sleep(0.5)
-            failed = {name: state.last_error for name, state in agent.supervisor.states.items()}
+            failed = {name: state.last_error for name, state in agent.core.supervisor.states.items()}
             assert {name: error for name, error in failed.items() if error} == {}
         await eventually(lambda: kubelet.allocatable.get(GPU) == 0)
         await eventually(lambda: running_tasks() <= tasks)
@@ -103,7 +103,7 @@ async def test_an_agent_that_the_kubelet_does_not_hear_holds_up_a_rollout(folder
         await eventually(lambda: kubelet.allocatable.get(GPU) == 8)
         assert "200 OK" in await _get(agent, "/readyz/agent")
         await kubelet.stop()
-        await eventually(lambda: agent.endpoints[0].blocker is not None)
+        await eventually(lambda: agent.core.readiness.endpoints[0].blocker is not None)
         answer = await _get(agent, "/readyz/agent")
         assert "503" in answer
         assert "is not registered with the kubelet" in answer
@@ -141,14 +141,14 @@ async def test_probes_answer_until_the_last_call_is_answered(
     async with kubelet.running(), anyio.create_task_group() as group:
         async with app.running(_settings(folder), _nvml()) as agent:
             await eventually(lambda: kubelet.allocatable.get(GPU) == 8)
-            uuid = agent.inventory.snapshot.value.gpus[0].uuid
-            peer = Peer(agent.endpoints[0].path)
+            uuid = agent.core.inventory.snapshot.value.gpus[0].uuid
+            peer = Peer(agent.core.readiness.endpoints[0].path)
 
             async def ask() -> None:
                 answers.append(await peer.allocate(uuid))
 
             async def look() -> None:
-                await eventually(lambda: agent.stopping)
+                await eventually(lambda: agent.core.readiness.stopping)
                 answers.append(await _get(agent, "/readyz"))
                 go_on.set()
 
@@ -176,7 +176,7 @@ async def test_a_fatal_task_ends_everything(folder: Path, monkeypatch: pytest.Mo
                 finally:
                     cut_off = True
         assert cut_off
-        assert agent.stopping
+        assert agent.core.readiness.stopping
         await eventually(lambda: kubelet.allocatable.get(GPU) == 0)
         assert not (folder / "k/plugins_registry/gna-nvidia-gpu.sock").exists()
     assert "fatal_task_failed" in [event["event"] for event in logs]
@@ -197,9 +197,10 @@ async def test_a_start_that_is_told_to_stop_does(folder: Path) -> None:
             stop.set()
 
         group.start_soon(soon)
-        async with app.running(_settings(folder), SimulatedNvml(machine), stop) as agent:
-            assert stop.is_set()
-            assert agent.switcher is None  # it got no further
+        with pytest.raises(app.StoppedEarly):
+            async with app.running(_settings(folder), SimulatedNvml(machine), stop):
+                raise AssertionError("it got no further")
+        assert stop.is_set()
 
 
 async def test_the_lock_is_given_back_when_a_start_fails(folder: Path) -> None:

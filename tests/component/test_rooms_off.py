@@ -18,6 +18,7 @@ from pathlib import Path
 import anyio
 
 from agent.app.run import running
+from agent.model.modes import Mode
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
@@ -54,7 +55,7 @@ async def main():
             found.append(rooms())
             mode.write_text(then)
             await offered(agent, then)
-            while then == "vgpu" and agent.limits.parts is None:
+            while then == "vgpu" and agent.modes[Mode.VGPU].limits.parts is None:
                 await anyio.sleep(0.01)
             found.append(rooms())
     print(json.dumps(found))

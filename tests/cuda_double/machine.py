@@ -142,6 +142,11 @@ class CudaMachine:
             if tenant.state and tenant.device == gpu and self.state.slots[tenant.slot].pid == pid
         )
 
+    def launches(self, pid: int, gpu: int = 0) -> int:
+        """How many kernels and graphs a process, of which the double knows this pid, has launched."""
+        slots = self.state.slots[: self.state.slot_high]
+        return sum(slot.uses[gpu].launches for slot in slots if slot.pid == pid)
+
     def utilization(self, gpu: int = 0) -> dict[int, int]:
         """Of the last period, in whole percent by pid, as NVML says it."""
         clock = self.state.clock

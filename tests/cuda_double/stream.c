@@ -12,8 +12,9 @@ struct event {
     uint32_t stamp; /* of the GPUs' time, where the machine has one */
 };
 
-/* The two default streams of each GPU: the legacy one and that of a thread. */
-static struct stream defaults[SIM_CUDA_DEVICES][2];
+/* The default streams of each GPU: the legacy one, and that of each thread, which is in the list of streams, too. */
+static struct stream defaults[SIM_CUDA_DEVICES];
+static _Thread_local struct stream *of_thread[SIM_CUDA_DEVICES];
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -28,12 +29,24 @@ static void sleep_until(uint64_t when) {
     }
 }
 
+static struct stream *default_of_thread(uint32_t device) {
+    if (of_thread[device] == NULL) {
+        struct stream *stream = of_thread[device] = calloc(1, sizeof(*stream));
+        stream->base.device = device;
+        objects_lock();
+        object_add(&stream->base, STREAM, (uint64_t)(uintptr_t)stream);
+        objects_unlock();
+    }
+    return of_thread[device];
+}
+
 CUresult stream_of(CUstream handle, struct stream **stream) {
     struct context *context;
     if (handle == NULL || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD) {
         TRY(current(&context));
-        *stream = &defaults[context->base.device][handle == CU_STREAM_PER_THREAD];
-        (*stream)->base.device = context->base.device;
+        uint32_t device = context->base.device;
+        *stream = handle == CU_STREAM_PER_THREAD ? default_of_thread(device) : &defaults[device];
+        (*stream)->base.device = device;
         return CUDA_SUCCESS;
     }
     objects_lock();
@@ -154,10 +167,8 @@ CUresult model_cuCtxSynchronize(void) {
     objects_lock();
     objects_each(STREAM, later, &latest);
     objects_unlock();
-    for (int which = 0; which < 2; which++) {
-        defaults[latest.device][which].base.device = latest.device;
-        later(&defaults[latest.device][which].base, &latest);
-    }
+    defaults[latest.device].base.device = latest.device;
+    later(&defaults[latest.device].base, &latest);
     sleep_until(latest.when);
     waited(context->base.device);
     return CUDA_SUCCESS;
@@ -312,8 +323,6 @@ CUresult model_cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent 
 }
 
 void stream_defaults_each(uint32_t device, void (*visit)(struct object *, void *)) {
-    for (int which = 0; which < 2; which++) {
-        defaults[device][which].base.device = device;
-        visit(&defaults[device][which].base, &device);
-    }
+    defaults[device].base.device = device;
+    visit(&defaults[device].base, &device);
 }

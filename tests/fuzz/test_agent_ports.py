@@ -52,7 +52,7 @@ async def unchanged(folder: Path) -> AsyncIterator[Agent]:
         assert lists == []
         assert kubelet.known_devices(GPU) == 8
         assert "ready" in await _get(agent, "/readyz")
-        failed = {name: state.last_error for name, state in agent.supervisor.states.items()}
+        failed = {name: state.last_error for name, state in agent.core.supervisor.states.items()}
         assert {name: error for name, error in failed.items() if error} == {}
 
 
@@ -113,14 +113,14 @@ async def test_web_port(campaign: Campaign, folder: Path) -> None:
     async with unchanged(folder) as agent:
 
         async def act(data: bytes) -> str:
-            found = await exchange(socket.AF_INET, ("127.0.0.1", agent.http_port), data)
+            found = await exchange(socket.AF_INET, ("127.0.0.1", agent.core.http.port), data)
             assert found == b"" or found.startswith(b"HTTP/"), found[:100]
             assert b" 500 " not in found.partition(b"\r\n")[0], found[:200]
             return found[9:12].decode() or "silence"
 
         await campaign.run_async(act, REQUESTS, HTTP_WORDS)
         with anyio.fail_after(10):
-            while len(agent.http.connections):
+            while len(agent.core.http.connections):
                 await anyio.sleep(0.02)
 
 
@@ -150,7 +150,7 @@ def _obeyed(data: bytes) -> bool:
 
 async def test_control_socket(campaign: Campaign, folder: Path) -> None:
     async with unchanged(folder) as agent:
-        path = str(Path(agent.settings.host.run) / NAME)
+        path = str(Path(agent.core.settings.host.run) / NAME)
 
         async def act(data: bytes) -> str:
             if _obeyed(data):

@@ -176,6 +176,10 @@ static CUresult decode(double warm, double seconds) {
     CUgraph graph;
     CUgraphExec ready;
     uint32_t token;
+    /* A driver that loads lazily does so with the first launch, which must not be captured. */
+    check(launch(WEIGHTS), "cuLaunchKernel");
+    check(launch(ATTENTION), "cuLaunchKernel");
+    TRY(cuStreamSynchronize, stream);
     TRY(cuStreamBeginCapture, stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
     for (int layer = 0; layer < LAYERS; layer++) {
         check(launch(WEIGHTS), "cuLaunchKernel");

@@ -8,8 +8,8 @@ import argparse
 import datetime as dt
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,21 +152,35 @@ async def measured(rig: Rig, cases: Sequence[Case] = CASES) -> Report:
         except* (Failed, ValueError, TimeoutError, OSError) as problem:
             missing.append(f"{case.mode}: {_cause(problem)}")
 
-    under_mps = [case for case in cases if case.mode == MPS]
     for case in (each for each in cases if each.mode != MPS):
         await take(case)
-    try:
-        async with rig.serving() if under_mps else nullcontext():
-            for case in under_mps:
-                await take(case)
-    except* Exception as problem:  # noqa: BLE001  whatever keeps MPS from it, the rest stands
-        print(problem.exceptions[0], file=sys.stderr)
-        missing.append(f"{MPS}: {_cause(problem)}")
+    if served := [case for case in cases if case.mode == MPS]:
+        try:
+            await under_mps(rig, served, take)
+        except* Exception as problem:  # noqa: BLE001  whatever keeps MPS from it, the rest stands
+            print(problem.exceptions[0], file=sys.stderr)
+            missing.append(f"{MPS}: {_cause(problem)}")
+            for case in served:
+                rows.pop(case, None)
     today = dt.datetime.now(dt.UTC).date()
     name = "a simulated GPU" if measurement.simulated else f"one {rig.gpu.product}, driver {rig.driver}"
     machine = f"{name}, {os.cpu_count()} cores, {today}"
     kept = tuple(tuple(rows[case]) for case in cases if case in rows)
     return Report(machine, measurement.simulated, SECONDS, kernels, kept, tuple(missing))
+
+
+async def under_mps(rig: Rig, cases: Sequence[Case], take: Callable[[Case], Awaitable[None]]) -> None:
+    """Take cases while one MPS server serves. Raises Failed where it is another one in the end, or none.
+
+    Where it falls its clients fail on hardware, or run without it.
+    """
+    async with rig.serving() as daemon:
+        before = daemon.status.value.server
+        for case in cases:
+            await take(case)
+        now = daemon.status.value
+        if not now.serving or now.server != before:
+            raise Failed(f"the server did not stay: {now.reason or 'another one serves'}")
 
 
 def _cause(problem: BaseException) -> str:

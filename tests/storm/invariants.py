@@ -97,7 +97,7 @@ class Invariants:
     def _nothing_is_taken(self) -> None:
         world = self._world
         agent, current = world.running, world.current
-        if agent is None or agent.switcher is None or current is None:
+        if agent is None or current is None:
             return
         if anyio.current_time() - current.began < STARTED_SECONDS:
             return
@@ -108,7 +108,7 @@ class Invariants:
 
     def _grown_units_are_nobody_elses(self) -> None:
         agent = self._world.running
-        limits = agent.limits if agent else None
+        limits = agent.modes[Mode.VGPU].limits if agent else None
         parts = limits.parts if isinstance(limits, VgpuLimits) else None
         if parts is None or not parts.isolation.grown:
             return
@@ -129,16 +129,14 @@ class Invariants:
 
     def _tasks_live(self) -> None:
         agent = self._world.running
-        for state in agent.supervisor.states.values() if agent else ():
+        for state in agent.core.supervisor.states.values() if agent else ():
             if state.restarts and self._world.current and not self._world.current.life.dead:
                 raise Violation(f"task {state.name} failed: {state.last_error}")
 
     def _taint_goes(self) -> None:
         world = self._world
         agent = world.running
-        switching = (
-            agent is None or agent.switcher is None or agent.switcher.state.value.phase is Phase.SWITCHING
-        )
+        switching = agent is None or agent.switcher.state.value.phase is Phase.SWITCHING
         well = self._api_well.seconds(holds=world.api_well)
         settled = self._settled.seconds(holds=not switching)
         if world.tainted is None:

@@ -15,14 +15,18 @@ import aiohttp
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
 
 import agent.cluster.api
+from agent._proto import v1
 from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.simulator.kubelet.podresources_server import PodResourcesServer
 from tests.storm.clock import EPOCH
 
 
@@ -66,14 +70,15 @@ class _Nvml:
 
     def __init__(self) -> None:
         self.expired = False
-        self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
+        self.waiting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None], bool]] = {}
 
-    def wake(self) -> None:
-        """Look again: something happened to a GPU, or a fault was lifted."""
-        waiting, self.waiting = self.waiting, {}
-        for handle, again in waiting.values():
-            handle.cancel()
-            asyncio.get_running_loop().call_soon(again)
+    def wake(self, *, lifted: bool = False) -> None:
+        """Look again: something happened to a GPU, or all faults were `lifted`; else calls go on hanging."""
+        for job, (handle, again, hangs) in list(self.waiting.items()):
+            if lifted or not hangs:
+                del self.waiting[job]
+                handle.cancel()
+                asyncio.get_running_loop().call_soon(again)
 
 
 NVML = _Nvml()
@@ -114,7 +119,8 @@ class _InlineWorker:
             def again() -> None:
                 self._work(job, until)
 
-            NVML.waiting[id(job)] = (loop.call_at(until, self._expire, job, until), again)
+            handle = loop.call_at(until, self._expire, job, until)
+            NVML.waiting[id(job)] = (handle, again, self._hangs)
             return
         except BaseException as error:  # noqa: BLE001  carried to the caller whatever it is
             job.error = error
@@ -138,6 +144,10 @@ def _hang(self: FaultTable, ticket: int) -> None:
         raise Blocked(None)
 
 
+CALLER = "X-Caller"  # the header that says whose request it is
+AGENT = "agent"
+
+
 class _Configured:
     host = "http://storm"
     refresh_api_key_hook = None
@@ -149,8 +159,10 @@ class _Configured:
 class _Rest:
     """The client's HTTP layer over a unix socket."""
 
-    def __init__(self, socket_path: str) -> None:
-        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket_path))
+    def __init__(self, socket_path: str, caller: str) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(socket_path), headers={CALLER: caller}
+        )
 
     async def request(
         self,
@@ -173,13 +185,20 @@ class _Rest:
         await self._session.close()
 
 
+def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
+    """A client of the API server; `caller` is in the header CALLER of each request."""
+    return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket, caller))
+
+
 class _Kubelet:
     """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's.
 
-    `delay`: seconds that a container's admission takes before its devices are asked for.
+    `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
+    PodResources is not well ("refuses", "late"); empty: it is.
     """
 
     def __init__(self) -> None:
+        self.records = ""
         self.started = 0.0
         self.delay = [0.0]
 
@@ -204,18 +223,33 @@ async def _allocate_later(
     await _allocate(self, pod, uid, container, running)
 
 
+_list = PodResourcesServer.list
+LATE_SECONDS = 7.0
+
+
+async def _list_if_well(
+    self: PodResourcesServer, message: v1.ListPodResourcesRequest
+) -> v1.ListPodResourcesResponse:
+    if KUBELET.records == "refuses":
+        raise GRPCError(Status.UNAVAILABLE, "storm")
+    if KUBELET.records == "late":
+        await anyio.sleep(LATE_SECONDS)
+    return await _list(self, message)
+
+
 def install(api_socket: str) -> None:
     """Put the stand-ins in place, for this process."""
 
     async def connect(kubeconfig: Path | None) -> agent.cluster.api.KubeApi:
         del kubeconfig
-        return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket))
+        return client(api_socket, AGENT)
 
     NVML.waiting.clear()  # of a storm before
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.api.connect = connect
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
+    PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
     HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
 from tests.storm import cheaper, mps_daemons, ordering, seams
 from tests.storm.cheaper import NvmlFaults
+from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
 
@@ -48,6 +49,7 @@ PROFILE = replace(
 )
 SPARE = 2
 LIBRARY = "library.so"
+API_SOCKET = "api.sock"
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,14 @@ class Shape:
 
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
+    extender: bool = False  # kube-scheduler asks one, of which there are two replicas
 
     @classmethod
-    def of(cls, rng: random.Random) -> "Shape":
+    def of(cls, rng: random.Random, seed: int) -> "Shape":
         """A shape that the seed chose."""
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3)
+        # By a draw of its own: storms without an extender are what they were before there was one.
+        extender = random.Random(f"extender of {seed}").random() < 0.3
+        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender)
 
 
 class World:
@@ -81,14 +86,15 @@ class World:
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
-        self.daemons = DaemonTable()
+        self.daemons = DaemonTable(folder / "proc")
+        node = self.kubelet.api.node_name
+        self.extenders = Replicas(group, self.http, node, str(folder / API_SOCKET), seed)
         self.current: AgentRun | None = None
         self.runs: list[AgentRun] = []  # that may not have ended
         self.lives = 0
         self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
-        self.refused = 0.0  # when a call was refused last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
@@ -99,6 +105,7 @@ class World:
         self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
         self.tainted: float | None = None  # since when the agent's taint stands
         self.on_write: list[Callable[[str, str, object], None]] = []  # method, path, body
+        self.on_refused: list[Callable[[str, str, object], None]] = []  # the same
 
     def settings(self) -> Settings:
         """The agent's configuration."""
@@ -117,7 +124,9 @@ class World:
             },
             http=Http(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
-            cluster=Cluster(access="required", node_name=self.kubelet.api.node_name),
+            cluster=Cluster(
+                access="required", node_name=self.kubelet.api.node_name, extender=self.shape.extender
+            ),
             host=Host(
                 state=str(folder / "state"),
                 run=str(folder / "run"),
@@ -162,10 +171,21 @@ class World:
 
     # The node
 
-    async def restart_kubelet(self, down: float, *, reboot: bool = False) -> None:
-        """Stop it; it comes back `down` seconds later, beside what happens meanwhile."""
+    async def restart_kubelet(
+        self,
+        down: float,
+        *,
+        reboot: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stop it; it comes back `down` seconds later, beside what happens in the meantime.
+
+        `meanwhile` is called once it has stopped, `after` once it has started.
+        """
         self.kubelet_up = anyio.Event()
         await self.kubelet.stop()
+        meanwhile()
         if reboot:
             self.kubelet._machine.containers.reboot()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
@@ -174,6 +194,7 @@ class World:
             await anyio.sleep(down)
             seams.KUBELET.started = self.disturbed = anyio.current_time()
             await self.kubelet.start()
+            after()
             self.kubelet_up.set()
 
         self.group.start_soon(start)
@@ -182,7 +203,7 @@ class World:
         """All calls to NVML work again; those that hang return."""
         self.machine.clear_faults()
         self.nvml_faults, NvmlFaults.standing = 0, False
-        seams.NVML.wake()
+        seams.NVML.wake(lifted=True)
 
     def label(self, word: str | None) -> None:
         """Ask for a mode."""
@@ -200,6 +221,12 @@ class World:
             await changes.wait_change(changes.version)
 
     @property
+    def kubelet_well(self) -> bool:
+        """Whether the kubelet is there, is as quick as ever, and has its records at hand."""
+        torn = self.checkpoint is not None or seams.KUBELET.records
+        return self.kubelet_up.is_set() and not self.kubelet_delay[0] and not torn
+
+    @property
     def api_well(self) -> bool:
         """Whether calls to the API server are answered as they should be; watches may be mute."""
         return self.http.reachable and not self.api_faults and not self.api_delay and not self.lost_answers
@@ -207,21 +234,24 @@ class World:
     async def interfere(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Delays, refusals and lost answers of the API server."""
-        write = request.method != "GET"
+        """Delays, refusals and lost answers of the API server. Writes of the agent are counted."""
+        write = request.method != "GET" and request.headers.get(seams.CALLER) == seams.AGENT
         if self.api_delay:
             await anyio.sleep(self.api_delay)
         if write:
             body = await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
-            status, self.refused = self.api_faults.pop(), anyio.current_time()
+            status = self.api_faults.pop()
+            if write:
+                for observer in self.on_refused:
+                    observer(request.method, request.path, body)
             return web.json_response({"kind": "Status", "message": "storm", "code": status}, status=status)
         if write:
             for observer in self.on_write:
                 observer(request.method, request.path, body)
         response = await handler(request)
-        if write and self.lost_answers:
+        if request.method != "GET" and self.lost_answers:
             self.lost_answers -= 1
             if request.transport is not None:
                 request.transport.abort()
@@ -231,12 +261,13 @@ class World:
 @asynccontextmanager
 async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
     """A node without an agent; everything on it is gone at the end."""
-    socket = folder / "api.sock"
+    socket = folder / API_SOCKET
     seams.install(str(socket))
     cheaper.install()
     ordering.install()
     NvmlFaults.standing = False
     seams.KUBELET.started, seams.KUBELET.delay[0] = anyio.current_time(), 0.0
+    seams.KUBELET.records = ""
     machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
@@ -248,11 +279,15 @@ async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
         mps_daemons.install(made.daemons)
         group.start_soon(made.follow_taint)
         async with made.kubelet.running(), made.http.serving(socket):
+            if shape.extender:
+                made.kubelet.scheduler.extender = made.extenders
+                await made.extenders.calm()
             try:
                 yield made
             finally:
                 with anyio.CancelScope(shield=True):
                     await made.kill_agent()
+                    made.killed += await made.extenders.close()
                     await made.kubelet_up.wait()
                 made.daemons.close()
             group.cancel_scope.cancel()

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,10 +17,20 @@ PAGE = ROOT / "docs" / "architecture.md"
 JOURNEYS = ("Xid", "label", "Allocate")
 
 
+# Third-party packages that any room may import; all others are denied by contracts, but to rooms named there.
+COMMON = {"anyio", "msgspec", "structlog"}
+
+
+def contracts() -> list[dict[str, Any]]:
+    """The import contracts."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[dict[str, Any]] = pyproject["tool"]["importlinter"]["contracts"]
+    return found
+
+
 def layers() -> list[set[str]]:
     """Rooms from top to bottom, as import-linter holds them."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (found,) = (each["layers"] for each in contracts if each["id"] == "layers")
+    (found,) = (each["layers"] for each in contracts() if each["id"] == "layers")
     return [set(re.split(r"\s*\|\s*", line)) for line in found if line != "__main__"]
 
 
@@ -104,6 +115,15 @@ def test_no_module_imports_itself_by_others() -> None:
     graph = grimp.build_graph("agent", exclude_type_checking_imports=True, cache_dir=None)
     assert len(graph.modules) > 250
     assert circles(graph) == []
+
+
+def test_no_third_party_package_is_imported_that_no_contract_names() -> None:
+    graph = grimp.build_graph("agent", include_external_packages=True, cache_dir=None)
+    packages = {module.partition(".")[0] for module in graph.modules} - {"agent", *sys.stdlib_module_names}
+    everywhere = ["agent.*"]
+    denied = [each["forbidden_modules"] for each in contracts() if each.get("source_modules") == everywhere]
+    assert packages <= COMMON | {name for names in denied for name in names}
+    assert {"aiohttp", "grpclib", "pynvml"} <= packages
 
 
 def test_a_circle_is_found() -> None:

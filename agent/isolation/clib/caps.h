@@ -50,7 +50,8 @@ void gna_leave(struct gna_mutex *mutex);
 
 enum gna_kind {
     GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
-    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_KINDS
+    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_OPENED,
+    GNA_KINDS
 };
 struct gna_entry {
     uint64_t key;
@@ -73,8 +74,10 @@ extern struct gna_usage *gna_usage;
 bool gna_files_open(void);   /* both files are sound; otherwise it said why, once */
 bool gna_usage_sound(void);  /* still: a tenant may have truncated it */
 bool gna_usage_back(size_t offset, size_t bytes); /* have pages behind a part of the region */
-/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes; whether that went. */
-bool gna_living_hold(unsigned slot);
+/* Hold the lock of a slot until this process ends or calls exec, whatever descriptors it closes, or lets go; NULL: it was
+ * not to be had. */
+void *gna_living_hold(unsigned slot);
+void gna_living_let_go(void *held);
 bool gna_living_held(unsigned slot); /* by anybody; yes in doubt */
 unsigned gna_records(void);
 bool gna_limit_of(unsigned record, struct gna_limit *limit);
@@ -96,6 +99,7 @@ void gna_release(int record, uint64_t bytes);
 void gna_charged(int record, uint64_t *used, uint64_t *limit); /* of the container, what is unseen included */
 uint64_t gna_sum_of_slots(unsigned record);
 void gna_context_charged(int record, int64_t bytes);
+void gna_export_charged(int record, int64_t granules); /* of what is charged already */
 void gna_ledger_forget(void);
 
 /* --- memory.c --------------------------------------------------------------------------------------------- */
@@ -125,6 +129,7 @@ void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes)
 /* --- imports.c -------------------------------------------------------------------------------------------- */
 void gna_exported(const void *handle, size_t bytes);
 bool gna_is_ours(const void *handle, size_t bytes);
+void gna_export_freed(const struct gna_entry *entry); /* GNA_LINEAR: of what was exported, this is free again */
 
 /* --- contexts.c ------------------------------------------------------------------------------------------- */
 void gna_context_gone(CUcontext context); /* and with it what was allocated in it */
@@ -136,16 +141,26 @@ void gna_clock_wait(const uint32_t *word, uint32_t seen, uint64_t until);
 
 /* --- prices.c: what a function or graph costs, learned from events ------------------------------------------- */
 struct gna_price;
+struct gna_turn;
 /* A launch that is measured, between gna_measure_begin and gna_measure_end; NULL: it is not. */
 struct gna_sample;
 struct gna_price *gna_price_of(const void *key);
 uint64_t gna_price_ns(struct gna_price *price);
-struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record);
+struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn);
 void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched);
 void gna_measure_read(void); /* what is finished, without waiting */
 void gna_price_changed(const void *key); /* the graph is another one now, or gone */
 void gna_prices_context_gone(CUcontext context);
 void gna_prices_forget(void);
+
+/* --- overlap.c: how far streams run beside each other; all but the first three under the lock of prices.c -------- */
+#define GNA_LOOK 48 /* most launches that are looked at in a row */
+uint64_t gna_overlap_part(int record, uint64_t device_ns); /* what a launch of that length pays for */
+uint64_t gna_overlap_group(int record, uint64_t device_ns); /* device time that is to go at once; 0: any */
+bool gna_overlap_wants(int record, CUstream stream, uint64_t now, uint64_t paid_ns); /* whether to look at this launch */
+uint32_t gna_overlap_begin(int record, CUcontext context, uint64_t now); /* the number of the look; 0: in none */
+void gna_overlap_read(int record, uint32_t look, double begin, double end); /* ms */
+void gna_overlap_forget(CUcontext context); /* looks of the context, or all */
 
 /* --- shares.c ----------------------------------------------------------------------------------------------- */
 extern const uint32_t *gna_gate; /* 0: launches pass */
@@ -153,6 +168,8 @@ struct gna_turn {
     struct gna_sample *sample;
     CUstream stream;
     uint64_t charged_ns; /* of the share's time */
+    uint64_t paid_ns;    /* of the device's */
+    uint64_t at_ns;      /* when it was charged */
     int record;          /* -1: nothing was charged */
 };
 void gna_share_wait(struct gna_turn *turn, const void *key, CUstream stream);

@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+enum { LOCK_BYTES = 4096 }; /* of a mapping that keeps a lock: any number would do */
 /* Linux 3.15; the headers of glibc 2.17 do not have them. */
 enum { GNA_OFD_GETLK = 36, GNA_OFD_SETLK = 37 };
 
@@ -233,23 +234,27 @@ bool gna_usage_back(size_t offset, size_t bytes) {
 
 /* Of the open file description, which the mapping alone keeps: a process that closes all its descriptors holds on, and
  * its children, which do not get the mapping, never hold for it. */
-bool gna_living_hold(unsigned slot) {
+void *gna_living_hold(unsigned slot) {
     struct flock held = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_start = GNA_LIVING + slot, .l_len = 1};
     struct stat now;
     int file = open_in_folder(GNA_USAGE_NAME, O_RDWR);
     if (file < 0) {
-        return false;
+        return NULL;
     }
-    bool done = false;
+    void *mapped = MAP_FAILED;
     if (!fstat(file, &now) && now.st_ino == region.st_ino && now.st_dev == region.st_dev && !fcntl(file, GNA_OFD_SETLK, &held)) {
-        void *mapped = mmap(NULL, 4096, PROT_READ, MAP_SHARED, file, 0);
-        done = mapped != MAP_FAILED && !madvise(mapped, 4096, MADV_DONTFORK);
-        if (!done && mapped != MAP_FAILED) {
-            munmap(mapped, 4096);
-        }
+        mapped = mmap(NULL, LOCK_BYTES, PROT_READ, MAP_SHARED, file, 0);
+    }
+    if (mapped != MAP_FAILED && madvise(mapped, LOCK_BYTES, MADV_DONTFORK)) {
+        munmap(mapped, LOCK_BYTES);
+        mapped = MAP_FAILED;
     }
     close(file);
-    return done;
+    return mapped == MAP_FAILED ? NULL : mapped;
+}
+
+void gna_living_let_go(void *held) {
+    munmap(held, LOCK_BYTES);
 }
 
 bool gna_living_held(unsigned slot) {

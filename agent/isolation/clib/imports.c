@@ -1,5 +1,8 @@
 /* Memory of other processes. What a process of this container made is charged there; what comes from anywhere else is
- * charged here, since it stays alive while it is open here. Which it is, the exporting process wrote down. */
+ * charged here, since it stays alive while it is open here. Which it is, the exporting process wrote down.
+ *
+ * It stays alive when the process that made it ends, too: who opens it holds the lock of that process's slot, and while
+ * anybody does, what the slot had exported stays charged. */
 #include "caps.h"
 
 static uint64_t fingerprint(const void *handle, size_t bytes) {
@@ -13,14 +16,47 @@ static uint64_t fingerprint(const void *handle, size_t bytes) {
 void gna_exported(const void *handle, size_t bytes) {
     if (gna_attach() != NULL && gna_usage_sound() && gna_usage_back(offsetof(struct gna_usage, exported), sizeof(gna_usage->exported))) {
         uint64_t print = fingerprint(handle, bytes);
-        __atomic_store_n(&gna_usage->exported[print % GNA_EXPORTS], print, __ATOMIC_RELAXED);
+        uint16_t slot = (uint16_t)(gna_attach() - gna_usage->slot);
+        __atomic_store_n(&gna_usage->exporter[print % GNA_EXPORTS], slot, __ATOMIC_RELAXED);
+        __atomic_store_n(&gna_usage->exported[print % GNA_EXPORTS], print, __ATOMIC_RELEASE);
     }
 }
 
 bool gna_is_ours(const void *handle, size_t bytes) {
     uint64_t print = fingerprint(handle, bytes);
     return gna_attach() != NULL && gna_usage_sound() && gna_usage_back(offsetof(struct gna_usage, exported), sizeof(gna_usage->exported)) &&
-           __atomic_load_n(&gna_usage->exported[print % GNA_EXPORTS], __ATOMIC_RELAXED) == print;
+           __atomic_load_n(&gna_usage->exported[print % GNA_EXPORTS], __ATOMIC_ACQUIRE) == print;
+}
+
+/* NULL where the memory is not of this container, or its exporter cannot be held to its charge. */
+static void *hold_exporter(const void *handle, size_t bytes) {
+    unsigned slot;
+    if (!gna_is_ours(handle, bytes)) {
+        return NULL;
+    }
+    slot = __atomic_load_n(&gna_usage->exporter[fingerprint(handle, bytes) % GNA_EXPORTS], __ATOMIC_RELAXED);
+    return slot < GNA_SLOTS ? gna_living_hold(slot) : NULL;
+}
+
+static int64_t granules(const struct gna_entry *entry) {
+    return (int64_t)(gna_round_up(entry->bytes, GNA_GRANULE) / GNA_GRANULE);
+}
+
+static void note_export(CUdeviceptr pointer) {
+    struct gna_entry entry;
+    CUdeviceptr base;
+    size_t bytes;
+    if (REAL(cuMemGetAddressRange_v2)(&base, &bytes, pointer) == CUDA_SUCCESS && gna_get(GNA_LINEAR, base, &entry) && !entry.flag) {
+        entry.flag = 1;
+        gna_put(&entry);
+        gna_export_charged(entry.record, granules(&entry));
+    }
+}
+
+void gna_export_freed(const struct gna_entry *entry) {
+    if (entry->kind == GNA_LINEAR && entry->flag) {
+        gna_export_charged(entry->record, -granules(entry));
+    }
 }
 
 static int record_of_pointer(CUdeviceptr pointer) {
@@ -55,26 +91,42 @@ static bool charge_opened(CUdeviceptr pointer) {
 HOOK(cuIpcGetMemHandle)(CUipcMemHandle *pHandle, CUdeviceptr dptr) {
     CUresult result = REAL(cuIpcGetMemHandle)(pHandle, dptr);
     if (result == CUDA_SUCCESS) {
+        gna_attach(); /* a child of fork forgets first what its parent had */
+        note_export(dptr);
         gna_exported(pHandle, sizeof(*pHandle));
     }
     return result;
 }
 
-static CUresult opened(CUresult result, const CUdeviceptr *pointer, const CUipcMemHandle *handle) {
+/* Opened once more, memory has the same address, and one entry as before. */
+static CUresult opened(CUresult result, const CUdeviceptr *pointer, void *held) {
     struct gna_entry known;
-    if (result == CUDA_SUCCESS && !gna_is_ours(handle, sizeof(*handle)) && !gna_get(GNA_FOREIGN, *pointer, &known) && !charge_opened(*pointer)) {
+    if (result == CUDA_SUCCESS && held != NULL && !gna_get(GNA_OPENED, *pointer, &known)) {
+        struct gna_entry entry = {.kind = GNA_OPENED, .key = *pointer, .other = (uintptr_t)held};
+        if (gna_put(&entry)) {
+            return result;
+        }
+    }
+    if (result == CUDA_SUCCESS && held == NULL && !gna_get(GNA_FOREIGN, *pointer, &known) && !charge_opened(*pointer)) {
         REAL(cuIpcCloseMemHandle)(*pointer);
         return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (held != NULL) {
+        gna_living_let_go(held);
     }
     return result;
 }
 
 HOOK(cuIpcOpenMemHandle)(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags) {
-    return opened(REAL(cuIpcOpenMemHandle)(pdptr, handle, Flags), pdptr, &handle);
+    void *held = hold_exporter(&handle, sizeof(handle)); /* before: the exporter may end at any moment */
+    CUresult result = REAL(cuIpcOpenMemHandle)(pdptr, handle, Flags);
+    return opened(result, pdptr, held);
 }
 
 HOOK(cuIpcOpenMemHandle_v2)(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags) {
-    return opened(REAL(cuIpcOpenMemHandle_v2)(pdptr, handle, Flags), pdptr, &handle);
+    void *held = hold_exporter(&handle, sizeof(handle));
+    CUresult result = REAL(cuIpcOpenMemHandle_v2)(pdptr, handle, Flags);
+    return opened(result, pdptr, held);
 }
 
 HOOK(cuIpcCloseMemHandle)(CUdeviceptr dptr) {
@@ -83,6 +135,9 @@ HOOK(cuIpcCloseMemHandle)(CUdeviceptr dptr) {
     CUresult result = REAL(cuIpcCloseMemHandle)(dptr);
     if (result == CUDA_SUCCESS && gna_take(GNA_FOREIGN, dptr, &entry)) {
         gna_discharge(GNA_FOREIGN, entry.record, entry.bytes);
+    }
+    if (result == CUDA_SUCCESS && gna_take(GNA_OPENED, dptr, &entry)) {
+        gna_living_let_go((void *)(uintptr_t)entry.other);
     }
     return result;
 }

@@ -91,8 +91,10 @@ struct gna_limits_gate {
 };
 
 /* ---------------------------------------------------------------------------------------------------------------
- * The usage region: 1 MiB, mode 0666, the container's own: its writers can harm that container's figures
- * alone. The agent makes it as a sparse file (the library allocates the pages that it touches, at the container's
+ * The usage region: 1 MiB, mode 0666, the container's own: its writers can harm that container alone, but all of it.
+ * glibc links a robust mutex that is held to its neighbours by pointers in the mutex, and follows them when it is
+ * unlocked: who writes there can have a process of another user of the container write to any of its own addresses. The
+ * mode cannot be narrower, since the region is made before it is known which users the container has. The agent makes it as a sparse file (the library allocates the pages that it touches, at the container's
  * expense) and writes the header's first 32 bytes and GNA_LOCK_KIND (u32) at byte GNA_LOCK_KIND_OFFSET of the lock
  * in the header and in the block of every device in use. From then on it only ever reads it, by pread,
  * as hints: it never maps it (a truncated mapping ends the reader) and waits for no lock in it.
@@ -102,7 +104,8 @@ struct gna_limits_gate {
  *    69632  2,048 slots of 384 bytes, one per process; the last is shared by all processes that found none
  *   856064  8,192 members of 16 bytes: the processes that share the last slot
  *   987136  4,096 fingerprints of 8 bytes: memory that a process of this container exported
- *  1019904  reserved, zero
+ *  1019904  4,096 numbers of 2 bytes: whose slot that process has
+ *  1028096  reserved, zero
  * --------------------------------------------------------------------------------------------------------------- */
 #define GNA_USAGE_MAGIC UINT64_C(0x4753550041474e47) /* the bytes "GNGA\0USG" */
 #define GNA_USAGE_BYTES 1048576u
@@ -114,7 +117,8 @@ struct gna_limits_gate {
 #define GNA_SHARED_SLOT 2047u
 #define GNA_MEMBERS 8192u
 #define GNA_EXPORTS 4096u
-/* Beyond the region's end: one byte for each slot, for read locks of open file descriptions (fcntl, F_OFD_SETLK). */
+/* Beyond the region's end: one byte for each slot, for read locks of open file descriptions (fcntl, F_OFD_SETLK). They are
+ * held by the slot's process, and by any other that has memory open which that process exported. */
 #define GNA_LIVING (INT64_C(1) << 40)
 /* What pthread_mutex_init leaves in a robust, process-shared mutex of glibc at offset 16, all else being zero. */
 #define GNA_LOCK_KIND 144u
@@ -157,7 +161,8 @@ struct gna_usage_device {
     uint8_t reserved_b[3816];
 };
 
-enum { GNA_SLOT_FREE = 0, GNA_SLOT_PROCESS = 1, GNA_SLOT_SHARED = 2 };
+/* GNA_SLOT_LEFT: its process has ended, and another one still has memory open that it exported. */
+enum { GNA_SLOT_FREE = 0, GNA_SLOT_PROCESS = 1, GNA_SLOT_SHARED = 2, GNA_SLOT_LEFT = 3 };
 
 struct gna_usage_slot_device {
     uint64_t charged; /* bytes */
@@ -174,7 +179,8 @@ struct gna_usage_slot {
     uint32_t held;           /* 40  1: its processes hold a lock on the region at GNA_LIVING + number while they live */
     uint8_t reserved_a[4];   /* 44 */
     uint64_t unheld_ns;      /* 48  CLOCK_BOOTTIME of the first look that found the lock gone and the process there; 0: none */
-    uint8_t reserved_b[72];  /* 56 */
+    uint32_t exported[GNA_MAX_DEVICES]; /* 56  of what is charged, granules of 2 MiB that were exported by legacy handles */
+    uint8_t reserved_b[8];   /* 120 */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 
@@ -190,7 +196,8 @@ struct gna_usage {
     struct gna_usage_slot slot[GNA_SLOTS];
     struct gna_usage_member member[GNA_MEMBERS];
     uint64_t exported[GNA_EXPORTS]; /* FNV-1a of an opaque handle, at its remainder; overwritten in time */
-    uint8_t reserved[28672];
+    uint16_t exporter[GNA_EXPORTS]; /* the slot of the process that wrote the fingerprint at the same place */
+    uint8_t reserved[20480];
 };
 
 #define GNA_AT(type, field, offset) _Static_assert(offsetof(type, field) == (offset), #type "." #field)
@@ -216,11 +223,13 @@ GNA_AT(struct gna_usage_device, next_ns, 256);
 GNA_AT(struct gna_usage_device, waited_ns, 272);
 GNA_SIZE(struct gna_usage_slot, 384);
 GNA_AT(struct gna_usage_slot, unheld_ns, 48);
+GNA_AT(struct gna_usage_slot, exported, 56);
 GNA_AT(struct gna_usage_slot, device, 128);
 GNA_AT(struct gna_usage, device, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage, slot, GNA_USAGE_SLOTS);
 GNA_AT(struct gna_usage, member, GNA_USAGE_MEMBERS);
 GNA_AT(struct gna_usage, exported, 987136);
+GNA_AT(struct gna_usage, exporter, 1019904);
 GNA_SIZE(struct gna_usage, GNA_USAGE_BYTES);
 _Static_assert(sizeof(pthread_mutex_t) <= 128, "room for the lock");
 

@@ -125,6 +125,13 @@ void gna_context_charged(int record, int64_t bytes) {
     }
 }
 
+void gna_export_charged(int record, int64_t granules) {
+    struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
+    if (slot != NULL && gna_usage_sound()) {
+        __atomic_fetch_add(&slot->exported[record], (uint32_t)granules, __ATOMIC_RELAXED);
+    }
+}
+
 void gna_charged(int record, uint64_t *used, uint64_t *limit) {
     struct gna_limit now;
     *used = 0;

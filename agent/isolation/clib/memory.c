@@ -208,6 +208,7 @@ static bool take(CUdeviceptr pointer, struct gna_entry *entry) {
 /* Taken out before the call: once the driver has freed it, another thread may be given the same address. */
 static CUresult freed(CUresult result, bool known, const struct gna_entry *entry) {
     if (known && result == CUDA_SUCCESS) {
+        gna_export_freed(entry);
         gna_discharge(entry->kind, entry->record, entry->bytes);
     } else if (known) {
         gna_put(entry);
@@ -244,6 +245,7 @@ static CUresult freed_async(CUresult result, bool known, struct gna_entry *entry
     later.key = (uintptr_t)event;
     later.flag = entry->kind;
     if (REAL(cuEventRecord)(event, stream) == CUDA_SUCCESS && gna_put(&later)) {
+        gna_export_freed(entry);
         atomic_fetch_add(&freed_later, 1);
     } else {
         REAL(cuEventDestroy_v2)(event);

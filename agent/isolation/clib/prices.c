@@ -8,7 +8,7 @@
 
 #define PLACES 4096u
 #define READINGS 16u
-#define SAMPLES 32u
+#define SAMPLES 64u
 #define CONTEXTS 8u
 #define UNKNOWN_NS 100000u
 #define FIRST 3u          /* launches that are measured at once */
@@ -35,11 +35,15 @@ struct gna_sample {
     struct gna_price *price;
     uint32_t generation;
     int record, state;
+    bool due, failed; /* measured for its price; nothing is read from it */
+    uint32_t look;    /* at overlaps; 0: none */
     uint64_t paid_ns;
 };
 
 static struct ring {
     CUcontext context;
+    CUevent base;   /* the begin of a look at overlaps */
+    uint32_t based; /* and which one */
     unsigned oldest, used;
     struct gna_sample sample[SAMPLES];
 } rings[CONTEXTS];
@@ -118,6 +122,7 @@ void gna_prices_context_gone(CUcontext context) {
         if (context != NULL && rings[number].context == context) {
             atomic_fetch_sub(&pending, rings[number].used);
             rings[number] = (struct ring){0}; /* its events went with it */
+            gna_overlap_forget(context);
         }
     }
     gna_leave(&lock);
@@ -132,6 +137,7 @@ void gna_prices_forget(void) {
         }
     }
     atomic_store(&pending, 0);
+    gna_overlap_forget(NULL);
     gna_leave(&lock);
 }
 
@@ -160,19 +166,29 @@ static void learn(struct gna_price *price, uint64_t nanoseconds) {
 /* The lock is held. */
 static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
     struct gna_price *price = sample->price;
-    if (sample->record < 0) {
+    int64_t owed = (int64_t)(gna_overlap_part(sample->record, nanoseconds) - sample->paid_ns);
+    if (sample->failed || !sample->due) {
         return;
     }
     if (sample->generation != price->generation) {
-        gna_share_settle(sample->record, (int64_t)(nanoseconds - sample->paid_ns)); /* of a graph that was changed since */
+        gna_share_settle(sample->record, owed); /* of a graph that was changed since */
         return;
     }
     bool is_first = atomic_load(&price->count) == 0;
     learn(price, nanoseconds);
     if (is_first) {
         uint32_t blind = atomic_exchange(&price->blind, 0);
-        gna_share_settle(sample->record, (int64_t)(nanoseconds - sample->paid_ns) * (int64_t)blind);
+        gna_share_settle(sample->record, owed * (int64_t)blind);
     }
+}
+
+/* The lock is held. */
+static void place(const struct ring *ring, const struct gna_sample *sample, float milliseconds) {
+    float since = 0;
+    if (sample->failed || REAL(cuEventElapsedTime)(&since, ring->base, sample->begin) != CUDA_SUCCESS) {
+        since = milliseconds = 0; /* of no length, it counts for nothing */
+    }
+    gna_overlap_read(sample->record, sample->look, since, (double)since + milliseconds);
 }
 
 /* The lock is held; all that follows is allowed to a thread while another one captures. */
@@ -185,6 +201,11 @@ static void read_ring(struct ring *ring) {
         }
         if (REAL(cuEventElapsedTime)(&milliseconds, oldest->begin, oldest->end) == CUDA_SUCCESS && milliseconds >= 0) {
             take_in(oldest, (uint64_t)((double)milliseconds * 1e6));
+        } else {
+            milliseconds = 0;
+        }
+        if (oldest->look != 0) {
+            place(ring, oldest, milliseconds);
         }
         oldest->state = FREE;
         ring->oldest = (ring->oldest + 1) % SAMPLES;
@@ -229,7 +250,7 @@ void gna_measure_read(void) {
 }
 
 /* The lock is held. */
-static struct gna_sample *begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record) {
+static struct gna_sample *begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn, bool due, bool looks) {
     struct ring *ring = ring_of_current(true);
     if (ring == NULL) {
         return NULL;
@@ -247,13 +268,20 @@ static struct gna_sample *begin(struct gna_price *price, CUstream stream, uint64
         sample->end = NULL;
         return NULL;
     }
-    if (REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS) {
+    bool has_base = looks && (ring->base != NULL || REAL(cuEventCreate)(&ring->base, CU_EVENT_DEFAULT) == CUDA_SUCCESS);
+    uint32_t look = has_base ? gna_overlap_begin(turn->record, ring->context, turn->at_ns) : 0;
+    if (!due && look == 0) {
         return NULL;
     }
+    bool is_based = look == 0 || look == ring->based || REAL(cuEventRecord)(ring->base, stream) == CUDA_SUCCESS;
+    ring->based = look == 0 ? ring->based : look;
+    sample->failed = REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS || !is_based;
     sample->price = price;
     sample->generation = price->generation;
-    sample->record = record;
-    sample->paid_ns = paid_ns;
+    sample->record = turn->record;
+    sample->paid_ns = turn->paid_ns;
+    sample->due = due;
+    sample->look = look;
     sample->state = BEGUN;
     ring->used++;
     atomic_fetch_add(&pending, 1);
@@ -266,13 +294,14 @@ static uint32_t apart(const struct gna_price *price) {
     return price->every > least ? price->every : (uint32_t)least;
 }
 
-struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, uint64_t paid_ns, int record) {
+struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn) {
     uint32_t number = atomic_fetch_add_explicit(&price->launches, 1, memory_order_relaxed);
     if (__builtin_expect(atomic_load_explicit(&price->count, memory_order_relaxed) == 0, 0)) {
         atomic_fetch_add(&price->blind, 1);
     }
     bool is_due = (int32_t)(number - atomic_load_explicit(&price->due, memory_order_relaxed)) >= 0;
-    if (__builtin_expect(!is_due || atomic_load_explicit(&gna_captures, memory_order_relaxed) > 0, 1)) {
+    bool looks = gna_overlap_wants(turn->record, stream, turn->at_ns, turn->paid_ns);
+    if (__builtin_expect(!(is_due || looks) || atomic_load_explicit(&gna_captures, memory_order_relaxed) > 0, 1)) {
         if (atomic_load_explicit(&pending, memory_order_relaxed) > 0 &&
             atomic_fetch_add_explicit(&polls, 1, memory_order_relaxed) % POLL == 0) {
             gna_measure_read();
@@ -283,10 +312,12 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, u
     struct gna_sample *sample = NULL;
     gna_enter(&lock);
     if (REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
-        sample = begin(price, stream, paid_ns, record);
+        sample = begin(price, stream, turn, is_due, looks);
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     }
-    atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : apart(price)), memory_order_relaxed);
+    if (is_due) {
+        atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : apart(price)), memory_order_relaxed);
+    }
     gna_leave(&lock);
     return sample;
 }
@@ -295,7 +326,7 @@ void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) 
     gna_enter(&lock);
     if (sample->state == BEGUN) {
         if (REAL(cuEventRecord)(sample->end, stream) != CUDA_SUCCESS || !launched) {
-            sample->record = -1; /* nothing is read from it */
+            sample->failed = true; /* nothing is read from it */
         }
         sample->state = PENDING;
     }

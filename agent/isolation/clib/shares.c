@@ -95,8 +95,9 @@ static void nap(unsigned record, uint64_t now, uint64_t until) {
     __atomic_fetch_add(&device->waited_ns, gna_clock_ns() - now, __ATOMIC_RELAXED);
 }
 
-/* Waits for the share and charges it; what was charged. */
-static uint64_t charge(unsigned record, uint64_t device_ns) {
+/* Waits for the share and charges it. Where streams overlap, a launch that has to wait waits for longer than for itself,
+ * so that those behind it go at once. */
+static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
     struct share *share = &shares[record];
     struct gna_usage_device *device = &gna_usage->device[record];
     bool waited = false;
@@ -105,11 +106,11 @@ static uint64_t charge(unsigned record, uint64_t device_ns) {
         uint64_t cost = atomic_load_explicit(&share->cost, memory_order_relaxed);
         uint64_t burst = atomic_load_explicit(&share->burst, memory_order_relaxed);
         if (cost == NONE) {
-            return 0;
+            return;
         }
         if (cost == WHOLE) {
             __atomic_store_n(&device->next_ns, gna_clock_ns(), __ATOMIC_RELAXED);
-            return 0;
+            return;
         }
         uint64_t now = gna_clock_ns(), next = __atomic_load_n(&device->next_ns, __ATOMIC_RELAXED);
         uint64_t base = next;
@@ -119,21 +120,25 @@ static uint64_t charge(unsigned record, uint64_t device_ns) {
             base = now - burst;
         }
         if (cost != PAUSED && base <= now) {
-            uint64_t price = times(device_ns, cost);
+            uint64_t paid = gna_overlap_part((int)record, device_ns), price = times(paid, cost);
             if (__atomic_compare_exchange_n(&device->next_ns, &next, base + price, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-                return price;
+                turn->charged_ns = price;
+                turn->paid_ns = paid;
+                turn->at_ns = now;
+                return;
             }
             continue;
         }
         if (!gna_usage_sound()) {
-            return 0; /* the container is refused memory from here on */
+            return; /* the container is refused memory from here on */
         }
         if (!waited) {
             waited = true;
             __atomic_fetch_add(&device->waits, 1, __ATOMIC_RELAXED);
             gna_measure_read(); /* what is known by now may change the price of the next one */
         }
-        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base);
+        uint64_t group = cost == PAUSED ? 0 : times(gna_overlap_group((int)record, device_ns), cost);
+        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base + (group < burst ? group : burst));
     }
 }
 
@@ -168,14 +173,13 @@ void gna_share_wait(struct gna_turn *turn, const void *key, CUstream stream) {
         return; /* nothing runs now: it is paid for when the graph is launched */
     }
     if (atomic_load_explicit(&shares[record].cost, memory_order_relaxed) == WHOLE) {
-        charge((unsigned)record, 0);
+        charge(turn, (unsigned)record, 0);
         return;
     }
     struct gna_price *price = gna_price_of(key);
-    uint64_t device_ns = gna_price_ns(price);
-    turn->charged_ns = charge((unsigned)record, device_ns);
+    charge(turn, (unsigned)record, gna_price_ns(price));
     turn->record = record;
-    turn->sample = gna_measure_begin(price, stream, device_ns, record);
+    turn->sample = gna_measure_begin(price, stream, turn);
 }
 
 void gna_share_done(struct gna_turn *turn, CUresult result) {

@@ -58,7 +58,8 @@ bool gna_lock_slots(void) {
     return true;
 }
 
-bool gna_empty(struct gna_usage_slot *slot) {
+bool gna_leave_slot(struct gna_usage_slot *slot) {
+    bool is_open = gna_living_held((unsigned)(slot - gna_usage->slot));
     for (unsigned record = 0; record < gna_records(); record++) {
         struct gna_usage_device *device = &gna_usage->device[record];
         bool died;
@@ -66,13 +67,16 @@ bool gna_empty(struct gna_usage_slot *slot) {
             return false;
         }
         __atomic_store_n(&slot->device[record].context, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&slot->device[record].charged, 0, __ATOMIC_RELAXED);
+        uint64_t exported = is_open ? __atomic_load_n(&slot->exported[record], __ATOMIC_RELAXED) * GNA_GRANULE : 0;
+        uint64_t charged = slot->device[record].charged;
+        __atomic_store_n(&slot->device[record].charged, charged < exported ? charged : exported, __ATOMIC_RELAXED);
         device->total = gna_sum_of_slots(record);
         if (died) {
             pthread_mutex_consistent(&device->lock);
         }
         pthread_mutex_unlock(&device->lock);
     }
+    gna_set_state(slot, is_open && slot->state != GNA_SLOT_SHARED ? GNA_SLOT_LEFT : GNA_SLOT_FREE);
     return true;
 }
 
@@ -104,6 +108,7 @@ static void fill(struct gna_usage_slot *slot, const struct gna_usage_slot *with)
     for (unsigned record = 0; record < GNA_MAX_DEVICES; record++) {
         __atomic_store_n(&slot->device[record].charged, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&slot->device[record].context, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&slot->exported[record], 0, __ATOMIC_RELAXED);
     }
     __atomic_store_n(&slot->pid, with->pid, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->start, with->start, __ATOMIC_RELAXED);
@@ -121,8 +126,8 @@ static struct gna_usage_slot *claim_own(void) {
     unsigned used = gna_used_slots();
     for (unsigned number = 0; number < used; number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number];
-        if (is_self(slot) && slot->image != gna_process.image && gna_empty(slot)) {
-            gna_set_state(slot, GNA_SLOT_FREE); /* of this process before it called exec: its memory is gone */
+        if (is_self(slot) && slot->image != gna_process.image) {
+            gna_leave_slot(slot); /* of this process before it called exec: its memory is gone */
         }
         if (slot->state == GNA_SLOT_FREE && free_slot == NULL) {
             free_slot = slot;
@@ -137,7 +142,7 @@ static struct gna_usage_slot *claim_own(void) {
     if (free_slot == NULL) {
         return NULL;
     }
-    gna_process.held = gna_living_hold((unsigned)(free_slot - gna_usage->slot));
+    gna_process.held = gna_living_hold((unsigned)(free_slot - gna_usage->slot)) != NULL;
     fill(free_slot, &gna_process);
     if (free_slot == &gna_usage->slot[used]) {
         __atomic_store_n(&gna_usage->header.used_slots, used + 1, __ATOMIC_RELEASE);
@@ -163,7 +168,7 @@ static struct gna_usage_slot *join_shared(void) {
         if (member->pid == 0 || gna_is_dead(member->pid, member->start, slot->namespace, false)) {
             __atomic_store_n(&member->start, gna_process.start, __ATOMIC_RELAXED);
             __atomic_store_n(&member->pid, gna_process.pid, __ATOMIC_RELEASE);
-            __atomic_store_n(&slot->held, slot->held && gna_living_hold(GNA_SHARED_SLOT), __ATOMIC_RELAXED);
+            __atomic_store_n(&slot->held, slot->held && gna_living_hold(GNA_SHARED_SLOT) != NULL, __ATOMIC_RELAXED);
             return slot;
         }
     }

@@ -8,8 +8,8 @@ extern struct gna_usage_slot gna_process; /* who this process is */
 
 bool gna_lock_slots(void);
 unsigned gna_used_slots(void);
-/* Slots are locked. What the slot had charged goes back, device by device. */
-bool gna_empty(struct gna_usage_slot *slot);
+/* Slots are locked. What the slot had charged goes back, device by device, but for what others have open of it. */
+bool gna_leave_slot(struct gna_usage_slot *slot);
 /* When a process began, as field 22 of /proc/<pid>/stat; 0 when it cannot be read. `*gone`: a zombie. `*ending`: it may
  * still have its memory. */
 uint64_t gna_start_of(uint32_t pid, bool *gone, bool *ending);

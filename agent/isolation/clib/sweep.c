@@ -106,9 +106,8 @@ static void sweep_shared(bool thorough) {
         return;
     }
     /* Again under the lock: somebody may have joined. */
-    if (slot->state == GNA_SLOT_SHARED && shared_has_ended(thorough) && gna_empty(slot)) {
+    if (slot->state == GNA_SLOT_SHARED && shared_has_ended(thorough) && gna_leave_slot(slot)) {
         memset(gna_usage->member, 0, sizeof(gna_usage->member));
-        gna_set_state(slot, GNA_SLOT_FREE);
     }
     pthread_mutex_unlock(&gna_usage->header.lock);
 }
@@ -141,16 +140,17 @@ void gna_sweep(bool thorough) {
     for (unsigned number = 0; number < gna_used_slots(); number++) {
         struct gna_usage_slot *slot = &gna_usage->slot[number], seen = look(slot);
         /* Looked at without the lock, and again under it: a process that called exec may have claimed it again. */
-        if (seen.state != GNA_SLOT_PROCESS || !has_died(slot, &seen, number, thorough)) {
+        bool has_ended = seen.state == GNA_SLOT_LEFT ? !gna_living_held(number)
+                                                     : seen.state == GNA_SLOT_PROCESS && has_died(slot, &seen, number, thorough);
+        if (!has_ended) {
             continue;
         }
         if (!gna_lock_slots()) {
             return; /* nor would it be had for the next one, and each try takes seconds */
         }
         bool had = true;
-        if (slot->state == GNA_SLOT_PROCESS && slot->pid == seen.pid && slot->start == seen.start && slot->image == seen.image) {
-            had = gna_empty(slot);
-            gna_set_state(slot, had ? GNA_SLOT_FREE : GNA_SLOT_PROCESS);
+        if (slot->state == seen.state && slot->pid == seen.pid && slot->start == seen.start && slot->image == seen.image) {
+            had = gna_leave_slot(slot);
         }
         pthread_mutex_unlock(&gna_usage->header.lock);
         if (!had) {

@@ -10,10 +10,11 @@ import anyio.to_thread
 from agent.app import run as app
 from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS
+from agent.model.modes import Mode
 from agent.model.mps_abilities import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.nvml.port import ComputeMode
 from agent.simulator.demo.screen import Screen
-from agent.simulator.demo.stage import NotAsTold, Stage
+from agent.simulator.demo.stage import Stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec
 from agent.simulator.nvml import SimulatedNvml
 
@@ -85,13 +86,9 @@ class _Act:
         screen.seen(f"It is back {took:.1f} s later, and the units with it. Other GPUs were never touched.")
 
     async def hand_back(self) -> None:
-        """Stop all daemons: they would outlive the agent."""
-        stage, mps = self._stage, self._agent.mps
-        if mps is None:
-            raise NotAsTold("the agent has no MPS")
-        async with anyio.create_task_group() as group:
-            for state in self._agent.inventory.snapshot.value.gpus:
-                group.start_soon(mps.manager.tear_down, state.gpu)
+        """Leave the GPUs as they were."""
+        stage = self._stage
+        await tear_down(self._agent)
         modes = {int(stage.machine.gpu(uuid).compute_mode) for uuid in stage.machine.uuids}
         stage.check(modes == {ComputeMode.DEFAULT}, f"the compute modes are {modes} afterwards")
 
@@ -103,7 +100,8 @@ class _Act:
         )
 
     def _pid(self, uuid: str) -> int | None:
-        return self._agent.mps.manager.status(uuid).pid if self._agent.mps else None
+        daemon = self._agent.modes[Mode.MPS].daemon(uuid)
+        return daemon["pid"] if daemon else None
 
     def _gpu(self, pod: PodSpec) -> str:
         nodes = self._stage.nodes_of(pod, "main")
@@ -120,6 +118,15 @@ class _Act:
             index = self._stage.machine.uuids.index(self._gpu(pod))
             rows.append((pod.name, str(index), f"{cores} %", f"{memory} GiB", seen[MEMORY_LIMIT]))
         self._screen.table(("POD", "GPU", "CORES", "MEMORY", MEMORY_LIMIT), rows)
+
+
+async def tear_down(agent: Agent) -> None:
+    """Stop all daemons: they would outlive the agent."""
+    backends = [parts.backend for parts in agent.modes.values() if parts.backend]
+    async with anyio.create_task_group() as group:
+        for state in agent.core.inventory.snapshot.value.gpus:
+            for backend in backends:
+                group.start_soon(backend.tear_down, state.gpu)
 
 
 def _pod(name: str, cores: int, memory: int) -> PodSpec:

@@ -12,6 +12,7 @@ from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
+from agent.simulator.demo.mps_pods import tear_down
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import GPU, Stage, gpu_pod
 from agent.simulator.kubelet.http_api import HttpApi
@@ -66,7 +67,10 @@ class _Act:
         screen.seen(f"train ends; {took:.0f} ms later GPU {busy} has flipped, too.")
         await self._switched("mps", self._count)
         await self._switched("pgpu", self._count)
-        opened = {each.plugin.resource: each.service.stats.streams_opened for each in self._agent.endpoints}
+        opened = {
+            each.plugin.resource: each.service.stats.streams_opened
+            for each in self._agent.core.readiness.endpoints
+        }
         stage.check(set(opened.values()) == {1}, f"streams were opened again: {opened}")
         screen.seen(
             f"{len(opened)} resources, one stream each from first to last: nothing was registered again."
@@ -111,10 +115,7 @@ class _Act:
 
     async def hand_back(self) -> None:
         """Stop daemons that an act which was cut short would leave behind."""
-        if self._agent.mps:
-            async with anyio.create_task_group() as group:
-                for state in self._agent.inventory.snapshot.value.gpus:
-                    group.start_soon(self._agent.mps.manager.tear_down, state.gpu)
+        await tear_down(self._agent)
 
 
 def _gpus(count: int) -> str:

@@ -45,7 +45,10 @@ class SchedulingApi:
 
     async def _new_lease(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return self._written(body["metadata"]["name"], body["spec"])
+        name = body["metadata"]["name"]
+        if name in self._leases:
+            return _status(409, f"leases.coordination.k8s.io {name!r} already exists")
+        return self._written(name, body["spec"])
 
     async def _patch_lease(self, request: web.Request) -> web.Response:
         name, body = request.match_info["name"], await request.json()

@@ -1,7 +1,8 @@
 """How well compute shares are kept: simulated, on the CUDA double's GPU, through the real library.
 
-No figure of this file is a claim about hardware. Rows are the loads of the research; shares and their errors
-are in the simulated GPU's own time, and do not depend on how fast this machine is.
+No figure of this file is a claim about hardware. Rows are the loads of the research, by which the controller
+was tuned, and others by which it was not, each with figures of their own; shares and their errors are in the
+simulated GPU's own time, and do not depend on how fast this machine is.
 """
 
 import tempfile
@@ -13,7 +14,7 @@ import anyio.to_thread
 
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement
-from tests.component.shares.row import Load, Row, shares
+from tests.component.shares.row import Load, Result, Row, result
 
 ROWS: Mapping[str, Row] = {
     "tiny kernels, 30": Row((Load(30, "tiny"),), 9),
@@ -28,22 +29,47 @@ ROWS: Mapping[str, Row] = {
     "graphs, 4 times 25": Row((Load(25, "graph"),) * 4, 23),
     "long 10, waiting 40, graphs 50": Row((Load(10, "long"), Load(40, "sync"), Load(50, "graph")), 33, 10),
     "training in two streams, 40": Row((Load(40, "train", 1, 2),), 13),
+    "8 streams beside each other, 40": Row((Load(40, "even", 1, 8),), 13),
+    "the same, 30 next to 70": Row((Load(30, "even", 1, 8), Load(70, "train")), 13),
+    "8 streams, then one, in turn, 40 next to 60": Row(
+        (Load(40, "turning", 1, 8), Load(60, "train")), 33, 10
+    ),
 }
 """What runs, with its share in percent -> how. Windows are 10 s where kernels are above 20 ms, and where the
 demand comes and goes by itself."""
+HELD_OUT: Mapping[str, Row] = {
+    "kernels of 35 us, 55": Row((Load(55, "brief"),), 9),
+    "inference mix, 20": Row((Load(20, "infer"),), 13),
+    "kernels of 5 to 15 ms, 35": Row((Load(35, "medium"),), 23),
+    "the same, waiting for each, 15": Row((Load(15, "waiting"),), 23),
+    "graphs of 6 ms, 65": Row((Load(65, "decode"),), 13),
+    "graphs of 40 ms, twice 50": Row((Load(50, "prefill"),) * 2, 33, 10),
+    "jobs in bursts, 20": Row((Load(20, "jobs"),), 33, 10),
+    "inference mix, 3 processes, 60": Row((Load(60, "infer", 3),), 13),
+    "graphs of 6 ms, 15 next to 85": Row((Load(15, "decode"), Load(85, "decode")), 23),
+    "long kernels beside short ones in 4 streams, 45": Row((Load(45, "beside", 1, 4),), 13),
+    "inference 20, graphs 30, short kernels 50": Row(
+        (Load(20, "infer"), Load(30, "decode"), Load(50, "brief")), 13
+    ),
+}
+"""Rows by which nothing was tuned: other lengths, mixes, graphs and shares."""
 PAIR = Row((Load(10, "graph"), Load(90, "graph")), 33, 10)
 
 
-def _run(row: Row) -> list[list[float]]:
+STREAMS = 8
+BURSTS = ("bursty", "jobs")
+
+
+def _run(row: Row) -> Result:
     with tempfile.TemporaryDirectory(prefix="gnb-") as folder:
-        return shares(row, Path(folder))
+        return result(row, Path(folder))
 
 
 def _demand(load: Load) -> float:
-    """What a container would use by itself; all loads but one want the whole GPU."""
-    if load.load != "bursty":
+    """What a container would use by itself; but for bursts all loads want the whole GPU."""
+    if load.load not in BURSTS:
         return 100
-    return mean(_run(Row((Load(100, load.load, load.processes),), 33, 10))[0])
+    return mean(_run(Row((Load(100, load.load, load.processes),), 33, 10)).shares[0])
 
 
 def _errors(row: Row, got: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
@@ -54,21 +80,38 @@ def _errors(row: Row, got: Sequence[Sequence[float]]) -> tuple[list[float], list
     return errors, lost
 
 
-def _all_rows() -> Mapping[str, Taken]:
+def _all(rows: Mapping[str, Row], kind: str) -> tuple[Taken, Taken]:
+    """Mean error and mean loss."""
     errors, lost, windows = [], [], 0
-    for name, row in ROWS.items():
-        got = _run(row)
+    for name, row in rows.items():
+        got = _run(row).shares
         row_errors, row_lost = _errors(row, got)
         errors.append(mean(row_errors))
         lost.append(mean(row_lost))
         windows += sum(map(len, got))
         print(
-            f"share row (simulated) {name}: error {errors[-1]:.1f} points, lost {lost[-1]:.1f} %", flush=True
+            f"share row (simulated, {kind}) {name}: error {errors[-1]:.1f} points, lost {lost[-1]:.1f} %",
+            flush=True,
         )
-    small, large = (mean(own) for own in _run(PAIR))
+    return Taken(mean(errors), windows), Taken(mean(lost), windows)
+
+
+def _streams_lost() -> Taken:
+    """What is missing of a container's part of the launches that it makes by itself, in percent."""
+    free, held = (_run(Row((Load(cap, "even", 1, STREAMS),), 13)).launches[0] for cap in (100, 40))
+    return Taken((1 - held / (0.4 * free)) * 100, held)
+
+
+def _all_rows() -> Mapping[str, Taken]:
+    error, lost = _all(ROWS, "tuned")
+    other_error, other_lost = _all(HELD_OUT, "held out")
+    small, large = (mean(own) for own in _run(PAIR).shares)
     return {
-        "share_error_mean_points": Taken(mean(errors), windows),
-        "share_lost_percent": Taken(mean(lost), windows),
+        "share_error_mean_points": error,
+        "share_lost_percent": lost,
+        "share_held_out_error_mean_points": other_error,
+        "share_held_out_lost_percent": other_lost,
+        "share_streams_lost_percent": _streams_lost(),
         "share_10_90_ratio": Taken(large / small, len(PAIR.loads)),
     }
 
@@ -76,6 +119,16 @@ def _all_rows() -> Mapping[str, Taken]:
 @measurement(
     Figure("share_error_mean_points", "points", 3, "share of the simulated GPU against what was asked for"),
     Figure("share_lost_percent", "percent", 5, "of the share asked for, not had on the simulated GPU"),
+    Figure(
+        "share_held_out_error_mean_points", "points", 3, "the same error, of rows that nothing was tuned by"
+    ),
+    Figure("share_held_out_lost_percent", "percent", 5, "the same loss, of rows that nothing was tuned by"),
+    Figure(
+        "share_streams_lost_percent",
+        "percent",
+        25,
+        "of the launches that 40 percent of the simulated GPU are, of 8 streams beside each other",
+    ),
     Figure("share_10_90_ratio", "ratio", 9.45, "graphs with 90 to graphs with 10 percent; 9 is exact"),
 )
 async def compute_shares(_conditions: Conditions) -> Mapping[str, Taken]:

@@ -2,8 +2,21 @@
 
 import platform
 from pathlib import Path
+from typing import Final
 
 from agent.isolation.clib import toolchain
+from agent.isolation.clib.headers import include
+
+_FLAGS: Final = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
+
+
+def program(folder: Path, name: str, architecture: str = "") -> Path:
+    """The CUDA program of the C file beside this one, in `folder`, for a processor or the machine's own."""
+    source, made = Path(__file__).with_name(f"{name}.c"), folder / name
+    target = toolchain.target(architecture or platform.machine())
+    flags = ["-target", target, *_FLAGS, f"-isystem{include('13')}"]
+    toolchain.compile_c([*flags, str(source), "-o", str(made), "-ldl"], folder)
+    return made
 
 
 def shared(folder: Path, name: str, source: str) -> Path:

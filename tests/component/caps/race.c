@@ -33,7 +33,7 @@ static int as_child(void) {
 }
 
 static int forked(void) {
-    int status;
+    int status = -1;
     pid_t child = fork();
     if (child == 0) {
         _exit(as_child());
@@ -116,7 +116,7 @@ static int process(int threads, unsigned first) {
 }
 
 int main(int argc, char **argv) {
-    int bad = 0, status;
+    int bad = 0, status = -1;
     if (argc != 6) {
         fprintf(stderr, "usage: race LIBCUDA PROCESSES THREADS STEPS SEED\n");
         return 2;

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.headers import include
 from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.native import program
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.gpu.filling import FILL, HELPERS, PIECES
 
@@ -21,11 +20,7 @@ CAP: Final = 3072
 @pytest.fixture(scope="module")
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program."""
-    folder = tmp_path_factory.mktemp("storm")
-    source = Path(__file__).with_name("storm.c")
-    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-isystem{include('13')}"]
-    toolchain.compile_c([*flags, str(source), "-o", str(folder / "storm"), "-ldl"], folder)
-    return folder / "storm"
+    return program(tmp_path_factory.mktemp("storm"), "storm")
 
 
 def run(storm: Path, driver: Path, environment: Mapping[str, str], *arguments: int) -> dict[str, Any]:

@@ -23,9 +23,10 @@ class Site:
     def __init__(self, stack: ExitStack, folder: Path, driver: Path) -> None:
         self._stack, self._folder, self._driver = stack, folder, driver
 
-    def programs(self, count: int) -> list[Program]:
-        """As many programs, with the helpers."""
-        self.machine = CudaMachine.create(self._folder / "state", clock=ClockMode.VIRTUAL, tasks=count)
+    def programs(self, count: int, threads: int = 1) -> list[Program]:
+        """As many programs, with the helpers, of so many threads each that take part in the GPU's time."""
+        tasks = count * threads
+        self.machine = CudaMachine.create(self._folder / "state", clock=ClockMode.VIRTUAL, tasks=tasks)
         made = [
             self._stack.enter_context(program(self._driver, self.machine.environment)) for _ in range(count)
         ]
@@ -59,6 +60,25 @@ def test_streams_run_beside_each_other(site: Site) -> None:
     )
     assert together(programs, work) == [50]
     assert site.machine.busy_ns(programs[0].pid) == 50 * MS
+
+
+def test_each_thread_has_a_default_stream_of_its_own(site: Site) -> None:
+    programs = site.programs(1, threads=3)
+    work = (
+        "def work():\n"
+        "    kernel = function(b'work_10ms')\n"
+        "    def one():\n"
+        "        init()\n"
+        "        for _ in range(5): launch(kernel, 2)\n"
+        "        check('cuStreamSynchronize', u64(2))\n"
+        "    threads = [threading.Thread(target=one) for _ in range(2)]\n"
+        "    for each in threads: each.start()\n"
+        "    sleep(1000)\n"
+        "    for each in threads: each.join()"
+    )
+    together(programs, work)
+    assert site.machine.launches(programs[0].pid) == 10
+    assert 50 * MS <= site.machine.busy_ns(programs[0].pid) < 60 * MS
 
 
 def test_copies_run_beside_kernels_and_are_no_compute(site: Site) -> None:

@@ -2,6 +2,7 @@
  * and prints what it launched. Loads: those of `loads` below. */
 #include <dlfcn.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -63,15 +64,67 @@ static double synced(int *which) {
     return uniform(.8e-3, 1.6e-3);
 }
 
+static double even(int *which) {
+    *which = 0;
+    return 1e-3;
+}
+
+static double brief(int *which) {
+    *which = 0;
+    return 35e-6 * exp(.3 * normal());
+}
+
+/* As a model that answers: mostly short kernels, of one in six a long one. */
+static double infer(int *which) {
+    static const double lengths[6] = {8e-6, 8e-6, 45e-6, 45e-6, 220e-6, 4e-3};
+    int place = (int)uniform(0, 6);
+    *which = place < 2 ? 0 : place < 4 ? 1 : place - 2;
+    return lengths[place];
+}
+
+static double medium(int *which) {
+    *which = 0;
+    return uniform(5e-3, 15e-3);
+}
+
+/* One long kernel and many short ones: in turn, so that of two streams each has its own. */
+static double beside(int *which) {
+    static int turn;
+    *which = turn++ % 2;
+    return *which == 0 ? 5e-3 : .2e-3;
+}
+
+static double jobs(int *which) {
+    *which = 0;
+    return uniform(.5e-3, 8e-3);
+}
+
 static const struct load {
     const char *name;
-    double (*length)(int *which); /* seconds, and of which function; NULL: a graph of 20 ms */
+    double (*length)(int *which); /* seconds, and of which function; NULL: graphs */
+    double graph;                 /* about so many seconds */
     int depth;                    /* launches at once on the GPU */
     int burst;                    /* launches between two pauses; 0: none */
     double pause;                 /* seconds, on average */
+    double turn;                  /* seconds in all streams, and then in one; 0: always in all */
 } loads[] = {
-    {"tiny", tiny, 64, 0, 0},       {"train", train, 64, 0, 0},      {"long", lengthy, 1, 0, 0},
-    {"graph", NULL, 2, 0, 0},       {"sync", synced, 1, 0, 0},       {"bursty", requests, 8, 40, .15},
+    {.name = "tiny", .length = tiny, .depth = 64},
+    {.name = "train", .length = train, .depth = 64},
+    {.name = "long", .length = lengthy, .depth = 1},
+    {.name = "graph", .graph = 20.2e-3, .depth = 2},
+    {.name = "sync", .length = synced, .depth = 1},
+    {.name = "bursty", .length = requests, .depth = 8, .burst = 40, .pause = .15},
+    {.name = "even", .length = even, .depth = 64},
+    {.name = "turning", .length = even, .depth = 64, .turn = 1.5},
+    /* Those that nothing was tuned by: */
+    {.name = "brief", .length = brief, .depth = 32},
+    {.name = "infer", .length = infer, .depth = 48},
+    {.name = "medium", .length = medium, .depth = 3},
+    {.name = "waiting", .length = medium, .depth = 1},
+    {.name = "beside", .length = beside, .depth = 64},
+    {.name = "jobs", .length = jobs, .depth = 8, .burst = 15, .pause = .05},
+    {.name = "decode", .graph = 6e-3, .depth = 2},
+    {.name = "prefill", .graph = 40e-3, .depth = 2},
 };
 
 int main(int argc, char **argv) {
@@ -106,7 +159,7 @@ int main(int argc, char **argv) {
     for (int number = 0; number < 8 && load->length == NULL; number++) {
         char name[32];
         uint64_t decode, kernel[16] = {0};
-        snprintf(name, sizeof(name), "decode_%dus", (int)(20.2e3 * exp(.15 * normal())));
+        snprintf(name, sizeof(name), "decode_%dus", (int)(load->graph * 1e6 * exp(.15 * normal())));
         entry("cuModuleGetFunction")(&decode, module, name);
         kernel[0] = decode; /* CUDA_KERNEL_NODE_PARAMS */
         if (entry("cuGraphCreate")(&graph, 0) || entry("cuGraphAddKernelNode_v2")(&node, graph, NULL, (size_t)0, kernel) ||
@@ -127,7 +180,8 @@ int main(int argc, char **argv) {
         if (count >= (unsigned)load->depth) {
             sync(event[count % (unsigned)load->depth]);
         }
-        uint64_t on = stream[count % (unsigned)streams];
+        bool is_single = load->turn > 0 && (uint64_t)((double)now() / 1e9 / load->turn) % 2 == 1;
+        uint64_t on = stream[is_single ? 0 : count % (unsigned)streams];
         int which = 0, problem;
         if (load->length == NULL) {
             problem = run(exec[(int)uniform(0, 8)], on);

@@ -55,8 +55,21 @@ class Row:
         return cls(tuple(Load(**load) for load in raw["loads"]), raw["seconds"], raw["window"])
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """By container: percent of the GPU in each window after the warm-up, and launches in all the time."""
+
+    shares: list[list[float]]
+    launches: list[int]
+
+
 def shares(row: Row, folder: Path) -> list[list[float]]:
     """Percent of the GPU that each container had in each window after the warm-up."""
+    return result(row, folder).shares
+
+
+def result(row: Row, folder: Path) -> Result:
+    """Run a row."""
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, str(folder), json.dumps(asdict(row))],
@@ -66,8 +79,7 @@ def shares(row: Row, folder: Path) -> list[list[float]]:
         check=True,
         timeout=120,
     )
-    found: list[list[float]] = json.loads(done.stdout)
-    return found
+    return Result(**json.loads(done.stdout))
 
 
 def program(folder: Path) -> Path:
@@ -121,7 +133,9 @@ class _Conductor:
                     stack.callback(process.kill)
                     started.append(process)
                 self.processes.append(started)
-            self.result = self._run()
+            found = self._run()
+            launches = [sum(self.machine.launches(each.pid) for each in own) for own in self.processes]
+            self.result = Result(found, launches)
 
     def _limit(self, number: int, factor: float) -> None:
         container, cap = self.containers[number], self.row.loads[number].cap
@@ -183,7 +197,7 @@ class _Conductor:
 
 def main() -> int:
     """Run one row."""
-    print(json.dumps(_Conductor(Row.read(sys.argv[2]), Path(sys.argv[1])).result))
+    print(json.dumps(asdict(_Conductor(Row.read(sys.argv[2]), Path(sys.argv[1])).result)))
     return 0
 
 

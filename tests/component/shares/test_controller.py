@@ -131,6 +131,58 @@ def test_controller_survives_sigkill_and_fork(site: Site) -> None:
     assert site.machine.busy_ns(child) > 400 * MS < site.machine.busy_ns(other.pid)
 
 
+THREADS = """
+def work():
+    kernel = function(b'work_1ms')
+    def one():
+        init()
+        while now() < 3000:
+            launch(kernel, 2)
+            check('cuStreamSynchronize', u64(2))
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for each in threads: each.start()
+    sleep(4000)
+    for each in threads: each.join()
+"""
+
+
+def test_default_streams_of_threads_overlap_too(site: Site) -> None:
+    """They are different streams under one name."""
+    site.tasks(5)
+    program = site.program(site.container(20))
+    program(THREADS)
+    program("timed(work)")
+    assert site.machine.busy_ns(program.pid) / (3000 * MS) == pytest.approx(0.2, abs=0.04)
+    # One behind the other it would be 600.
+    assert site.machine.launches(program.pid) > 1500
+
+
+IN_TURN = """
+def work():
+    kernel, streams = function(b'work_1ms'), [out('cuStreamCreate', 1) for _ in range(2)]
+    while now() < 4000:
+        for stream in streams:
+            launch(kernel, stream)
+            check('cuStreamSynchronize', u64(stream))
+"""
+
+
+def test_streams_that_wait_for_each_other_pay_in_full(site: Site) -> None:
+    program = site.program(site.container(30))
+    program(IN_TURN)
+    program("timed(work)")
+    assert site.machine.busy_ns(program.pid) / (4000 * MS) == pytest.approx(0.3, abs=0.03)
+
+
+def test_one_stream_is_not_looked_at(site: Site) -> None:
+    """Each launch of a look costs two events."""
+    program = site.program(site.container(40))
+    program(LOOP.format(until=2000, end="return now()"))
+    program("timed(work)")
+    launches = site.machine.launches(program.pid)
+    assert site.machine.calls("cuEventRecord") < launches
+
+
 def test_a_launch_that_fails_is_not_paid_for(site: Site) -> None:
     container = site.container(10)
     program = site.program(container)

@@ -19,8 +19,16 @@ async def create_pod(world: World, rng: random.Random) -> str:
     if len(world.pods) >= MOST_PODS:
         return await delete_pod(world, rng)
     world.made += 1
-    offered = [name for name, count in sorted(world.kubelet.allocatable.items()) if count]
-    pod = random_pod(rng, f"p{world.made}", mps=world.shape.mps, offered=offered)
+    return create(world, random_pod(rng, f"p{world.made}", mps=world.shape.mps, offered=offered(world)))
+
+
+def offered(world: World) -> list[str]:
+    """Resources of which the node has some."""
+    return [name for name, count in sorted(world.kubelet.allocatable.items()) if count]
+
+
+def create(world: World, pod: PodSpec) -> str:
+    """Hand a pod to the API server."""
     world.kubelet.create_pod(pod)
     world.created[pod.name] = anyio.current_time()
     world.pods.append(pod)

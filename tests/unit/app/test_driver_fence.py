@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from agent.app.agent import Agent
 from agent.app.driver_fence import DriverFence
 from agent.cdi.memory_limits import FILE
 from agent.cdi.specification import Devices
@@ -32,9 +30,7 @@ class Node:
         self.devices = Cell(Devices(names, limiting=names))
         settings = Settings(host=Host(cgroups=str(root), cdi=str(root)), injection=Injection(strategy="cdi"))
         self.injector = Injector(settings, self.devices)
-        inventory = SimpleNamespace(snapshot=self.snapshot)
-        agent = cast("Agent", SimpleNamespace(inventory=inventory, settings=settings))
-        self.fence = DriverFence(agent, self.injector)
+        self.fence = DriverFence(settings.host, self.snapshot, self.injector)
 
     def changed(self, **values: Any) -> None:
         """Each GPU is so."""

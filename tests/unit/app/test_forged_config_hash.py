@@ -2,13 +2,12 @@
 
 import datetime as dt
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
 
-from agent.app.build_mps import _pod_facts
+from agent.app.build_mps import pod_facts
 from agent.app.build_telemetry import _known_pods
 from agent.cluster.pods import Container, ContainerStatus, Pod, PodCache, PodSpec, PodStatus
 from agent.cluster.reflector import Metadata, OwnerReference
@@ -35,7 +34,7 @@ def _forger(owners: list[OwnerReference], **metadata: Any) -> Pod:
     )
 
 
-def _agent(forger: Pod) -> Any:
+def _pods(forger: Pod) -> PodCache:
     cache = PodCache(None, "node", lambda: "node-uid")  # type: ignore[arg-type]
     victim = Pod(
         Metadata("training", "team-a", VICTIM),
@@ -45,7 +44,7 @@ def _agent(forger: Pod) -> Any:
     # Whichever comes last would win, were they taken as they come.
     cache.reflector.items.publish({VICTIM: victim, FORGER: forger})
     cache.reflector.synced, cache.reflector.problem = True, None
-    return SimpleNamespace(cluster=SimpleNamespace(pods=cache))
+    return cache
 
 
 @pytest.mark.parametrize("owners", [[], [NODE]], ids=["annotations", "annotations and owner"])
@@ -53,10 +52,10 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
     # Its clients are not ended with the forger's pod.
     soon = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=1)).isoformat()
     deleted = _forger(owners, deletion_timestamp=soon, deletion_grace_period_seconds=1)
-    agent = _agent(deleted)
+    before = _pods(deleted)
     scene = Scene(tmp_path, ["training"])
     scene.process(101, 1)
-    scene.watch.pods = _pod_facts(cast("Any", agent))
+    scene.watch.pods = pod_facts(before)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
         await anyio.sleep(0.6)  # one look of those who end clients, at the least
@@ -65,15 +64,15 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
     assert [client.pod for client in (await scene.look()).clients] == ["team-a/training"]
 
     # It has not ended because the forger has, and the forger is told apart from it.
-    pods: PodCache = _agent(_forger(owners)).cluster.pods
+    pods = _pods(_forger(owners))
     assert not ClusterPods(pods).view().ended(VICTIM)
     assert not ClusterPods(pods).view().ended(FORGER)
     gone = Pod(deleted.metadata, deleted.spec, PodStatus("Succeeded"))
-    assert not ClusterPods(_agent(gone).cluster.pods).view().ended(VICTIM)
-    assert ClusterPods(_agent(gone).cluster.pods).view().ended(FORGER)
+    assert not ClusterPods(_pods(gone)).view().ended(VICTIM)
+    assert ClusterPods(_pods(gone)).view().ended(FORGER)
 
     # What it uses of its GPU stays its own.
-    known = _known_pods(cast("Any", agent))()
+    known = _known_pods(before)()
     shares = [
         Share(namespace, pod, "main", "GPU-1", 0, Mode.MPS, 0.5, 1024 * MIB)
         for namespace, pod in (("team-a", "training"), ("team-b", "sleep"))

@@ -1,11 +1,11 @@
 """What status and /readyz say of MPS that works less well than it should, and the event for caps."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anyio
 
-from agent.app.mps_degradations import remarks, tell_of_advisory_caps
+from agent.app.mps_degradations import AdvisoryCaps, remarks
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps.daemon_status import DaemonState, DaemonStatus
@@ -20,20 +20,16 @@ class Scene:
     """A node with two GPUs, the first in mode MPS."""
 
     def __init__(self, *settings: str) -> None:
-        configuration = load(None, {}, settings)
-        snapshot = machine(gpus=2, blocks=40)
-        self.uuid = snapshot.gpus[0].uuid
+        self.settings = load(None, {}, settings)
+        self.inventory = Cell(machine(gpus=2, blocks=40))
+        self.uuid = self.inventory.value.gpus[0].uuid
         self.events: list[tuple[str, str]] = []
-        events = SimpleNamespace(node=self._event)
-        self.agent: Any = SimpleNamespace(
-            settings=configuration,
-            inventory=SimpleNamespace(snapshot=Cell(snapshot)),
-            cluster=SimpleNamespace(events=events),
-        )
-        self.injector = Injector(configuration)
+        self.injector = Injector(self.settings)
         self.assignment = Cell(Assignment({self.uuid: GpuMode(Mode.MPS)}))
         self.status = DaemonStatus(DaemonState.SERVING, multi_user=True)
         self.manager: Any = SimpleNamespace(statuses=Cell({}), leftovers={})
+        events: Any = SimpleNamespace(node=self._event)
+        self.caps = AdvisoryCaps(self.settings, self.injector, self.assignment, events)
 
     def _event(self, reason: str, text: str, warning: bool) -> None:
         assert warning
@@ -45,13 +41,13 @@ class Scene:
 
     def remarks(self) -> list[str]:
         self.manager.statuses.publish({self.uuid: self.status})
-        return remarks(cast("Any", self.agent), self.manager, self.injector, self.assignment)()
+        return remarks(self.settings, self.inventory, self.manager, self.caps)
 
 
 async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
     scene = Scene()
     async with anyio.create_task_group() as group:
-        group.start_soon(tell_of_advisory_caps, scene.agent, scene.injector, scene.assignment)
+        group.start_soon(scene.caps.run)
         await anyio.wait_all_tasks_blocked()
         assert not scene.remarks()  # the versions are not known yet
         assert not scene.events

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agent.app.build_mps import _MpsEvents, _pod_facts
+from agent.app.build_mps import MpsEvents, pod_facts
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
@@ -15,8 +15,8 @@ from agent.mps.daemon_status import EventReason
 from tests.unit.pairing.kubelet_model import machine
 
 
-def agent_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[Any, str]:
-    """An agent with a GPU, whose shares these pods hold."""
+def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEvents, str]:
+    """The events of a node with a GPU, whose shares these pods hold."""
     snapshot = machine(gpus=2, blocks=40)
     uuid = snapshot.gpus[1].uuid
     held = tuple(
@@ -26,18 +26,13 @@ def agent_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[Any, str
     events = SimpleNamespace(
         node=lambda reason, text, warning: told.append((reason, text, warning)),
     )
-    agent = SimpleNamespace(
-        inventory=SimpleNamespace(snapshot=Cell(snapshot)),
-        holdings=SimpleNamespace(cell=Cell(PodList(held, ()))),
-        cluster=SimpleNamespace(events=events),
-    )
-    return cast("Any", agent), uuid
+    return MpsEvents(Cell(snapshot), Cell(PodList(held, ())), cast("Any", events)), uuid
 
 
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
     told: list[tuple[str, str, bool]] = []
-    agent, uuid = agent_of(told, "one", "two")
-    _MpsEvents(agent)(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
+    report, uuid = events_of(told, "one", "two")
+    report(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
     ((reason, text, warning),) = told
     assert (reason, warning) == ("MPSFault", True)
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
@@ -47,8 +42,8 @@ def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the
 
 def test_recovery_is_no_warning_and_concerns_no_pod() -> None:
     told: list[tuple[str, str, bool]] = []
-    agent, uuid = agent_of(told, "one")
-    _MpsEvents(agent)(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
+    report, uuid = events_of(told, "one")
+    report(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
     assert told == [("MPSRecovered", f"GPU 1 ({uuid}): the MPS control daemon serves again", False)]
 
 
@@ -58,8 +53,7 @@ def test_pods_are_known_by_what_their_cgroups_carry() -> None:
     plain = msgspec.json.decode(text, type=Pod)
     static = Pod(Metadata(uid="u2", name="s", namespace="n"))
     pods = {"u1": plain, "abc": static}
-    agent = SimpleNamespace(cluster=SimpleNamespace(pods=SimpleNamespace(by_cgroup_uid=lambda: pods)))
-    facts = _pod_facts(cast("Any", agent))()
+    facts = pod_facts(cast("Any", SimpleNamespace(by_cgroup_uid=lambda: pods)))()
     assert [(each.uid, each.key, each.dies_at, each.grace_seconds) for each in facts] == [
         ("u1", "n/p", dt.datetime(2026, 11, 22, 1, tzinfo=dt.UTC), 30),
         ("abc", "n/s", None, None),

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from agent.app.build_mps import _RootCheck
+from agent.app.mps_root_check import RootCheck
 from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
 from agent.cluster.reflector import Metadata
 from agent.kubelet.plugin_types import Refused
@@ -25,13 +25,13 @@ def pod(name: str, *init: Container, main: Container, phase: str = "Pending") ->
     return Pod(Metadata(uid=name, name=name, namespace="default"), spec, PodStatus(phase=phase))
 
 
-def check(*pods: Pod) -> _RootCheck:
+def check(*pods: Pod) -> RootCheck:
     by_name = {(each.metadata.namespace, each.metadata.name): each for each in pods}
     cache = SimpleNamespace(
         pods=lambda: {each.metadata.uid: each for each in pods},
         find=lambda namespace, name: by_name.get((namespace, name)),
     )
-    return _RootCheck(cast("Any", SimpleNamespace(cluster=SimpleNamespace(pods=cache))))
+    return RootCheck(cast("Any", cache))
 
 
 async def test_a_root_init_container_does_not_start_on_cores_that_its_successor_inherits() -> None:
@@ -90,6 +90,6 @@ def test_an_unnamed_one_is_all_that_it_could_be(pods: tuple[Pod, ...], why: str 
 
 
 def test_without_the_api_nothing_is_known() -> None:
-    blind = _RootCheck(cast("Any", SimpleNamespace(cluster=None)))
+    blind = RootCheck(None)
     for said in (blind.named("default", "p", "main"), blind.unnamed(10, set())):
         assert said == "its user is not known without the Kubernetes API"

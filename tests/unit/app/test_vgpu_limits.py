@@ -1,6 +1,7 @@
 """Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -39,7 +40,7 @@ class Parts:
     def units_grown(self, uuid: str) -> frozenset[str]:
         return frozenset({f"{uuid}::m1"})
 
-    def follow_resizes(self, agent: object, shares: object, group: object) -> None:
+    def follow_resizes(self, context: object, shares: object) -> None:
         self.followed.append(shares)
 
 
@@ -55,9 +56,9 @@ async def _allocate(limits: VgpuLimits) -> Allocation:
 async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
     parts = Parts()
     limits, modes = _limits(parts)
-    nothing: Any = None
     async with anyio.create_task_group() as group:
-        limits.follow_resizes(nothing, cast("Any", "shares"), group)
+        context: Any = SimpleNamespace(tasks=SimpleNamespace(group=group))
+        limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
         assert (limits.problem, limits.computes, limits.allotted()) == (None, False, {})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agent.isolation import layout
 from agent.isolation.errors import BadLayout
 from agent.isolation.layout import Limits
+from agent.isolation.waking import wake
 
 GPU = "GPU-11111111-2222-3333-4444-555555555555"
 OTHER = "GPU-99999999-2222-3333-4444-555555555555"
@@ -89,3 +90,13 @@ def test_a_name_of_any_length_fits(tmp_path: Path) -> None:
 def test_a_gpu_without_a_uuid_is_refused() -> None:
     with pytest.raises(BadLayout, match="no UUID"):
         layout.limit_file("name", [Limits("GPU-0", GIB)])
+
+
+def test_a_wake_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "limits"
+    file.write_bytes(layout.limit_file("name", [Limits(GPU, GIB)]))
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        assert wake(descriptor, layout.CHANGES_AT, layout.LIMITS_BYTES) == 0  # not mapped for writing
+    finally:
+        os.close(descriptor)

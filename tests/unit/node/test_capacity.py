@@ -93,7 +93,7 @@ async def test_a_gpu_that_fails_is_not_offered_while_the_kubelet_is_mute() -> No
     async with world() as node:
         node.kubelet.mute = True
         node.assignment.publish(NOTHING)
-        node.parts.capacity.wake()
+        node.capacity.wake()
         await node.settled(1)
 
 
@@ -107,7 +107,7 @@ async def test_lists_that_change_again_before_the_kubelet_has_them_hold_nothing_
             await node.publish(PGPU)
             node.kubelet.mute = False
         await node.publish(PGPU)
-        node.parts.capacity.wake()
+        node.capacity.wake()
         await node.settled()
 
 
@@ -121,7 +121,7 @@ async def test_a_kubelet_that_answers_slowly_is_asked_less_often(monkeypatch: py
             await anyio.sleep(0.2)
             return frozenset({"a"}) if len(asked) < 3 else frozenset()
 
-        monkeypatch.setattr(node.parts.withdrawals, "_unserved", slow)
+        monkeypatch.setattr(node.withdrawals, "_unserved", slow)
         await node.switch(VGPU)
     # Twice the time of an answer between two questions.
     assert min(after - before for before, after in pairwise(asked[:3])) >= 0.59
@@ -138,10 +138,10 @@ async def test_a_status_that_cannot_be_patched_is_tried_at_ever_longer_intervals
         node.api.change(_tick({GPU: "0"}))
         await anyio.sleep(120)
         assert 5 < len(node.api.writes) < 20
-        assert node.parts.capacity.problem == "nodes/status is forbidden"
+        assert node.capacity.problem == "nodes/status is forbidden"
         node.api.interfere = None
         await node.settled(15)
-        assert node.parts.capacity.problem is None
+        assert node.capacity.problem is None
 
 
 # What an agent before this one left
@@ -159,7 +159,7 @@ async def test_what_a_killed_agent_left_is_taken_back_before_its_taint_goes() ->
         # Nothing is offered yet: pods that come now would find the next agent half registered.
         assert (api.tainted, api.allocatable) == (True, {})
         registered[GPU] = (8, 8)
-        node.parts.capacity.wake()
+        node.capacity.wake()
         with anyio.fail_after(5):
             while api.tainted or api.allocatable != {GPU: 8}:
                 await anyio.sleep(0.01)

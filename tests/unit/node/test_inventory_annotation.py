@@ -131,8 +131,7 @@ async def test_no_resource_appears_before_it_is_written() -> None:
     plugins: Any = {Mode.VGPU: [Plugin()]}
     endpoint_of: Any = Served
     async with anyio.create_task_group() as group:
-        resources = ResourceSet(plugins, [], endpoint_of, Supervisor(), group)
-        resources.before_first = written
+        resources = ResourceSet(plugins, [], endpoint_of, Supervisor(), group, before_first=written)
         resources.enable(Mode.VGPU)
         resources.refresh()
         await anyio.wait_all_tasks_blocked()

@@ -139,7 +139,7 @@ async def test_a_stop_with_lists_that_do_not_leave_and_a_kubelet_that_is_mute() 
             await anyio.sleep(2)
 
         began = anyio.current_time()
-        await node.parts.withdrawals.stop(publish)
+        await node.withdrawals.stop(publish)
         assert (node.api.tainted, node.api.allocatable) == (False, {})
         assert anyio.current_time() - began < GRACE_SECONDS
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agent.app.agent import NodeParts
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts
@@ -83,11 +82,10 @@ class World:
         self.node = NodeObject(api, "n")
         own = ClusterNode(self.node, EventRecorder(api, "n"))
         offer = Offer(self.assignment, offered, self._delivered, kubelet.taken_in, kubelet.register_again)
-        taint = SchedulingTaint(own)
-        capacity = Capacity(own, offer, taint)
-        withdrawals = Withdrawals(own, offer, capacity, taint, kubelet.waiting)
-        inherited = Inherited(own, offer, capacity, taint, frozenset({GPU, CORE}))
-        self.parts = NodeParts(taint, capacity, withdrawals, inherited)
+        self.taint = SchedulingTaint(own)
+        self.capacity = Capacity(own, offer, self.taint)
+        self.withdrawals = Withdrawals(own, offer, self.capacity, self.taint, kubelet.waiting)
+        self.inherited = Inherited(own, offer, self.capacity, self.taint, frozenset({GPU, CORE}))
         self.published: list[float] = []  # when smaller lists went out
 
     async def _delivered(self) -> None:
@@ -97,13 +95,13 @@ class World:
 
     async def switch(self, to: Assignment) -> None:
         """As the switcher does: withdraw what is offered, then offer something else."""
-        await self.parts.withdrawals.withdraw(NOTHING, lambda: self.publish(NOTHING))
+        await self.withdrawals.withdraw(NOTHING, lambda: self.publish(NOTHING))
         await self.publish(to)
-        self.parts.capacity.wake()
+        self.capacity.wake()
 
     async def stop(self) -> None:
         """As an agent does that was told to end."""
-        await self.parts.withdrawals.stop(lambda: self.publish(NOTHING))
+        await self.withdrawals.stop(lambda: self.publish(NOTHING))
 
     async def publish(self, assignment: Assignment) -> None:
         """Put an assignment in force."""
@@ -117,9 +115,9 @@ class World:
         """Its tasks run."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.node.run)
-            group.start_soon(self.parts.inherited.run)
-            group.start_soon(self.parts.taint.run)
-            group.start_soon(self.parts.capacity.run)
+            group.start_soon(self.inherited.run)
+            group.start_soon(self.taint.run)
+            group.start_soon(self.capacity.run)
             yield self
             group.cancel_scope.cancel()
 

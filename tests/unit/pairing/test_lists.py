@@ -40,6 +40,10 @@ class Kubelet(KubeletModel):
             found = v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices
             self.known[member] = frozenset(each.id for each in found if each.health == "Healthy")
 
+    def read_before(self, call: int) -> None:
+        """The kubelet is as quick as the agent: it takes in the lists before each call."""
+        self.read()
+
     def listed(self, member: PairMember) -> frozenset[str]:
         return self.known[member]
 
@@ -100,6 +104,37 @@ async def test_waiting_pod_fits_after_agent_update(first: object) -> None:
         deleted(kubelet)
         await kubelet.told()
         assert await outcome(kubelet.admit(pod("c", share("main", 50, 30)))) == "runs"
+
+
+async def test_a_container_gets_what_it_needs_more_than_the_init_container_that_took_the_last_memory() -> (
+    None
+):
+    for seed in SEEDS:
+        kubelet = Kubelet(gpus=1, seed=seed)
+        await kubelet.admit(pod("a", share("main", 50, 39)))
+        await kubelet.told()
+
+        growing = pod("b", share("init", 25, 1, Stage.INIT), share("main", 40, 1))
+        assert await outcome(kubelet.admit(growing, kubelet.read_before)) == "runs"
+        await kubelet.told()
+        assert len(kubelet.listed(PairMember.CORE)) == 90  # the rest is of no use to anybody
+
+
+async def test_cores_are_of_use_only_while_the_pod_that_began_is_admitted() -> None:
+    kubelet = Kubelet(gpus=1)
+    await kubelet.admit(pod("a", share("main", 50, 39)))
+
+    def killed(call: int) -> None:
+        if call == 4:  # the second container's
+            raise Refused("the kubelet gave the pod up")
+
+    growing = pod("b", share("init", 25, 1, Stage.INIT), share("main", 40, 1))
+    assert await outcome(kubelet.admit(growing, killed)) != "runs"
+    assert len(kubelet.listed(PairMember.CORE)) == 100
+    kubelet.now += 60
+    await kubelet.admit(pod("c", share("main", 10, 1)))
+    await kubelet.told()
+    assert len(kubelet.listed(PairMember.CORE)) == 60
 
 
 async def test_restarted_kubelet_that_lists_nothing() -> None:

@@ -1,0 +1,30 @@
+"""Builds the modes of the table: by a module `build_<mode>` of this package, or as their plugins alone.
+
+The first is for modes that need more rooms than plugins do. A new mode takes a row of the table and a module
+in `agent.plugins`, and no change here.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import cast
+
+from agent.app.mode_parts import ModeContext, ModeModule, ModeParts
+from agent.model.modes import OFFERED_MODES, Mode
+from agent.plugins.context import PluginContext, module_of
+
+
+async def build_modes(context: ModeContext) -> Mapping[Mode, ModeParts]:
+    """All modes of the table, allowed by the configuration or not: that may change while the agent runs."""
+    return {mode: await _build(mode, context) for mode in OFFERED_MODES}
+
+
+async def _build(mode: Mode, context: ModeContext) -> ModeParts:
+    name = f"{__package__}.build_{mode.value}"
+    if find_spec(name):
+        return await cast("ModeModule", import_module(name)).build(context)
+    core = context.core
+    plugins = PluginContext(
+        core.settings, core.inventory.snapshot, context.assignment, core.holdings, context.injector
+    )
+    return ModeParts(module_of(mode).build(plugins))

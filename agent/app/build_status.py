@@ -1,0 +1,60 @@
+"""Builds the socket of `gpu-node-agent status`, `top`, `cordon`, `clear-health` and `release`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent.app.mode_parts import ModeParts
+from agent.app.parts import Core, Tasks
+from agent.inventory.gpu_monitor import GpuMonitor
+from agent.model.modes import Mode
+from agent.modes.cordon_book import CordonBook
+from agent.plugins.inject import Injector
+from agent.status import top
+from agent.status.commands import Commands
+from agent.status.report import StatusSources
+from agent.telemetry.reading import Sources
+from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ControlServer
+
+
+def start_commands(
+    core: Core,
+    tasks: Tasks,
+    monitor: GpuMonitor,
+    injector: Injector,
+    modes: Mapping[Mode, ModeParts],
+    cordons: CordonBook,
+    sources: Sources,
+) -> None:
+    """Serve the commands that people give the running agent."""
+    switch, readiness = core.readiness.switch, core.readiness
+    limits = next((parts.limits for parts in modes.values() if parts.limits), None)
+
+    def injection() -> tuple[str, str]:
+        return "cdi" if injector.choice.cdi else "envvar", injector.choice.reason
+
+    def daemon(uuid: str) -> dict[str, Any] | None:
+        return next((found for parts in modes.values() if (found := parts.daemon(uuid))), None)
+
+    control = ControlServer(Path(core.settings.host.run) / CONTROL_SOCKET)
+    status = StatusSources(
+        core.inventory,
+        monitor,
+        core.holdings,
+        lambda: switch.value,
+        injection,
+        readiness.blockers,
+        daemon,
+        readiness.remarks,
+        cordons,
+        limits,
+    )
+    Commands(status).add_to(control)
+    top.add_to(
+        control,
+        sources,
+        lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus},
+        limits.allotted if limits else dict,
+    )
+    tasks.start("control socket", control.serve)

@@ -1,0 +1,167 @@
+"""Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from agent.app import degradations
+from agent.app.build_node import NodeParts, build_node, start_node
+from agent.app.mode_parts import ModeParts
+from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.cluster.own_node import OwnNode
+from agent.inventory.gpu_monitor import GpuMonitor
+from agent.inventory.snapshot import GpuState
+from agent.kit.cell import Cell
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.modes import OFFERED_MODES, Assignment, Mode
+from agent.model.node_layout import Entry
+from agent.modes.cordon_book import CordonBook
+from agent.modes.desired import Desired, ModeCatalog
+from agent.modes.last_request import LastRequest
+from agent.modes.mode_metrics import modes_collector
+from agent.modes.resources import ResourceSet
+from agent.modes.sources import DesiredSource
+from agent.modes.switcher import ModeSwitcher
+from agent.node import inventory_annotation as inventory_note
+from agent.node.driver_upgrade import DriverUpgrade
+from agent.settings import Settings
+
+# How long an API server that does not answer is waited for before the last known request is taken up.
+FIRST_REQUEST_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The mode that is wanted, and the one that was before this process."""
+
+    source: DesiredSource
+    memory: LastRequest
+    remembered: Desired | None  # None: no agent ran here before, or what it left cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class Switching:
+    """The switcher, and what starts and stops with it."""
+
+    switcher: ModeSwitcher
+    cordons: CordonBook
+    resources: ResourceSet
+    own: OwnNode | None  # None: there is no way to the Kubernetes API
+    node: NodeParts | None  # None: the same
+    upgrade: DriverUpgrade | None  # None: the same, or not wanted
+
+
+async def build_request(settings: Settings) -> Request:
+    """Where the wanted mode comes from; nothing is followed yet."""
+    memory = LastRequest(Path(settings.host.state) / "mode")
+    return Request(DesiredSource(catalog_of(settings)), memory, await memory.read())
+
+
+async def build_switching(
+    core: Core,
+    tasks: Tasks,
+    cluster: ClusterAccess | None,
+    monitor: GpuMonitor,
+    request: Request,
+    modes: Mapping[Mode, ModeParts],
+    assignment: Cell[Assignment],
+    grown: Cell[Mapping[str, int]],
+) -> Switching:
+    """Make the parts; `start_switching` starts their tasks."""
+    settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
+    own = _own_node(cluster) if cluster else None
+    most = settings.mps.most_clients
+    resources = ResourceSet(
+        {mode: parts.plugins for mode, parts in modes.items()},
+        readiness.endpoints,
+        lambda plugin: _endpoint(core, plugin),
+        core.supervisor,
+        tasks.group,
+        before_first=inventory_note.ahead(own, snapshot, assignment, most, grown) if own else None,
+    )
+    node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
+    cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)
+    await cordons.restore()
+    follows_upgrades = own is not None and settings.driver.release_for_upgrades
+    in_force = Cell(cordons.cell.value) if follows_upgrades else cordons.cell
+
+    def gate(state: GpuState, mode: Mode) -> str | None:
+        return modes[mode].refusal(state)
+
+    switcher = ModeSwitcher(
+        snapshot,
+        request.source.cell,
+        assignment,
+        core.holdings,
+        resources,
+        state=readiness.switch,
+        announcer=node.withdrawals if node else None,
+        backends={mode: parts.backend for mode, parts in modes.items() if parts.backend},
+        gate=gate,
+        when_busy=settings.when_busy,
+        standing=request.source.catalog.remembered(request.remembered),
+        cordons=in_force,
+    )
+    upgrade = None
+    if own and follows_upgrades:
+        upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
+    writers = node.writers if node else {}
+    core.collectors.append(modes_collector(switcher.state, lambda: switcher.switches, writers))
+    readiness.degradations += [
+        lambda: degradations.writers(cluster, writers) if cluster else [],
+        lambda: degradations.cordons(cordons),
+        lambda: degradations.driver_upgrade(upgrade) if upgrade else [],
+        lambda: degradations.mode(switcher.state.value),
+    ]
+    return Switching(switcher, cordons, resources, own, node, upgrade)
+
+
+async def start_switching(
+    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, int]]
+) -> None:
+    """Follow the request, and switch once it is known, or has not come for a while."""
+    settings, source = core.settings, request.source
+    if settings.mode_file:
+        tasks.start("mode file", source.follow_file, Path(settings.mode_file))
+    elif parts.own:
+        tasks.start("mode label", source.follow_node, parts.own)
+    else:
+        source.from_default()
+    with anyio.move_on_after(FIRST_REQUEST_SECONDS):
+        await source.known.wait()
+    source.from_memory(request.remembered)
+    if parts.upgrade:
+        parts.upgrade.look()  # before the first mode is set up
+        tasks.start("driver upgrades", parts.upgrade.run)
+    tasks.start("mode switcher", parts.switcher.run)
+    tasks.start("cordons", parts.cordons.run)
+    tasks.start("mode memory", request.memory.follow, parts.switcher.accepted)
+    if parts.node:
+        start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
+
+
+def catalog_of(settings: Settings) -> ModeCatalog:
+    """The modes that may be requested under a configuration."""
+    allowed = settings.modes
+    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
+    layouts = {
+        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
+        for name, entries in settings.layouts.items()
+    }
+    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
+
+
+def _own_node(cluster: ClusterAccess) -> OwnNode:
+    from agent.node.object import ClusterNode  # noqa: PLC0415  loads the API client's room
+
+    return ClusterNode(cluster.node, cluster.events)
+
+
+def _endpoint(core: Core, plugin: ResourcePlugin) -> Endpoint:
+    settings = core.settings
+    return Endpoint(
+        plugin, Path(settings.kubelet.root), settings.device_plugins_folder, core.holdings.allocated
+    )

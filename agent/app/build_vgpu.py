@@ -1,0 +1,50 @@
+"""Builds vGPU: its resources, and the limits of containers where they are enforced."""
+
+from functools import partial
+
+from agent.app.mode_parts import Limits, ModeContext, ModeParts
+from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
+from agent.kit.cell import Cell
+from agent.model.modes import Assignment, Mode
+from agent.plugins import vgpu
+from agent.plugins.shared_pair import no_fence, none_grown
+from agent.telemetry.pairs import pairs_collector
+
+
+async def build(context: ModeContext) -> ModeParts:
+    """Build the two resources; rooms of limits are loaded only where there may be some."""
+    core, cluster = context.core, context.cluster
+    grown = await build_limits(context)
+    limits = grown if isinstance(grown, VgpuLimits) else None
+    shares, plugins = vgpu.build(
+        core.settings,
+        core.inventory.snapshot,
+        context.assignment,
+        context.injector,
+        core.holdings,
+        context.pods,
+        context.recorder,
+        cluster.node.name if cluster else "",
+        limits or no_fence,
+        grown.units_grown if grown else none_grown,
+    )
+    if grown:
+        grown.follow_resizes(context, shares)
+    if limits:
+        core.readiness.degradations.append(partial(_remarks, limits, context.assignment))
+    core.collectors.append(
+        pairs_collector(
+            "vgpu",
+            shares.pairing.stats,
+            limits.fences if limits else lambda: NO_FENCES,
+            lambda: shares.pairing.waiting,
+        )
+    )
+    return ModeParts(plugins, limits=limits)
+
+
+def _remarks(limits: Limits, assignment: Cell[Assignment]) -> list[str]:
+    problem = limits.problem
+    if problem and any(each.mode is Mode.VGPU for each in assignment.value.gpus.values()):
+        return [f"vGPU containers start without the enforcement library: {problem}"]
+    return []

@@ -1,0 +1,85 @@
+"""The inputs for building a mode, and the parts that it brings to the rest of the agent."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.inventory.snapshot import GpuState
+from agent.kit.cell import Cell
+from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.modes import Assignment
+from agent.modes.ports import Backend
+from agent.modes.sources import DesiredSource
+from agent.pairing.ports import PodSource, Recorder
+from agent.plugins.inject import Injector
+from agent.telemetry.container_use import Uses
+
+
+@dataclass(frozen=True, slots=True)
+class ModeContext:
+    """The node as modes are built on it."""
+
+    core: Core
+    tasks: Tasks
+    cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
+    pods: PodSource
+    recorder: Recorder
+    injector: Injector
+    desired: DesiredSource
+    assignment: Cell[Assignment]
+    uses: Cell[Uses]
+    # Bytes by GPU that containers have beyond what their pods asked for.
+    grown: Cell[Mapping[str, int]]
+
+
+class Limits(Protocol):
+    """Limits of containers, whose room is imported only where they are enforced."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why containers start without the library, though they should have it; None: they have it."""
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """Units of memory of a GPU that containers have grown by: nobody else may be offered them."""
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences hold for containers that start now."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether containers that start now are held to compute, where they get the library."""
+
+    def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
+        """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """The limits of a container, for `status`; None: it has none, and is not measured."""
+
+
+def _never_refused(_: GpuState) -> None:
+    return None
+
+
+def _no_daemon(_: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ModeParts:
+    """A mode, ready to be switched to."""
+
+    plugins: Sequence[ResourcePlugin]
+    backend: Backend | None = None  # None: nothing has to run for it
+    # Why a GPU cannot be offered in it, in words; None: it can.
+    refusal: Callable[[GpuState], str | None] = _never_refused
+    # The daemon of a GPU for `status`, by UUID; None: it has none.
+    daemon: Callable[[str], dict[str, Any] | None] = _no_daemon
+    limits: Limits | None = None  # None: nothing of ours enforces them
+
+
+class ModeModule(Protocol):
+    """A module `build_<mode>` of this package."""
+
+    async def build(self, context: ModeContext) -> ModeParts:
+        """Build the mode and start its tasks; no resource is registered before the mode is first used."""

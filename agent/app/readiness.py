@@ -1,0 +1,51 @@
+"""Why the node cannot serve, and what works less well than it should: for probes, status and metrics."""
+
+from collections.abc import Callable, Sequence
+
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.holdings import HoldingsWatch
+from agent.modes.switch_state import STARTING, Phase, SwitchState
+
+
+class Readiness:
+    """Of one agent, from its first moment to its last; rooms add what they know as they are built."""
+
+    def __init__(self, inventory: Cell[Snapshot], holdings: HoldingsWatch) -> None:
+        self._inventory = inventory
+        self._holdings = holdings
+        self.endpoints: list[Endpoint] = []  # grows as modes are first used
+        self.switch: Cell[SwitchState] = Cell(STARTING)  # published by the mode switcher
+        self.stopping = False
+        # Degradations while pods are served, each in a sentence.
+        self.degradations: list[Callable[[], Sequence[str]]] = []
+
+    def blockers(self) -> list[str]:
+        """Why the node cannot serve, each in a sentence; empty: it can."""
+        found = self.shortcomings()
+        problem = self._inventory.value.problem
+        if problem:
+            found.append(problem)
+        switch = self.switch.value
+        if not self.endpoints and switch != STARTING and switch.phase in (Phase.SWITCHING, Phase.FAILED):
+            # Before the first plan is in force there is no endpoint that could stand in the way.
+            found.append(f"no resource is registered yet: {switch.message}")
+        return found
+
+    def shortcomings(self) -> list[str]:
+        """Those of the blockers that another agent might not have: it starts, stops, or misses the kubelet.
+
+        A missing driver and pods that are waited for are the node's: no update of the agent helps there.
+        """
+        found = ["the agent is stopping"] if self.stopping else []
+        if self._holdings.problem:
+            found.append(self._holdings.problem)
+        found.extend(endpoint.blocker for endpoint in self.endpoints if endpoint.blocker)
+        if self.switch.value == STARTING:
+            found.append(f"no resource is registered yet: {STARTING.message}")
+        return found
+
+    def remarks(self) -> list[str]:
+        """All degradations; empty: all is well."""
+        return [text for degradations in self.degradations for text in degradations()]
