@@ -20,6 +20,7 @@ from agent.isolation.errors import FolderUnusable, IsolationError, LibraryGone, 
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
 from agent.isolation.limits import Admission, ContainerLimits, Policy, Request
+from agent.isolation.problems import Problems
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -70,6 +71,7 @@ class Isolation:
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
+        self._unreadable = Problems()
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
     def policy(self, namespace: str) -> Policy:
@@ -326,11 +328,14 @@ class Isolation:
 
     def _bound(self, keys: Sequence[str]) -> None:
         """Usage regions lie in the node's memory: one that its container made longer is cut back."""
+        self._unreadable.keep(keys)
         for key in keys:
             try:
                 self.folders.bound(key)
             except FolderUnusable as error:
-                log.info("usage_unreadable", problem=str(error))
+                self._unreadable.met(key, error)
+            else:
+                self._unreadable.over(key)
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}
