@@ -8,7 +8,7 @@ log = structlog.get_logger()
 
 
 class Problems:
-    """What cannot be read now, as one reader sees it."""
+    """Folders that one reader cannot read now."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
