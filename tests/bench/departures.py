@@ -21,7 +21,7 @@ LIFE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """Cores and blocks of one GPU, or that many hundreds of cores for whole GPUs."""
 
     cores: int
@@ -52,29 +52,29 @@ class Node:
     cores: int = 0  # of pods that the scheduler has sent here
     blocks: int = 0
 
-    def promises(self, wish: Wish) -> bool:
+    def promises(self, request: Request) -> bool:
         """Whether the scheduler sends a pod here."""
         cores, blocks = self.allocatable
-        return cores - self.cores >= wish.cores and blocks - self.blocks >= wish.blocks
+        return cores - self.cores >= request.cores and blocks - self.blocks >= request.blocks
 
-    def place(self, wish: Wish) -> list[int]:
+    def place(self, request: Request) -> list[int]:
         """GPUs of a pod, by binpack; none: it dies."""
-        if whole := wish.cores // CORES:
+        if whole := request.cores // CORES:
             free = [at for at, gpu in enumerate(self.gpus) if gpu == Gpu() and self.listed[at][0] == CORES]
             return free[:whole] if len(free) >= whole else []
         fitting = [
             (cores - gpu.cores, blocks - gpu.blocks, at)
             for at, (gpu, (cores, blocks)) in enumerate(zip(self.gpus, self.listed, strict=True))
-            if not gpu.whole and cores - gpu.cores >= wish.cores and blocks - gpu.blocks >= wish.blocks
+            if not gpu.whole and cores - gpu.cores >= request.cores and blocks - gpu.blocks >= request.blocks
         ]
         return [min(fitting)[2]] if fitting else []
 
-    def hold(self, wish: Wish, places: Sequence[int], sign: int) -> None:
+    def hold(self, request: Request, places: Sequence[int], sign: int) -> None:
         """A pod comes (1) or goes (-1)."""
         for at in places:
-            self.gpus[at].cores += sign * min(wish.cores, CORES)
-            self.gpus[at].blocks += sign * wish.blocks
-            self.gpus[at].whole = wish.cores >= CORES and sign > 0
+            self.gpus[at].cores += sign * min(request.cores, CORES)
+            self.gpus[at].blocks += sign * request.blocks
+            self.gpus[at].whole = request.cores >= CORES and sign > 0
 
 
 class Run:
@@ -86,7 +86,7 @@ class Run:
         self._trim, self._alone, self._uneven = trim, alone, uneven
         self._draw = random.Random(seed)
         self._nodes = [Node() for _ in range(NODES)]
-        self._waiting: list[Wish] = []
+        self._waiting: list[Request] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._now = 0.0
@@ -95,53 +95,53 @@ class Run:
         arrives = 0.0
         for _ in range(PODS):
             arrives += self._draw.expovariate(1 / every)
-            self._after(arrives, partial(self._come, self._wish()))
+            self._after(arrives, partial(self._come, self._request()))
         while self._events:
             self._now, _, action = heapq.heappop(self._events)
             action()
 
-    def _wish(self) -> Wish:
+    def _request(self) -> Request:
         size, kind = self._draw.choices(list(USUAL), list(USUAL.values()))[0], self._draw.random()
         if size >= CORES:
-            return Wish(size, 0)
+            return Request(size, 0)
         if kind < self._alone:
-            return Wish(0, size * BLOCKS // CORES)
+            return Request(0, size * BLOCKS // CORES)
         quarters = self._draw.randint(1, 4) if kind < self._alone + self._uneven else 0
-        return Wish(size, quarters * BLOCKS // 4 or size * BLOCKS // CORES)
+        return Request(size, quarters * BLOCKS // 4 or size * BLOCKS // CORES)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._events, (self._now + seconds, self._count, action))
 
-    def _come(self, wish: Wish) -> None:
-        self._waiting.append(wish)
+    def _come(self, request: Request) -> None:
+        self._waiting.append(request)
         self._schedule()
 
     def _schedule(self) -> None:
         left = []
-        for wish in self._waiting:
-            nodes = [node for node in self._nodes if node.promises(wish)]
+        for request in self._waiting:
+            nodes = [node for node in self._nodes if node.promises(request)]
             if not nodes:
-                left.append(wish)
+                left.append(request)
                 continue
             node = max(nodes, key=lambda each: each.allocatable[0] - each.cores)
-            node.cores, node.blocks = node.cores + wish.cores, node.blocks + wish.blocks
-            self._after(self._draw.uniform(*BOUND_SECONDS), partial(self._admit, node, wish))
+            node.cores, node.blocks = node.cores + request.cores, node.blocks + request.blocks
+            self._after(self._draw.uniform(*BOUND_SECONDS), partial(self._admit, node, request))
         self._waiting = left
 
-    def _admit(self, node: Node, wish: Wish) -> None:
-        places = node.place(wish)
+    def _admit(self, node: Node, request: Request) -> None:
+        places = node.place(request)
         if places:
-            node.hold(wish, places, 1)
-            self._after(self._draw.expovariate(1 / LIFE_SECONDS), partial(self._end, node, wish, places))
+            node.hold(request, places, 1)
+            self._after(self._draw.expovariate(1 / LIFE_SECONDS), partial(self._end, node, request, places))
             self._after(LISTED_SECONDS, partial(self._list, node))
         else:
             self.died += 1
-            self._end(node, wish, ())
+            self._end(node, request, ())
 
-    def _end(self, node: Node, wish: Wish, places: Sequence[int]) -> None:
-        node.hold(wish, places, -1)
-        node.cores, node.blocks = node.cores - wish.cores, node.blocks - wish.blocks
+    def _end(self, node: Node, request: Request, places: Sequence[int]) -> None:
+        node.hold(request, places, -1)
+        node.cores, node.blocks = node.cores - request.cores, node.blocks - request.blocks
         self._after(LISTED_SECONDS, partial(self._list, node))
         self._schedule()
 

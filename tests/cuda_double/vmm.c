@@ -112,7 +112,7 @@ CUresult model_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
 
 CUresult model_cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
                                    unsigned long long flags) {
-    (void)addr; /* a wish, which the driver need not follow */
+    (void)addr; /* a hint, which the driver need not follow */
     NEED(ptr != NULL && size > 0 && size % GRANULE == 0 && flags == 0);
     NEED((alignment & (alignment - 1)) == 0);
     struct reservation *reservation = calloc(1, sizeof(*reservation));

@@ -39,9 +39,9 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "mps").mkdir(parents=True)
-    wishes = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
+    pins = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *wishes]
+    command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *pins]
     subprocess.run(command, check=True)
     (folder / "limits").mkdir()
     shutil.copy2(build.cached(), folder / "limits" / limits.NAME)

@@ -66,7 +66,7 @@ class ModeNode:
         return found
 
     async def reach(self, state: str, desired: str, deadline: float = 60.0) -> Mapping[str, Any]:
-        """Wait until the node tells that state of that wish."""
+        """Wait until the node tells that state of that request."""
         seen: Mapping[str, Any] = {}
         with anyio.move_on_after(deadline):
             while True:

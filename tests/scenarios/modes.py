@@ -211,7 +211,7 @@ async def test_api_server_outage_in_mid_switch(rig: Rig) -> None:
                     await anyio.sleep(0.1)
                     status, text = await node.get("/readyz")
             assert (status, "API server" in text) == (200, True), text
-            # An agent that starts meanwhile remembers the wish.
+            # An agent that starts meanwhile remembers the request.
             await rig.kill_agent()
             await node.start()
             with anyio.fail_after(20):

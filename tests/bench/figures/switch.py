@@ -1,4 +1,4 @@
-"""Switching modes: from the wish to the kubelet's end of the sockets, and to a pod that runs."""
+"""Switching modes: from the request to the kubelet's end of the sockets, and to a pod that runs."""
 
 import statistics
 import threading
@@ -27,7 +27,7 @@ SWITCHES = 40  # each is followed by a pause of SPACING_SECONDS: the whole takes
 MPS_SWITCHES = 10
 LABELS = 20
 IDLE_SECONDS = 5.0
-SPACING_SECONDS = 1.05  # the agent takes a second wish within a second for a flapping one
+SPACING_SECONDS = 1.05  # the agent takes a second request within a second for a flapping one
 DEADLINE_SECONDS = 30.0
 PRODUCTION_TICK_SECONDS = 10.0
 RESOURCES = {
@@ -231,7 +231,7 @@ async def label_to_pod_running(_: Conditions) -> Mapping[str, Taken]:
                 mode = ("vgpu", "pgpu")[number % 2]
                 pod = pod_of(mode, f"waits-{number}")
                 await node.create(pod)
-                await anyio.sleep(1.5)  # the scheduler has looked at it, and the last wish has settled
+                await anyio.sleep(1.5)  # the scheduler has looked at it, and the last request has settled
                 began = time.perf_counter()
                 await node.want(mode)
                 await rig.wait_phase(pod, Phase.RUNNING, DEADLINE_SECONDS)

@@ -137,7 +137,7 @@ async def watching(
     *,
     nvml: NvmlPort | None = None,
     state: Path | None = None,
-    wishes: Mapping[str, object] | None = None,
+    keys: Mapping[str, object] | None = None,
     without_events: int = 0,
     ready: bool = True,
 ) -> AsyncIterator[Watched]:
@@ -145,7 +145,7 @@ async def watching(
     if isinstance(machine, str):
         machine = await FACE.machine(machine)
     with tempfile.TemporaryDirectory() as folder:
-        keys = {**QUICK, "host.state": str(state or folder), **(wishes or {})}
+        keys = {**QUICK, "host.state": str(state or folder), **(keys or {})}
         flags = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
         loaded = settings.load(None, {}, flags)
         inventory = Inventory(rules_from(loaded.health))

@@ -85,7 +85,7 @@ async def test_a_gpu_first_seen_with_a_failed_remap_is_never_sold() -> None:
 
 async def test_the_drivers_own_verdict_is_read_at_each_xid_and_followed() -> None:
     # Only an Xid, be it a harmless one, can have it read this soon.
-    async with watching("t4-4", wishes={"health.probeSeconds": 4}) as watched:
+    async with watching("t4-4", keys={"health.probeSeconds": 4}) as watched:
         watched.machine.recovery_action(0, RecoveryAction.DRAIN_AND_RESET)
         watched.machine.xid(0, 31)
         state = await watched.until(0, UNHEALTHY, deadline=2)

@@ -79,7 +79,7 @@ async def test_a_reboot_leads_through_checks_and_quiet_time(
         await written(tmp_path, machine.uuid(6))
     reboot()
     machine.hide(6)  # taken out while the power was off
-    async with watching(machine, state=tmp_path, wishes={"health.quiet.needsReset": 1.0}) as watched:
+    async with watching(machine, state=tmp_path, keys={"health.quiet.needsReset": 1.0}) as watched:
         assert machine.uuid(6) not in watched.snapshot.by_uuid
         first = next(entry for entry in watched.lists if entry)
         assert first[machine.uuid(3)] is False
@@ -96,8 +96,8 @@ async def test_xids_that_fell_while_the_agent_was_away_are_found(
     machine = SimulatedMachine.create("dgx-h200")
     log = tmp_path / "kmsg"
     log.write_text(kernel_line(10, "0000:1b:00", 119) + "6,11,1,-;eth0: link up\n SUBSYSTEM=net\n")
-    wishes = {"health.kernelLog": str(log)}
-    async with watching(machine, state=tmp_path, wishes=wishes) as watched:
+    keys = {"health.kernelLog": str(log)}
+    async with watching(machine, state=tmp_path, keys=keys) as watched:
         # Nobody knows what was done about this one since: checks and quiet time decide.
         await watched.until(0, HEALTHY)
         await written(tmp_path, '"log_sequence": 10')
@@ -105,14 +105,14 @@ async def test_xids_that_fell_while_the_agent_was_away_are_found(
         file.write(kernel_line(12, "0000:43:00", 119))
         file.write(kernel_line(13, "0000:52:00", 31))
         file.write(kernel_line(14, "0000:61:00", 119, facility=1))  # a program wrote it
-    async with watching(machine, state=tmp_path, wishes=wishes) as watched:
+    async with watching(machine, state=tmp_path, keys=keys) as watched:
         assert watched.state(1).health.state is UNHEALTHY
         await anyio.sleep(1)
         assert watched.state(1).health.state is UNHEALTHY
         watched.steady(0, 2, 3, 4, 5, 6, 7)
     log.write_text(kernel_line(3, "0000:9d:00", 95))
     reboot()
-    async with watching(machine, state=tmp_path, wishes=wishes) as watched:
+    async with watching(machine, state=tmp_path, keys=keys) as watched:
         assert watched.state(4).health.state is UNHEALTHY
 
 
@@ -143,7 +143,7 @@ async def test_the_kernel_log_tells_of_gpus_that_send_no_events(tmp_path: Path) 
     os.mkfifo(fifo)
     keep = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
     try:
-        async with watching(machine, wishes={"health.kernelLog": str(fifo)}, without_events=1) as watched:
+        async with watching(machine, keys={"health.kernelLog": str(fifo)}, without_events=1) as watched:
             os.write(keep, kernel_line(5, "0000:00:1d", 48).encode())
             await watched.until(2, UNHEALTHY)
             os.write(keep, kernel_line(6, "0000:00:1b", 48).encode())  # NVML tells of this one itself
@@ -165,8 +165,8 @@ async def test_the_kernel_log_says_of_an_nvlink_xid_what_its_number_does_not(tmp
         return kernel_line(sequence, bus, 145).replace("\n", f"{rest}\n").encode()
 
     try:
-        wishes = {"health.kernelLog": str(fifo), "health.quiet.needsReset": 60}
-        async with watching(machine, wishes=wishes) as watched:
+        keys = {"health.kernelLog": str(fifo), "health.quiet.needsReset": 60}
+        async with watching(machine, keys=keys) as watched:
             for slot in (0, 1, 2):
                 machine.xid(slot, 145)
                 await watched.until(slot, UNHEALTHY)

@@ -112,9 +112,9 @@ async def test_preference_reads_all_containers_of_a_request(folder: Path) -> Non
 
     plugin = ScriptedPlugin("a", "b", "c")
     plugin.on_prefer = choose
-    wish = {"available_device_ids": ["a", "b", "c"], "must_include_device_ids": ["b"], "allocation_size": 2}
+    asked = {"available_device_ids": ["a", "b", "c"], "must_include_device_ids": ["b"], "allocation_size": 2}
     async with served(plugin, folder) as one, Peer(one.path) as peer:
-        request = V1BETA1.PreferredAllocationRequest(container_requests=[wish, {"allocation_size": 0}])
+        request = V1BETA1.PreferredAllocationRequest(container_requests=[asked, {"allocation_size": 0}])
         answer = await peer.call(peer.device.GetPreferredAllocation, request)
         assert [list(each.device_ids) for each in answer.container_responses] == [["a", "b"], []]
         assert seen == [PreferenceRequest(("a", "b", "c"), ("b",), 2), PreferenceRequest((), (), 0)]
@@ -267,8 +267,8 @@ async def test_a_huge_request_is_served(folder: Path) -> None:
     ids = [f"GPU-00000000-0000-0000-0000-000000000000::c{n}" for n in range(60_000)]
     plugin = ScriptedPlugin()
     async with served(plugin, folder) as one, Peer(one.path) as peer:
-        wish = {"available_device_ids": ids, "allocation_size": 50_000}
-        request = V1BETA1.PreferredAllocationRequest(container_requests=[wish])
+        asked = {"available_device_ids": ids, "allocation_size": 50_000}
+        request = V1BETA1.PreferredAllocationRequest(container_requests=[asked])
         answer = await peer.call(peer.device.GetPreferredAllocation, request)
         assert list(answer.container_responses[0].device_ids) == ids[:50_000]
 

@@ -105,7 +105,7 @@ class OneResource(World):
 
 @dataclass
 class FailingNode:
-    """A node whose wish is MPS, which cannot be set up."""
+    """A node that is asked for MPS, which cannot be set up."""
 
     api: CountingApi
     reported: ReportedNode
@@ -207,7 +207,7 @@ async def test_what_could_help_is_tried_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_newer_wish_is_not_held_up_by_a_set_up() -> None:
+async def test_a_newer_request_is_not_held_up_by_a_set_up() -> None:
     async with failing() as node:
         node.daemon.gate = anyio.Event()  # it never ends by itself
         await anyio.sleep(MINUTE)

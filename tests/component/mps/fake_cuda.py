@@ -19,9 +19,9 @@ _SOURCE = r"""
 typedef int R; typedef uint64_t P;
 static size_t taken; static R fatal; static int started, current;
 static size_t limit(void) {
-    const char *wish = getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
-    if (!wish) return (size_t)8 << 30;
-    return ((size_t)atol(wish + 2) << 30) - ((size_t)CONTEXT_MIB << 20);  /* 0=<N>G */
+    const char *limit = getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
+    if (!limit) return (size_t)8 << 30;
+    return ((size_t)atol(limit + 2) << 30) - ((size_t)CONTEXT_MIB << 20);  /* 0=<N>G */
 }
 R cuInit(unsigned flags) { started = flags == 0; return started ? 0 : 1; }
 R cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return started ? 0 : 3; }

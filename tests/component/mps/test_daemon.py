@@ -56,7 +56,7 @@ async def test_one_daemon_for_each_of_eight_gpus(program: Program, run_folder: P
             assert variables["CUDA_MPS_PIPE_DIRECTORY"] == f"{run_folder}/mps/{uuid}/pipe"
             assert variables["CUDA_MPS_LOG_DIRECTORY"] == f"{run_folder}/mps/{uuid}/log"
             assert os.getsid(status.pid) != os.getsid(0)
-            # These versions take the flag for a wish to be a client.
+            # These versions take the flag for a request to run as a client.
             assert status.multi_user is False
         assert bench.modes.modes == dict.fromkeys(EIGHT, ComputeMode.EXCLUSIVE_PROCESS)
     for daemon in daemons:

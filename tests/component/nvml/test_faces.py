@@ -110,7 +110,7 @@ def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
         fault.release()
 
 
-def test_counters_are_left_out_when_not_wished(faces: Faces) -> None:
+def test_counters_are_left_out_when_not_configured(faces: Faces) -> None:
     sample = faces.agree("sample", faces.uuids[0], SampleRequest(0, counters=False))
     assert isinstance(sample, Sample)
     assert (sample.energy_joules, sample.ecc_corrected, sample.nvlink) == (None, None, None)

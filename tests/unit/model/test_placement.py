@@ -159,8 +159,8 @@ def test_hints_that_are_used_up_foreign_or_broken_do_not_count(annotations: dict
 
 
 def test_a_pod_names_its_own_policy() -> None:
-    wish = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "spread"})
-    assert policy_of(wish, Policy.BINPACK) is Policy.SPREAD
+    asking = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "spread"})
+    assert policy_of(asking, Policy.BINPACK) is Policy.SPREAD
     odd = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "random"})
     assert policy_of(odd, Policy.FRAGMENTATION) is Policy.FRAGMENTATION
     assert policy_of(None, Policy.SPREAD) is Policy.SPREAD

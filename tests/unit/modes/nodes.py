@@ -163,23 +163,23 @@ async def switching(
     announce: bool = False,
     first: Mode = Mode.OFF,
     when_busy: str = "drain",
-    wish: Desired | None = None,
+    desired: Desired | None = None,
     standing: Desired | None = None,
     gate: Gate = no_gate,
     cordons: Any = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
-    """Run a switcher over `gpus`; the first wish is `wish`, or mode `first` everywhere.
+    """Run a switcher over `gpus`; the first request is `desired`, or mode `first` everywhere.
 
     Without `run` its test runs it.
     """
     inventory = Cell(snapshot_of(*gpus))
-    desired = Cell(wish or Desired(first.value, everywhere(first)))
+    requests = Cell(desired or Desired(first.value, everywhere(first)))
     assignment = Cell(Assignment())
     kubelet, lists = kubelet or Kubelet(), Lists(assignment)
     switcher = ModeSwitcher(
         inventory,
-        desired,
+        requests,
         assignment,
         kubelet,
         lists,
@@ -193,5 +193,5 @@ async def switching(
     async with anyio.create_task_group() as group:
         if run:
             group.start_soon(switcher.run)
-        yield Node(inventory, desired, assignment, kubelet, lists, switcher)
+        yield Node(inventory, requests, assignment, kubelet, lists, switcher)
         group.cancel_scope.cancel()

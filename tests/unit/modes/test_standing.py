@@ -1,4 +1,4 @@
-"""Wishes that cannot be obeyed, restarts, gates, and the end: what stood before stays in force."""
+"""Requests that cannot be obeyed, restarts, gates, and the end: what stood before stays in force."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ PGPU = Desired("pgpu", everywhere(Mode.PGPU))
 
 
 async def test_an_unknown_word_at_start_leaves_in_force_what_was_remembered() -> None:
-    async with switching(gpu(0), gpu(1), wish=UNKNOWN, standing=PGPU) as node:
+    async with switching(gpu(0), gpu(1), desired=UNKNOWN, standing=PGPU) as node:
         await node.reach("pgpu", "pgpu")
         await settle(node, Phase.BLOCKED)
         state = node.switcher.state.value
@@ -32,13 +32,13 @@ async def test_an_unknown_word_at_start_leaves_in_force_what_was_remembered() ->
 async def test_pods_of_before_keep_their_gpu_sold_under_an_unknown_word() -> None:
     kubelet = Kubelet()
     kubelet.hold("old", "nvidia.com/gpu", gpu(0).uuid)
-    async with switching(gpu(0), kubelet=kubelet, wish=UNKNOWN, standing=PGPU) as node:
+    async with switching(gpu(0), kubelet=kubelet, desired=UNKNOWN, standing=PGPU) as node:
         await node.reach("pgpu")
 
 
 async def test_a_layout_that_fits_no_more_is_followed_as_far_as_it_goes() -> None:
     layout = Desired("mixed", (Entry(("0",), Mode.PGPU), Entry(("1", "7"), Mode.VGPU)))
-    async with switching(gpu(0), gpu(1), wish=layout, standing=layout) as node:
+    async with switching(gpu(0), gpu(1), desired=layout, standing=layout) as node:
         await node.reach("pgpu", "vgpu")
         await settle(node, Phase.BLOCKED)
         assert "index 7" in node.switcher.state.value.message
@@ -60,9 +60,9 @@ async def test_a_claimed_node_sells_nothing_and_an_unknown_word_does_not_change_
 async def test_refuse_survives_a_restart() -> None:
     kubelet = Kubelet()
     kubelet.hold("train", "nvidia.com/gpu", gpu(1).uuid)
-    wish = Desired("vgpu", everywhere(Mode.VGPU))
+    desired = Desired("vgpu", everywhere(Mode.VGPU))
     async with switching(
-        gpu(0), gpu(1), kubelet=kubelet, wish=wish, standing=PGPU, when_busy="refuse"
+        gpu(0), gpu(1), kubelet=kubelet, desired=desired, standing=PGPU, when_busy="refuse"
     ) as node:
         await node.reach("pgpu", "pgpu")
         await settle(node, Phase.BLOCKED)
@@ -158,7 +158,7 @@ async def test_a_kubelet_that_is_away_does_not_shake_what_is_applied() -> None:
         await node.reach("vgpu")
 
 
-async def test_the_last_wish_is_remembered_in_a_file(tmp_path: Path) -> None:
+async def test_the_last_request_is_remembered_in_a_file(tmp_path: Path) -> None:
     memory = LastRequest(tmp_path / "state" / "mode")
     assert await memory.read() is None
     accepted: Cell[Desired | None] = Cell(None)
@@ -185,7 +185,7 @@ async def test_what_earlier_agents_and_others_wrote_is_read_for_what_it_is(tmp_p
         assert await LastRequest(file).read() == found
 
 
-def test_a_remembered_wish_means_what_it_meant() -> None:
+def test_a_remembered_request_means_what_it_meant() -> None:
     mixed = (Entry(("rest",), Mode.VGPU),)
     words = ModeCatalog({"mixed": (Entry(("rest",), Mode.PGPU),)}, (Mode.PGPU, Mode.VGPU), "none")
     assert words.remembered(Desired("mixed", mixed)) == Desired("mixed", mixed)

@@ -49,7 +49,7 @@ async def test_no_mode_registers_nothing() -> None:
 
 
 async def test_a_node_without_a_driver_on_which_nothing_is_wanted_has_nothing_to_give_back() -> None:
-    async with switching(wish=Desired("none", everywhere(Mode.OFF))) as node:
+    async with switching(desired=Desired("none", everywhere(Mode.OFF))) as node:
         node.inventory.publish(Snapshot())
         await settle(node, Phase.SWITCHING)  # NVML has not been asked yet
         node.inventory.publish(Snapshot(problem="NVML cannot be loaded"))
@@ -90,7 +90,7 @@ async def test_an_allocation_that_the_kubelet_has_not_recorded_yet_counts_as_a_h
         await node.reach("vgpu")
 
 
-async def test_a_wish_that_is_taken_back_sells_the_draining_gpu_again() -> None:
+async def test_a_request_that_is_taken_back_sells_the_draining_gpu_again() -> None:
     async with switching(gpu(0), first=Mode.PGPU) as node:
         await node.reach("pgpu")
         node.kubelet.hold("train", "nvidia.com/gpu", gpu(0).uuid)
@@ -234,7 +234,7 @@ async def test_a_gpu_that_is_added_joins_the_mode() -> None:
         await node.reach("pgpu", "pgpu")
 
 
-async def test_a_storm_of_wishes_ends_in_the_last_one() -> None:
+async def test_a_storm_of_requests_ends_in_the_last_one() -> None:
     async with switching(gpu(0), gpu(1), first=Mode.PGPU) as node:
         for number in range(1000):
             node.want((Mode.PGPU, Mode.VGPU, Mode.MPS)[number % 3])

@@ -70,7 +70,7 @@ def test_no_free_id_leaves_a_list_while_an_allocation_may_be_under_way() -> None
     assert free(draining).stage is Stage.TEARING_DOWN
 
 
-def test_a_wish_that_is_taken_back_before_anything_ended_sells_at_once() -> None:
+def test_a_request_that_is_taken_back_before_anything_ended_sells_at_once() -> None:
     for state in (wanted(standing(MPS), PGPU), held(wanted(standing(MPS), PGPU))):
         assert wanted(state, MPS) == standing(MPS)
 
@@ -140,7 +140,7 @@ EVENTS: list[Callable[[ModeState], ModeState]] = [
     st.lists(st.sampled_from(EVENTS), max_size=60),
     st.sampled_from(TARGETS),
 )
-def test_any_order_of_events_ends_in_the_last_wish(
+def test_any_order_of_events_ends_in_the_last_request(
     state: ModeState, events: list[Callable[[ModeState], ModeState]], target: GpuMode
 ) -> None:
     for event in events:

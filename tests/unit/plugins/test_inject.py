@@ -194,8 +194,8 @@ def test_own_devices_are_of_no_use_to_software_without_cdi() -> None:
 
 def test_simulated_gpus_are_named_to_no_runtime() -> None:
     for strategy in ("auto", "cdi"):
-        wish = Injection(strategy=strategy)
-        settings = Settings(injection=wish, simulator=Simulator(profile="dgx-h200"))
+        injection = Injection(strategy=strategy)
+        settings = Settings(injection=injection, simulator=Simulator(profile="dgx-h200"))
         assert not choose(settings, NEW, NAMED, Devices(frozenset({"GPU-0"}))).cdi
 
 
@@ -205,8 +205,8 @@ def test_why_our_own_are_missing_is_told() -> None:
 
 
 def test_mounts_for_runtimes_that_read_no_variable() -> None:
-    wish = Injection(strategy="envvar", volume_mounts=True, driver_mount="/home/kubernetes/bin/nvidia")
-    assert Injector(Settings(injection=wish)).allocation([_gpu(1)]).mounts == (
+    injection = Injection(strategy="envvar", volume_mounts=True, driver_mount="/home/kubernetes/bin/nvidia")
+    assert Injector(Settings(injection=injection)).allocation([_gpu(1)]).mounts == (
         Mount("/var/run/nvidia-container-devices/GPU-1", "/dev/null"),
         Mount("/usr/local/nvidia", "/home/kubernetes/bin/nvidia"),
     )

@@ -1,4 +1,4 @@
-"""Layouts, the words of the label, and where wishes come from."""
+"""Layouts, the words of the label, and where requests come from."""
 
 import os
 from collections.abc import Mapping
@@ -134,7 +134,7 @@ async def test_labels_are_followed_and_flapping_is_slowed_down(monkeypatch: pyte
             await source.cell.wait_for(lambda desired: desired.name == "vgpu")
             await anyio.sleep(0.5)
         assert source.cell.value.name == "vgpu"
-        assert len(published) <= 8  # 0.3 s and some at one wish each 0.2 s, and the first
+        assert len(published) <= 8  # 0.3 s and some at one request each 0.2 s, and the first
         group.cancel_scope.cancel()
 
 
