@@ -69,7 +69,7 @@ class Control:
         return "get_server_status" not in self._lacking
 
     async def alive(self) -> float:
-        """The daemon's default percentage: the cheapest question that has an answer always."""
+        """Ask for the daemon's default percentage, the cheapest question that always has an answer."""
         return self._percentage(await self._ask())
 
     async def servers(self) -> tuple[int, ...]:
