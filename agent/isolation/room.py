@@ -146,13 +146,13 @@ class Isolation:
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:
-        """Units that containers have grown by, by GPU: nobody else may be offered them."""
+        """Units that containers have grown by, by GPU, of both resources: nobody else may be offered them."""
         containers = self.containers.value
         if self._grown[0] is not containers:
             found: dict[str, frozenset[str]] = {}
             for about in (each.about for each in containers.values()):
-                if about.grown:
-                    found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(about.grown)
+                if ids := (*about.grown, *about.grown_cores):
+                    found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(ids)
             self._grown = (containers, found)
         return self._grown[1]
 

@@ -67,7 +67,7 @@ class Sharing:
     extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
     # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
     fence: Fence = no_fence
-    # Units of memory of a GPU that are not offered, since running containers have grown by them.
+    # Units of a GPU that are not offered, since running containers have grown by them.
     grown: Callable[[str], frozenset[str]] = none_grown
 
 

@@ -293,6 +293,48 @@ async def test_resize_of_a_running_pod() -> None:
         )
 
 
+def cores_seen(rig: EmbeddedRig, gpu: str) -> int:
+    """Cores of a GPU that schedulers know to be grown into."""
+    return next(each.grown_cores for each in decode(rig.http.annotations[INVENTORY]).gpus if each.uuid == gpu)
+
+
+async def shared(rig: EmbeddedRig, pod: PodSpec, percent: int) -> None:
+    """Wait until the limit file says so."""
+    with anyio.move_on_after(WAIT_SECONDS):
+        while (await limits_of(rig, pod)).share != percent * 100:
+            await anyio.sleep(0.02)
+        return
+    raise AssertionError(f"the share is {(await limits_of(rig, pod)).share / 100} %, not {percent}")
+
+
+@pytest.mark.timeout(400)
+async def test_cores_grow_into_free_ones_and_survive_a_restart() -> None:
+    settings = {"vgpu.resize": True, "vgpu.compute": "hard"}
+    async with embedded_rig() as rig:
+        await serving(rig, **settings)
+        pod = vgpu.share_pod("grows", 30, 200)
+        await vgpu.running(rig, pod)
+        gpu = await vgpu.gpu_of(rig, pod)
+        await shared(rig, pod, 30)
+        written = rig.kubelet.pod(pod).written
+        written["gpu-node-agent.io/resize"] = '{"main": {"cores": 75}}'
+        rig.kubelet.api.changed()
+        await shared(rig, pod, 75)
+        offered = vgpu.GPUS * 100 - 45
+        await rig.wait_allocatable(offered, vgpu.CORE, WAIT_SECONDS)
+        await until(lambda: cores_seen(rig, gpu) == 45, "schedulers know nothing of it")
+        await rig.kill_agent()
+        await started(rig, **settings)
+        await rig.wait_allocatable(offered, vgpu.CORE, WAIT_SECONDS)
+        await shared(rig, pod, 75)
+        # No second container is promised what this one has grown by.
+        other = vgpu.share_pod("elsewhere", 26, 10)
+        await vgpu.running(rig, other)
+        assert await vgpu.gpu_of(rig, other) != gpu
+        await rig.delete_pod(pod)
+        await rig.wait_allocatable(vgpu.GPUS * 100, vgpu.CORE, WAIT_SECONDS)
+
+
 @pytest.mark.timeout(400)
 async def test_without_a_policy_nobody_is_resized() -> None:
     async with embedded_rig() as rig:
