@@ -243,8 +243,10 @@ class Ledger:
         `own`: IDs that come to it though they are held, as it inherits them, or has them already.
         """
         others = (each for each in self.reservations if each.holder != asking)
-        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
-        return self.held.ids.union(*promised) - own
+        promised = [ids for each in others for member in PairMember if (ids := each.ids(member))]
+        # Thousands of IDs are held on a large node: they are copied only where something differs.
+        taken = self.held.ids.union(*promised) if promised else self.held.ids
+        return taken - own if own else taken
 
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
