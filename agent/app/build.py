@@ -21,6 +21,7 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
+from agent.plugins.context import PluginContext
 from agent.telemetry.health_metrics import health_collector
 
 log = structlog.get_logger()
@@ -65,9 +66,17 @@ async def build(
     assignment: Cell[Assignment] = Cell(Assignment())
     grown: Cell[Mapping[str, int]] = Cell({})
     pods, recorder = build_pod_ports(settings, cluster, tasks)
-    modes = await build_modes(
-        ModeContext(core, tasks, cluster, pods, recorder, injector, request.source, assignment, uses, grown)
+    plugins = PluginContext(
+        settings,
+        snapshot,
+        assignment,
+        core.holdings,
+        injector,
+        pods,
+        recorder,
+        cluster.node.name if cluster else "",
     )
+    modes = await build_modes(ModeContext(core, tasks, cluster, plugins, request.source, uses, grown))
     switching = await build_switching(core, tasks, cluster, monitor, request, modes, assignment, grown)
 
     async def serve() -> None:
