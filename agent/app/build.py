@@ -35,8 +35,9 @@ NVML_SECONDS = 1.5
 async def build(
     core: Core, tasks: Tasks, ending: ExitStack, closing: AsyncExitStack
 ) -> tuple[Agent, Callable[[], Awaitable[None]]]:
-    """Build the agent but for what `core` holds, and what has it serve: it waits for the first request.
+    """Build all parts that `core` does not hold: the agent, and the function by which it begins to serve.
 
+    That one waits for the first request, within a bounded time.
     `ending` is given what has to be done as the tasks are ended, `closing` once they have ended.
     """
     settings, snapshot = core.settings, core.inventory.snapshot
