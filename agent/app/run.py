@@ -134,7 +134,7 @@ async def _forgotten(cluster: ClusterAccess) -> None:
 
 
 async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[T]], *arguments: *Ts) -> T | None:
-    """Do it unless `stop` comes first; its result, None: it was cut short."""
+    """The result of `act`; None: `stop` came first and cut it short."""
 
     async def cut_short() -> None:
         await stop.wait()

@@ -59,7 +59,7 @@ class SpecificationKeeper:
             self._publish(None)
 
     async def run(self) -> None:
-        """Make the file again whenever it has to be, until cancelled."""
+        """Write the file again whenever it is out of date, until cancelled."""
         backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             seen = self._inventory.version

@@ -1,4 +1,4 @@
-"""One thing of a node that was looked at, and what all of them come to."""
+"""One finding about a node, and the verdict of all findings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ GOOD, WRONG, NOT_SEEN = 0, 1, 3
 
 
 class Grade(Enum):
-    """How a look came out."""
+    """The outcome of one look."""
 
     OK = "ok"
     WARNING = "warning"

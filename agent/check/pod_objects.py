@@ -29,7 +29,7 @@ class ContainerState(msgspec.Struct):
 
 
 class ContainerStatus(msgspec.Struct, rename="camel"):
-    """Of one container."""
+    """The state of one container, and of its run before."""
 
     state: ContainerState = msgspec.field(default_factory=ContainerState)
     last_state: ContainerState = msgspec.field(default_factory=ContainerState)

@@ -62,7 +62,7 @@ async def node_facts(cluster: Cluster) -> NodeFacts:
 
 
 def facts_of(node: Node) -> NodeFacts:
-    """The same of a node that was read."""
+    """The facts of a Node object that was read."""
     info = node.status.node_info
     ours = {resource for mode in OFFERED_MODES for resource in mode.resources}
     # Not capacity: the kubelet keeps that for minutes when an agent has gone.

@@ -26,7 +26,7 @@ HOPELESS = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError
 
 
 class TrialFailed(Exception):
-    """It could not be tried, or the container saw no GPU; the text says why."""
+    """The trial could not run, or its container saw no GPU; the text says why."""
 
 
 async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:

@@ -2,8 +2,8 @@
 
 
 class CleanupFailed(Exception):
-    """It did not work this time; the text names cause and remedy."""
+    """A clean-up failed and may be tried again; the text names cause and remedy."""
 
 
 class CleanupRefused(CleanupFailed):
-    """Pods stand in the way: trying again is of no use before they have ended."""
+    """Pods prevent the clean-up: it cannot succeed before they have ended."""

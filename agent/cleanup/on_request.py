@@ -46,7 +46,7 @@ class Requests:
         self._clock = clock
 
     async def accepted(self) -> Request:
-        """Wait for a request that no pod stands in the way of. Others are answered, old ones put away."""
+        """Wait for a request that no pod prevents. Others are answered, old ones removed."""
         refused = ""
         while True:
             seen = self._node.reflector.items.version

@@ -1,4 +1,4 @@
-"""How the uninstall hook and the agents speak with each other: two annotations of each node, as JSON.
+"""The protocol between the uninstall hook and the agents: two annotations of each node, as JSON.
 
 The hook writes REQUEST, the node's agent answers in REPORT. A request carries the time at which it ends, so
 that agents go back into service by themselves when the caller was killed.
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True):
     until: Annotated[datetime, msgspec.Meta(tz=True)]
 
     def seconds_left(self, now: datetime) -> float:
-        """How long it is in force yet; 0 or less: no longer."""
+        """Seconds until the request ends; 0 or less: it has ended."""
         left = (self.until - now).total_seconds()
         return left if left <= LONGEST_SECONDS else 0.0
 

@@ -100,7 +100,7 @@ class Standby:
         self._clock = clock
 
     async def until_over(self, request: Request) -> None:
-        """Clean up and stay until no request is in force, or a pod stands in the way after all."""
+        """Clean up and stay until no request is in force, or a pod prevents it after all."""
         with anyio.move_on_after(SYNC_SECONDS):
             await self._node.reflector.items.wait_for(bool)
         current: Request | None = request

@@ -163,7 +163,7 @@ def _cluster(options: argparse.Namespace) -> int:
 
 
 async def unless_interrupted(act: Callable[[], Awaitable[int]]) -> int:
-    """Do it until SIGTERM or SIGINT. Raises CleanupFailed."""
+    """Run it until SIGTERM or SIGINT. Raises CleanupFailed."""
     result = await until_interrupted(act)
     if result is None:
         raise CleanupFailed("interrupted before the nodes were clean; the agents are back in service")

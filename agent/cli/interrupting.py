@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def until_interrupted(act: Callable[[], Awaitable[T]]) -> T | None:
-    """Do it until SIGTERM or SIGINT; None: it was interrupted, and has cleaned up behind itself.
+    """Run it until SIGTERM or SIGINT; None: it was interrupted, and has cleaned up.
 
-    Process 1 of a container gets signals that it handles, no others.
+    Process 1 of a container receives only the signals that it handles.
     """
     result: T | None = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

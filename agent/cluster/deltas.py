@@ -25,7 +25,7 @@ class Listener(Protocol[T_contra]):
     """The receiver, by UID."""
 
     def replaced(self, values: Mapping[str, T_contra]) -> None:
-        """These are all there are."""
+        """The complete list of objects; any other is gone."""
 
     def changed(self, uid: str, value: T_contra) -> None:
         """One is new or different."""

@@ -27,7 +27,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
-    """Of a pod or of a container, whose own wins."""
+    """SecurityContext of a pod or of a container; the container's wins."""
 
     run_as_user: int | None = None
     run_as_non_root: bool | None = None
@@ -71,7 +71,6 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     containers: list[Container] = msgspec.field(default_factory=list)
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
-    termination_grace_period_seconds: int | None = None
     security_context: SecurityContext | None = None
     volumes: list[Volume] = msgspec.field(default_factory=list)
     host_pid: bool = msgspec.field(default=False, name="hostPID")
@@ -179,7 +178,7 @@ class PodCache:
         return self.cgroup_uids().pods
 
     def cgroup_uids(self) -> CgroupUids[Pod]:
-        """The same, with the UIDs that more than one pod claims."""
+        """The pods as last seen by their cgroups' UIDs, with the UIDs that more than one pod claims."""
         pods, uid = self.pods(), self._node_uid()
         if self._by_cgroup[0] is not pods or self._by_cgroup[1] != uid:
             self._by_cgroup = (pods, uid, cgroup_uids(pods, self._node, uid))

@@ -233,7 +233,7 @@ class Reflector(Generic[Item]):
         self._publish(items)
 
     def answered(self, item: Item) -> None:
-        """Take up an object as the answer to a write shows it; the watch need not tell of it."""
+        """Take up an object as the answer to a write shows it, ahead of the watch."""
         if item.metadata.uid in self.items.value and not self._is_older(item):
             self._publish({**self.items.value, item.metadata.uid: item})
 

@@ -51,17 +51,15 @@ class Binder:
         policy: Policy,
         assume_seconds: float,
         holds: Callable[[], bool],
-        clock: Callable[[], float] = anyio.current_time,
         gang_seconds: float = 60.0,
     ) -> None:
         """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound."""
-        self.gangs = Gangs(fleet, gang_seconds, clock)
+        self.gangs = Gangs(fleet, gang_seconds, anyio.current_time)
         self._api = api
         self._fleet = fleet
         self._policy = policy
         self._seconds = assume_seconds
         self._holds = holds
-        self._clock = clock
         self._open: dict[str, tuple[str, PodClaim]] = {}  # written, and no answer came
 
     def request(self, pod: Pod) -> PodRequest:
@@ -78,7 +76,7 @@ class Binder:
             annotations |= {HINT_TIME: str(time.time_ns()), HINT_NODE: binding.node}
         if not self._holds():
             raise NotBound("this extender is not the leader any more; try again")
-        self._fleet.assume(binding.pod_uid, binding.node, claim, self._clock() + self._seconds)
+        self._fleet.assume(binding.pod_uid, binding.node, claim, anyio.current_time() + self._seconds)
         # Until the answer is here it may have been done: also when the caller hangs up meanwhile.
         self._open[binding.pod_uid] = (binding.node, claim)
         try:

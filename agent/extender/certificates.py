@@ -66,7 +66,7 @@ class Certificates:
 
 
 class AllowedNames:
-    """Whose certificates are served, by common name, which is what the API server takes for the user's name.
+    """Common names of the clients that are served; the API server takes them for the user's name, too.
 
     The authority alone is not enough: kubeadm's has signed a certificate of every kubelet, too.
     """

@@ -1,4 +1,4 @@
-"""Which GPUs of a node the whole demand of a pod gets, what that is worth, or why it does not fit: pure."""
+"""Chooses GPUs of a node for the whole demand of a pod, with a score, or says why it does not fit: pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

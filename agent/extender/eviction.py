@@ -1,4 +1,4 @@
-"""Which pods would have to go from a node so that another one fits, GPU by GPU: pure."""
+"""Finds the pods that would have to leave a node for another one to fit, GPU by GPU: pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Why a pod waits or died at admission, node by node, and what would have to go. No extender need run."""
+"""Explains why a pod waits or failed at admission, node by node; works without a running extender."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[
 
 
 async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
-    """The same over a connection. Raises ApiError, msgspec.DecodeError."""
+    """Explain a pod over an open connection. Raises ApiError, msgspec.DecodeError."""
     raw = await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
     pod, ended = decode_pod(raw), msgspec.json.decode(raw, type=_EndedPod).status
     if ended.refused:

@@ -1,4 +1,4 @@
-"""The GPUs of a whole cluster and who holds them, whatever order the news come in: pure, no clock of its own.
+"""The GPUs of a whole cluster and their holders, in whatever order changes arrive: pure, without a clock.
 
 Built from the nodes' inventories and the bound pods. A choice counts from the moment it is assumed, before
 the API server confirms it; the watch then takes over, or a deadline lets go of it.
@@ -49,11 +49,11 @@ class _Node:
 
 
 class Fleet:
-    """Who holds what. `on_change` is called with the name of every node whose capacity may have changed."""
+    """The ledger of a cluster's GPUs. `on_change` gets the name of each node whose capacity changed."""
 
-    def __init__(self, mix: Mix | None = None, on_change: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
-        self.on_change = on_change
+        self.on_change: Callable[[str], None] = lambda _: None
         self._nodes: dict[str, _Node] = {}
         self._pods: dict[str, BoundPod] = {}
         self._assumed: dict[str, Assumed] = {}
@@ -99,7 +99,7 @@ class Fleet:
     # Choices
 
     def assume(self, uid: str, node: str, claim: PodClaim, expires: float) -> None:
-        """A choice was made and is about to be written, or is kept for a while."""
+        """Count a choice that is about to be written, or is kept until its deadline."""
         former = self._assumed.get(uid)
         if former and former.node != node:
             self._unclaim(former.node, uid)
@@ -141,7 +141,7 @@ class Fleet:
 
     @property
     def pods(self) -> int:
-        """Bound pods with GPUs, those included that are about to be."""
+        """Pods with GPUs that are bound, or assumed to be bound soon."""
         return len(self._pods.keys() | self._assumed.keys())
 
     @property

@@ -48,11 +48,9 @@ class Election:
         api: KubeApi,
         settings: LeaseSettings,
         namespace: str,
-        clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self._api = api
         self._settings = settings
-        self._clock = clock
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self.identity = settings.identity or f"{os.uname().nodename}-{secrets.token_hex(4)}"
         self.leading: Cell[bool] = Cell(False)
@@ -65,13 +63,13 @@ class Election:
     @property
     def holds(self) -> bool:
         """Whether nobody else can be leader now. It ends by itself when renewals fail."""
-        return self._clock() < self._until
+        return anyio.current_time() < self._until
 
     def stalled(self) -> str:
         """Why this replica could not take over now; empty: it takes part in the election."""
         if self.answered is None:
             return self.problem or "the API server has not answered yet"
-        age = self._clock() - self.answered
+        age = anyio.current_time() - self.answered
         if age <= self._settings.duration_seconds:
             return ""
         return f"the election has stood still for {age:.0f} s: {self.problem or 'no attempt was made'}"
@@ -92,7 +90,7 @@ class Election:
 
     async def _step(self) -> None:
         # Counted from before the write: it may be in force long before its answer is here.
-        started = self._clock()
+        started = anyio.current_time()
         try:
             with anyio.move_on_after(max(1.0, self._settings.renew_seconds / 2)) as scope:
                 if await self._hold():
@@ -103,7 +101,7 @@ class Election:
                 self.problem = "the API server did not answer in time"
             else:
                 self.problem = None
-                self.answered = self._clock()
+                self.answered = anyio.current_time()
         except (ApiError, msgspec.DecodeError) as error:
             if self.problem is None:
                 log.warning("lease_not_renewed", problem=str(error))
@@ -120,9 +118,9 @@ class Election:
         version, spec = found.metadata.resource_version, found.spec
         self.holder = spec.holder_identity or ""
         if self._seen[0] != version:
-            self._seen = (version, self._clock())
+            self._seen = (version, anyio.current_time())
         duration = spec.lease_duration_seconds or self._settings.duration_seconds
-        if self.holder not in ("", self.identity) and self._clock() < self._seen[1] + duration:
+        if self.holder not in ("", self.identity) and anyio.current_time() < self._seen[1] + duration:
             return False
         return await self._written(lambda: self._api.merge_patch(path, self._body(version, spec)))
 

@@ -1,4 +1,4 @@
-"""On which GPUs of a node all slots of a pod find a place: one search, for filter, score and bind alike.
+"""Assigns all slots of a pod to GPUs of one node: one search for filter, score and bind.
 
 Packing shares onto GPUs is a hard problem, and the author of a pod chooses its shape. So GPUs that are
 equal are tried once, a state that was a dead end is not entered again, and the work is bounded.

@@ -1,4 +1,4 @@
-"""Says why a pod waits, by an event on the pod; the leader alone does it.
+"""Reports by an event on a pod why it waits; only the leader does.
 
 kube-scheduler asks an extender only about nodes whose totals are large enough, so that its calls do not show
 every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.

@@ -1,4 +1,4 @@
-"""Whom kube-scheduler may evict for a pod: by totals it would evict pods and still have no GPU with room."""
+"""Pods that kube-scheduler may evict for another: by totals alone it would evict and still find no room."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

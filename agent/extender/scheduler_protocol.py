@@ -65,7 +65,7 @@ class _PreemptionArgs(msgspec.Struct, rename="pascal"):
 
 
 class Binding(msgspec.Struct, rename="pascal", frozen=True):
-    """Whom to bind where."""
+    """A pod and the node to bind it to."""
 
     pod_name: str
     pod_namespace: str

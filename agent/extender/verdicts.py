@@ -1,4 +1,4 @@
-"""Filter and prioritize over a whole cluster in milliseconds: what was judged once is judged again on change.
+"""Filter and prioritize over a whole cluster in milliseconds: a node is judged again only when it changes.
 
 Pods come in a few shapes. For each shape the verdict on every node is kept until that node changes.
 """

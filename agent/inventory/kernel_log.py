@@ -1,4 +1,4 @@
-"""Xids in the kernel's log: what fell while no agent listened, and on GPUs that send no events.
+"""Xids in the kernel's log: those raised while no agent ran, and those of GPUs that send no events.
 
 Records of /dev/kmsg: `priority,sequence,microseconds,flags;message`, see the kernel's
 Documentation/ABI/testing/dev-kmsg. NVIDIA's driver writes `NVRM: Xid (PCI:0000:1b:00): 79, ...`.

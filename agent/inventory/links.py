@@ -1,4 +1,4 @@
-"""Reads how the GPUs are connected, when their set changed; never inside an RPC."""
+"""Reads how the GPUs are connected whenever their set changes; never inside an RPC."""
 
 import time
 from collections.abc import Sequence

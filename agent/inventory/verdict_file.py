@@ -4,7 +4,6 @@ One JSON document with the boot it belongs to. It is replaced as a whole, so a r
 or the new one. One that cannot be read is kept aside and logged, never trusted in parts.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ import msgspec
 import structlog
 
 from agent.inventory.snapshot import Record
+from agent.kit import atomic_file
 from agent.model.gpu import Gpu
 from agent.model.health import Health, after_reboot
 
@@ -114,22 +114,8 @@ class VerdictFile:
             released_until,
             tuple(StoredGpu(record.gpu, record.health) for record in records),
         )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f".{NAME}.{os.getpid()}")
-        try:
-            with draft.open("wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+        atomic_file.write(self.path.parent, self.path.name, content, lasting=True)
 
 
 def _of_earlier_boot(stored: StoredGpu, now: float) -> Record:

@@ -37,7 +37,7 @@ PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
-    """Whose limits a folder holds: what the record of the kubelet does not show."""
+    """The container of a folder: what the record of the kubelet does not show."""
 
     uid: str  # of the pod
     namespace: str
@@ -123,7 +123,7 @@ class LimitFolders:
         return key
 
     def about(self, key: str) -> About:
-        """Whose limits a folder holds. Raises FolderUnusable."""
+        """The container of a folder. Raises FolderUnusable."""
         with self._folder(key) as folder:
             descriptor = _opened(folder, ABOUT, os.O_RDONLY)
             try:

@@ -6,7 +6,7 @@ MOST_LINKS = 40  # as the kernel has it
 
 
 def inside(root: Path, path: str | Path) -> Path:
-    """Where `path`, as a program with that root knows it, is to be seen from here. Blocks.
+    """The path here of what a program with that root knows as `path`. Blocks.
 
     As chroot would resolve it: no link and no `..` leads out of `root`. What does not exist is resolved as
     far as it does. Raises OSError for a loop of links.

@@ -29,7 +29,7 @@ def obstacle(folder: Path) -> str | None:
 
 
 def label_for_pods(root: Path, *files: Path) -> str | None:
-    """Have SELinux let pods through to `files`. Blocks. What stands in the way; None: nothing.
+    """Label `files` so that SELinux lets pods have them; the obstacle in words, or None. Blocks.
 
     `root` shows whether this kernel has SELinux at all.
     """

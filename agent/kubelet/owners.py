@@ -24,7 +24,7 @@ def container_of_process(pid: int, proc: Path = PROC) -> ContainerRef | None:
 
 
 class Owners:
-    """Looks processes up once, for as long as they are asked about again and again."""
+    """Looks each process up once, and remembers it while it is still asked about."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc

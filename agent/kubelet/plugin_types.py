@@ -31,7 +31,7 @@ class Allocation:
 
 
 def joined(*parts: Allocation) -> Allocation:
-    """All that the parts give; of a variable or an annotation that several give, the last one's."""
+    """The parts together; where several set a variable or an annotation, the last one counts."""
     return Allocation(
         environment={name: value for part in parts for name, value in part.environment.items()},
         mounts=tuple(each for part in parts for each in part.mounts),

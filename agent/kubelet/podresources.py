@@ -1,5 +1,6 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
+import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ class PodResources:
                     if error.status is not Status.RESOURCE_EXHAUSTED:
                         unsupported = error.status in UNSUPPORTED
                         break
-                except (OSError, StreamTerminatedError, wire.MalformedMessage) as error:
+                except (OSError, wire.MalformedMessage) as error:
                     said = str(error) or type(error).__name__
                     if reused:
                         continue  # the kubelet that was at the other end may be gone, and another there
@@ -208,7 +209,8 @@ class PodResources:
             )
             # Without a timeout of grpclib: it cancels the task and never takes that back, so that one which
             # falls together with the deadline of a scope outlives both and ends whatever comes next.
-            found = await method(v1.ListPodResourcesRequest())
+            with _connection_may_be_lost():
+                found = await method(v1.ListPodResourcesRequest())
         except BaseException:
             channel.close()
             raise
@@ -217,6 +219,29 @@ class PodResources:
         else:
             channel.close()
         return found
+
+
+@contextmanager
+def _connection_may_be_lost() -> Iterator[None]:
+    """Takes back what grpclib leaves behind when a connection is lost. Raises ConnectionResetError for it.
+
+    It cancels the task that waits for an answer (`grpclib.utils.Wrapper`) and never takes that back: the next
+    deadline of a scope that was entered before would end the task. A connection that is lost before its
+    first use has no transport any more, which comes out as an AttributeError.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    except StreamTerminatedError as error:
+        if task.cancelling() > before:
+            task.uncancel()
+        raise ConnectionResetError(str(error) or "the connection was lost") from error
+    except AttributeError as error:
+        if error.name != "_transport":
+            raise
+        raise ConnectionResetError("the connection was lost at once") from error
 
 
 def _read_pod(data: bytes, start: int, end: int) -> _Part:

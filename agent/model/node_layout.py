@@ -78,8 +78,8 @@ def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
 def resolve(entries: Sequence[Entry], gpus: Sequence[Gpu], *, lenient: bool = False) -> Mapping[str, Target]:
     """The target of each GPU of this node, by UUID; GPUs that no entry names are off.
 
-    Raises LayoutError where an entry names a GPU that the node has not, or a GPU is named twice. `lenient`:
-    the first is passed over, and of the latter the first entry counts.
+    Raises LayoutError where an entry names a GPU that the node does not have, or a GPU is named twice.
+    `lenient`: such a name is passed over, and of several entries the first counts.
     """
     faults: list[str] = []
     owner: dict[str, int] = {}

@@ -92,11 +92,8 @@ def place(
     hint: Hint | None = None,
     whole: WholeChooser | None = None,
     tied: Collection[str] = (),
-    mix: Mix | None = None,
 ) -> Choice:
     """GPUs for a demand. `tied`: GPUs that must be among them, since the container has units there.
-
-    `mix`: what `fragmentation` goes by; None: the usual one.
 
     Raises NoRoom.
     """
@@ -112,9 +109,7 @@ def place(
         if hinted:
             return Choice((hinted[0].gpu,))
         ignored = f"the scheduler chose GPU {_listed(hint.indices)}, which has no room for {demand.text()}"
-    return Choice(
-        (min(fitting, key=order(policy, demand, list(rooms.values()), mix or usual_mix())).gpu,), ignored
-    )
+    return Choice((min(fitting, key=order(policy, demand, list(rooms.values()), usual_mix())).gpu,), ignored)
 
 
 def lowest(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:

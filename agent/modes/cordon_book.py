@@ -11,6 +11,7 @@ import structlog
 
 from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
+from agent.kit import atomic_file
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
 from agent.kit.timestamps import now
@@ -107,11 +108,9 @@ class CordonBook:
         async for cordons in self.cell.values():
             if cordons == written:
                 continue
-            part = anyio.Path(self._file.with_suffix(".new"))
+            content = encoded(cordons).encode()
             try:
-                await anyio.Path(self._file.parent).mkdir(parents=True, exist_ok=True)
-                await part.write_text(encoded(cordons), encoding="utf-8")
-                await part.rename(self._file)
+                await anyio.to_thread.run_sync(atomic_file.write, self._file.parent, self._file.name, content)
             except OSError as error:
                 log.warning("cordons_not_kept", file=str(self._file), problem=str(error))
             else:

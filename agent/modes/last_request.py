@@ -11,6 +11,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
+from agent.kit import atomic_file
 from agent.kit.cell import Cell
 from agent.kit.small_file import read_text
 from agent.model.node_layout import Entry
@@ -46,11 +47,9 @@ class LastRequest:
         async for desired in accepted.values():
             if desired is None or (kept := Desired(desired.word, desired.entries)) == written:
                 continue
-            part = anyio.Path(self._file.with_suffix(".new"))
+            content = msgspec.json.encode(_Remembered(kept.name, kept.entries))
             try:
-                await anyio.Path(self._file.parent).mkdir(parents=True, exist_ok=True)
-                await part.write_bytes(msgspec.json.encode(_Remembered(kept.name, kept.entries)))
-                await part.rename(self._file)
+                await anyio.to_thread.run_sync(atomic_file.write, self._file.parent, self._file.name, content)
             except OSError as error:
                 log.warning("mode_not_remembered", file=str(self._file), problem=str(error))
             else:

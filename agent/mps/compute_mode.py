@@ -11,6 +11,7 @@ from typing import Protocol
 import anyio.to_thread
 import structlog
 
+from agent.kit import atomic_file
 from agent.mps.errors import MpsError
 from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
@@ -130,13 +131,8 @@ class ExclusiveMode:
             raise MpsError(f"{self._record}: cannot be read: {error.strerror}") from error
 
     async def _note(self, ours: bool) -> None:
-        def write() -> None:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._record.with_name(f"{RECORD}.new")
-            beside.write_text(OURS if ours else OTHERS, encoding="utf-8")
-            beside.replace(self._record)
-
+        content = (OURS if ours else OTHERS).encode()
         try:
-            await anyio.to_thread.run_sync(write)
+            await anyio.to_thread.run_sync(atomic_file.write, self._record.parent, self._record.name, content)
         except OSError as error:
             raise MpsError(f"{self._record}: cannot be written: {error.strerror}") from error

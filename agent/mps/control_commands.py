@@ -69,7 +69,7 @@ class Control:
         return "get_server_status" not in self._lacking
 
     async def alive(self) -> float:
-        """The daemon's default percentage: the cheapest question that has an answer always."""
+        """Ask for the daemon's default percentage, the cheapest question that always has an answer."""
         return self._percentage(await self._ask())
 
     async def servers(self) -> tuple[int, ...]:
@@ -119,9 +119,9 @@ class Control:
         now = self._percentage(await self._ask(f"set_default_active_thread_percentage {percent:d}"))
         self._read_back("active thread percentage", percent, now)
 
-    async def start_server(self, uid: int = 0) -> None:
+    async def start_server(self) -> None:
         """Ask for a server before the first client does; whether it lives is seen in `servers`."""
-        await self._ask(f"start_server -uid {uid:d}")
+        await self._ask("start_server -uid 0")
 
     async def terminate_client(self, server: int, client: int) -> None:
         """Destroy a client's contexts, so that its process may be killed without harm to its neighbours."""

@@ -35,7 +35,7 @@ REMOVE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Directories:
-    """Where one daemon keeps its things."""
+    """The folders of one daemon."""
 
     root: Path
 

@@ -27,7 +27,7 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108  where libcuda looks
 
 
 def main(order: dict[str, Any]) -> None:
-    """Do it; never returns."""
+    """Start the daemon as ordered; never returns."""
     os.setsid()
     problems: dict[str, str] = {}
     for folder in order["cgroups"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of all daemons of a node; seconds throughout."""
+    """Options of all daemons of a node; durations in seconds."""
 
     cgroups: Path = Path("/sys/fs/cgroup")
     shared_memory: int = 4 << 30  # bytes of each GPU

@@ -1,4 +1,4 @@
-"""One run of the control program, as cheap as it can be had.
+"""One run of the control program, at the lowest cost.
 
 Eight daemons are asked every few seconds for ever. asyncio's own subprocesses start a thread for each to wait
 in, and cost this process three times as much.

@@ -1,4 +1,4 @@
-"""Sweeping a GPU's shared memory: what ended containers left there, which nobody would ever remove.
+"""Removes what ended containers left in a GPU's shared memory.
 
 A file is left over once no process has it open or mapped, and nobody lives who could have made it: a process
 of a container that has this /dev/shm, began before the file last changed, and has a user that could be its

@@ -1,4 +1,4 @@
-"""Gets one GPU a control daemon: that of an earlier agent, or a new one."""
+"""Adopts the control daemon of one GPU from an earlier agent, or starts one."""
 
 from dataclasses import replace
 

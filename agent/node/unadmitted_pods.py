@@ -1,4 +1,4 @@
-"""Pods that the scheduler has sent here and that have not got their devices yet."""
+"""Pods that are bound to this node and do not have their devices yet."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet

@@ -100,7 +100,7 @@ class WorkerThread:
             self._worker = None
 
     def end_within(self, seconds: float) -> None:
-        """Wait for calls so many seconds more at most, then make none: the process is about to end.
+        """Wait at most `seconds` more for calls, then make none: the process is about to end.
 
         The call under way is given up then like one that is past its deadline. Nothing is called while
         another call hangs, so that NVML is closed by the end of the process where one does.

@@ -1,4 +1,4 @@
-"""Finding out who is asking, from inside a call: one look at the record, a GET for a pod not known yet."""
+"""Finds the requesting container during a call: one look at the record, a GET for a pod not known yet."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ def choose(
     toolkit_devices: frozenset[str],
     own: Devices = Devices(),  # noqa: B008  frozen
 ) -> Choice:
-    """Which way the configuration and the node allow; `auto` takes CDI only where all sides do it."""
+    """The way that configuration and node allow; `auto` takes CDI only where all sides do it."""
     strategy = settings.injection.strategy
     if settings.simulator.profile:
         # Whatever specifications lie about: no runtime can give a container a GPU that is not there.

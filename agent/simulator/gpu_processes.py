@@ -44,7 +44,7 @@ class ProcessTable:
                 last = bytes(state.processes[state.process_count])
                 state.processes[position] = ProcessState.from_buffer_copy(last)
 
-    def work(self, pid: int, sm: int, memory: int = 0, *, encoder: int = 0, decoder: int = 0) -> None:
+    def work(self, pid: int, sm: int, memory: int = 0) -> None:
         """A fresh utilisation sample (percent) of a process, on all its GPUs."""
         now = time.time_ns() // 1000
         with self._mapping.editing() as state:
@@ -52,5 +52,4 @@ class ProcessTable:
                 entry = state.processes[position]
                 if entry.pid == pid:
                     entry.sm_utilization, entry.memory_utilization = sm, memory
-                    entry.encoder_utilization, entry.decoder_utilization = encoder, decoder
                     entry.sampled_us = now

@@ -1,4 +1,4 @@
-"""A tree with the files of /sys that tell where GPUs sit, for the real binding on a simulated machine."""
+"""A tree with the files of /sys that show where GPUs sit, for the real binding on a simulated machine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The document of `gpu-node-agent top`: the moving figures of GPUs and containers, as a document."""
+"""The document of `gpu-node-agent top`: the moving figures of GPUs and containers."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

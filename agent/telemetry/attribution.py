@@ -1,4 +1,4 @@
-"""Whose use of a GPU it is: pure.
+"""Attributes the use of a GPU to containers: pure.
 
 Three grades, shown with each figure. *Measured*: the driver reports it by process, all of which are known.
 *Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
@@ -20,7 +20,7 @@ from agent.telemetry.shares import Share
 
 
 class Grade(Enum):
-    """How a figure was come by; the value is a label."""
+    """How a figure was obtained; the value is a label."""
 
     MEASURED = "measured"
     ESTIMATED = "estimated"

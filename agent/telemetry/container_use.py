@@ -25,7 +25,7 @@ Pods = Callable[[], Mapping[str, KnownPod]]
 class ContainerUse:
     """A container's use of one GPU, now and over the window.
 
-    A span is made of the readings that there were, None without any; its grade is that of the weakest.
+    A span covers the readings of the window, None without any; its grade is that of the weakest.
     """
 
     use: Use
@@ -37,7 +37,7 @@ class ContainerUse:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """All of them, and memory of each GPU (by UUID) that no holder of it uses."""
+    """The use of all containers, and the memory of each GPU, by UUID, that none of its holders uses."""
 
     containers: tuple[ContainerUse, ...] = ()
     # Bytes of processes outside pods, and of processes that cannot be attributed; of GPUs whose processes

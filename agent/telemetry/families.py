@@ -25,7 +25,7 @@ Labels = tuple[str, ...]
 
 
 class AgentCollector(Collector):
-    """Renders one reading; made again for each scrape, so that scrapes at a time share nothing."""
+    """Renders one reading; made again for each scrape, so that concurrent scrapes share nothing."""
 
     def __init__(self, reading: Reading, process: ProcessUse) -> None:
         self._reading = reading

@@ -9,7 +9,7 @@ from agent.telemetry.reading import Add, Collector
 
 
 class ComputeShare(Protocol):
-    """How a container stands."""
+    """The compute that a container is allotted, and what it waited for more."""
 
     @property
     def allotted(self) -> float:

@@ -1,4 +1,4 @@
-"""Mean and maximum over the last while, in bounded memory.
+"""Mean and maximum over a sliding window, in bounded memory.
 
 A scrape every minute sees one reading out of sixty. Not "since the last scrape": two scrapers would then take
 each other's peaks away.

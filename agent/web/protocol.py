@@ -64,7 +64,7 @@ class Protocol(RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *_: object, exc_info: BaseException | None = None) -> None:
-        """Bytes that are no HTTP are no news: anybody could fill the log with a traceback for each."""
+        """Log bytes that are no HTTP for debugging only: anybody could fill the log with tracebacks."""
         caller = isinstance(exc_info, HttpProcessingError | ConnectionError)
         tell = log.debug if caller else log.error
         tell("http_connection_failed", address=self.connection.address, exc_info=exc_info)

@@ -99,7 +99,7 @@ class HttpServer:
         self._routes[path] = handler
 
     def add_probe(self, path: str, handler: Handler) -> None:
-        """The same for a path that takes no place among the requests under way: it must cost nothing."""
+        """Add a path whose requests are not counted as under way; its handler must be cheap."""
         self.add_route(path, handler)
         self._probes.add(path)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.build import BuildError, Parts, build_parts
+from tests.cluster.build import BuildError, Parts, agent_image, build_parts
+from tests.cluster.extender_process import free_port
 from tests.cluster.options import Options
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import REPOSITORY, Cluster
@@ -73,6 +74,21 @@ def cluster(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Cluster]:
         if request.session.testsfailed:
             running.save_logs(REPOSITORY / "build" / "cluster-logs")
         running.down()
+
+
+@pytest.fixture(scope="session")
+def archive() -> Path:
+    """The agent's image, built if the sources have changed."""
+    try:
+        return agent_image.build(lambda _line: None)
+    except BuildError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where kube-scheduler finds the extender."""
+    return free_port()
 
 
 @pytest.fixture(scope="session")

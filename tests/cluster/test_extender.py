@@ -21,7 +21,7 @@ from agent.model.fragmentation import USUAL
 from agent.model.placement import HINT
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
-from tests.cluster.extender_process import Replica, free_port
+from tests.cluster.extender_process import Replica
 from tests.cluster.made_up import GPUS
 from tests.cluster.pki import Authority
 from tests.cluster.rig import Cluster
@@ -29,12 +29,6 @@ from tests.cluster.waiting import NotYet, eventually
 
 NODES = 3
 SMALL = {size: weight for size, weight in USUAL.items() if size <= CORES}
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    """Where kube-scheduler is told that the extender is."""
-    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from agent.model.placement import ASSIGNED, HINT
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts
-from tests.cluster.extender_process import Pair, Replica, free_port, pair
+from tests.cluster.extender_process import Pair, Replica, pair
 from tests.cluster.extender_site import ALL, BLOCKS, GPUS, NODES, Place, Site, sited, three
 from tests.cluster.rig import Cluster
 from tests.cluster.rig_node import RigNode
@@ -32,12 +32,6 @@ LOAD_SECONDS = 120.0
 POLICY = "gpu-node-agent.io/placement"
 LARGE = (81, 65, 59, 47)  # all but two of the smallest have a GPU to themselves
 SMALL = (47, 32, 23)
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    """Where kube-scheduler is told that the extender is."""
-    return free_port()
 
 
 @pytest.fixture(scope="module")

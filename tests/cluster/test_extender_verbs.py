@@ -14,7 +14,7 @@ import pytest
 from agent.model.placement import HINT
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
-from tests.cluster.extender_process import Replica, free_port
+from tests.cluster.extender_process import Replica
 from tests.cluster.made_up import GPUS
 from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
@@ -23,12 +23,6 @@ NODES = 3
 PRIORITIES = {"test-low": 1, "test-middle": 10, "test-high": 100}
 GROUPS = "scheduling.k8s.io/v1alpha2"
 IN_VAIN_SECONDS = 8.0  # several attempts of kube-scheduler, whose longest back-off here is 2 s
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    """Where kube-scheduler is told that the extender is."""
-    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,11 @@ import pytest
 
 from agent import __version__
 from agent.settings import load
-from tests.cluster.build import BuildError, agent_image
 from tests.cluster.rig import REPOSITORY
 
 LARGEST_MB = 120.0
 COMMAND = "/usr/local/bin/gpu-node-agent"
 TOOLKIT = load(environment={}).injection.toolkit
-
-
-@pytest.fixture(scope="module")
-def archive() -> Path:
-    """The image, built if the sources have changed."""
-    try:
-        return agent_image.build(lambda _line: None)
-    except BuildError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,19 @@ __all__ = ["bare", "images"]
 CAN = "this node can offer its GPUs"
 
 
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The whole program."""
+    return subprocess.run(
+        [sys.executable, "-m", "agent", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+
 class Round:
     """What one look at the node came to."""
 
@@ -76,15 +89,7 @@ class Preflight:
     def run(self, **changes: object) -> subprocess.CompletedProcess[str]:
         """The whole program."""
         words = [word for flag in self.flags(changes) for word in ("--set", flag)]
-        return subprocess.run(
-            [sys.executable, "-m", "agent", "check", "node", f"--host-root={self.root}", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
+        return command("check", "node", f"--host-root={self.root}", *words)
 
 
 @contextmanager
@@ -201,16 +206,7 @@ async def test_try_runs_a_share(bare: Bare) -> None:
 
     def attempt(mode: str, *more: str) -> subprocess.CompletedProcess[str]:
         config = f"--kubeconfig={bare.cluster.kubeconfig}"
-        arguments = ["try", f"--mode={mode}", f"--image={GLIBC_IMAGE}", config, "--timeout=30s", *more]
-        return subprocess.run(
-            [sys.executable, "-m", "agent", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
+        return command("try", f"--mode={mode}", f"--image={GLIBC_IMAGE}", config, "--timeout=30s", *more)
 
     for mode, asked in (("pgpu", "nvidia.com/gpu: 1"), ("vgpu", "tencent.com/vcuda-memory: 8")):
         done = await thread(attempt, mode, f"--node={bare.cluster.node}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.build import BuildError, agent_image, release_tools
+from tests.cluster.build import release_tools
 from tests.cluster.installation import MODE_LABEL, Node
 from tests.cluster.oci_registry import registry
 from tests.cluster.options import Options
@@ -33,14 +33,6 @@ def test_workflows_are_valid() -> None:
     argv = [str(linter), "-no-color", *map(str, files)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-
-
-@pytest.fixture(scope="module")
-def archive() -> Path:
-    try:
-        return agent_image.build(lambda _line: None)
-    except BuildError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 def test_bill_of_materials_names_what_the_image_holds(archive: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path  # noqa: E402
 
 import structlog  # noqa: E402
 
+from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.shrinking import shrunk  # noqa: E402
 from tests.storm.storm import Outcome, storm  # noqa: E402
 
@@ -64,6 +65,7 @@ def main() -> int:
         logging.disable()
     # Most of what a storm makes lives until its end, and cycles are few.
     gc.set_threshold(200_000, 20, 100)
+    ignore_what_is_there()
     skip = frozenset(int(each) for each in options.skip.split(",") if each)
     wanted = frozenset(options.faults.split(",")) if options.faults is not None else None
     outcomes: list[Outcome] = []

@@ -47,11 +47,10 @@ def _excused(world: World) -> bool:
         return True
     troubled = not world.api_well or bool(world.http.silent) or world.nvml_faults or world.lost
     unwell = any(not state.healthy for state in agent.core.inventory.snapshot.value.gpus)
-    kubelet = world.kubelet_delay[0] > 0 or world.checkpoint is not None or not world.kubelet_up.is_set()
     daemons = world.daemons.refuses or any(each.hangs for each in world.daemons.daemons)
     settled = agent.switcher.state.value.phase is SwitchPhase.APPLIED
     # Units that containers have grown by are nobody else's, and in no record of the kubelet's.
-    return bool(troubled or unwell or kubelet or daemons or agent.grown.value or not settled)
+    return bool(troubled or unwell or not world.kubelet_well or daemons or agent.grown.value or not settled)
 
 
 def _fits(world: World, life: Life, pod: Pod) -> bool:

@@ -14,26 +14,20 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from tests.virtual_time import Clock, JumpingSelector, Stuck, VirtualLoop
+
+__all__ = ["CLOCK", "EPOCH", "Stuck", "install", "run"]
+
 T = TypeVar("T")
 
 EPOCH: Final = 1_767_225_600.0  # 2026-01-01T00:00:00Z, when every storm begins
-# An idle loop may jump this far at once; the agent's longest pause is an hour.
-LONGEST_JUMP: Final = 24 * 3600.0
-
 ROUND_SECONDS: Final = 1e-6
 # A second in which the loop turns more often is one in which somebody spins.
 MOST_ROUNDS_A_SECOND: Final = 50_000
 
 
-class Stuck(RuntimeError):
-    """Nothing is ready and no timer is set: the program under test would wait for ever."""
-
-
-class Clock:
+class StormClock(Clock):
     """Seconds since the storm began."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
 
     def monotonic(self) -> float:
         """In place of `time.monotonic`."""
@@ -44,7 +38,7 @@ class Clock:
         return EPOCH + self.now
 
 
-CLOCK: Final = Clock()
+CLOCK: Final = StormClock()
 
 
 def install() -> None:
@@ -54,8 +48,8 @@ def install() -> None:
     time.time_ns = lambda: int(CLOCK.time() * 1e9)
 
 
-class _JumpingSelector(selectors.EpollSelector):
-    """Never waits: either something is ready, or the clock moves."""
+class _StormSelector(JumpingSelector):
+    """Work takes time, and who spins is found."""
 
     _rounds = 0
     _since = 0.0
@@ -66,27 +60,17 @@ class _JumpingSelector(selectors.EpollSelector):
             self._rounds, self._since = 0, CLOCK.now
         elif self._rounds > MOST_ROUNDS_A_SECOND:
             raise Stuck(f"{self._rounds} rounds of the loop within a second of virtual time")
-        # Work takes time: without this, a pause that is too short for the clock's precision would never end.
+        # Without this, a pause that is too short for the clock's precision would never end.
         CLOCK.now += ROUND_SECONDS
-        ready = super().select(0)
-        if ready or (timeout is not None and timeout <= 0):
-            return ready
-        if timeout is None:
-            raise Stuck("no task is ready and no timer is set")
-        CLOCK.now += min(timeout, LONGEST_JUMP)
-        return ready
+        return super().select(timeout)
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class StormLoop(VirtualLoop):
     """The loop. Executors run their work at once."""
 
     def __init__(self) -> None:
-        super().__init__(_JumpingSelector())
+        super().__init__(_StormSelector(CLOCK))
         self._clock_resolution = 1e-6
-
-    def time(self) -> float:
-        """The virtual clock."""
-        return CLOCK.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """Run it now; a future that is done."""
@@ -106,7 +90,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine function to its end in virtual time. Raises Stuck."""
     CLOCK.now = 0.0
-    runner = asyncio.Runner(loop_factory=VirtualLoop)
+    runner = asyncio.Runner(loop_factory=StormLoop)
     try:
         result = runner.run(main(), context=contextvars.copy_context())
     except Stuck:

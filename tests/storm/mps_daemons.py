@@ -6,9 +6,10 @@ like it.
 """
 
 import os
+import shutil
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -27,11 +28,13 @@ FIRST_PID = 1 << 23  # above any that the kernel gives
 
 
 class VirtualDaemon:
-    """One control daemon and its server."""
+    """One control daemon, its server, and the server's clients."""
 
     def __init__(self, table: "DaemonTable", pipe: Path) -> None:
         self.process = table.new_process()
         self.server: Process | None = None
+        self.clients: dict[int, str] = {}  # UID of the pod by PID; none: a process outside of pods
+        self.faulted = False  # a client's fatal error: no new clients until all have left
         self.pipe = pipe
         self.hangs = False
         self.forged = False
@@ -59,37 +62,74 @@ class VirtualDaemon:
             pid = str(self.server.pid) if self.server else ""
             told = {
                 ("get_server_list",): pid,
-                ("get_server_status", pid): "ACTIVE",
-                ("get_client_list", pid): "",
+                ("get_server_status", pid): "FAULT" if self.faulted else "ACTIVE",
+                ("get_client_list", pid): "\n".join(map(str, self.clients)),
             }.get(tuple(words))
+            if words[:2] == ["terminate_client", pid] and words[2:]:
+                self.leave(int(words[2]))
+                told = "0"
             found.append(self._answers.answer(line) if told is None else told)
         return "\n".join(each for each in found if each)
 
+    def join(self, uid: str, container_id: str, user: int) -> int:
+        """A process becomes a client, of a container where `uid` is a pod's; its PID."""
+        pid = self._table.new_pid()
+        folder = self._table.proc / str(pid)
+        folder.mkdir()
+        pod = f"kubepods/pod{uid}/{container_id}" if uid else "system.slice/stranger.service"
+        (folder / "cgroup").write_text(f"0::/{pod}\n")
+        (folder / "status").write_text(f"Name:\tpython\nUid:\t{user}\t{user}\t{user}\t{user}\n")
+        self.clients[pid] = uid
+        return pid
+
+    def leave(self, pid: int) -> None:
+        """A client ends."""
+        if self.clients.pop(pid, None) is not None:
+            shutil.rmtree(self._table.proc / str(pid))
+        self.faulted = self.faulted and bool(self.clients)
+
 
 class DaemonTable:
-    """All processes of MPS on the machine."""
+    """All processes of MPS on the machine. `proc`: where those of containers are shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, proc: Path) -> None:
+        self.proc = proc
         self.daemons: list[VirtualDaemon] = []
         self.refuses = False  # new daemons end at once
         self._alive: dict[int, Process] = {}
         self._next = FIRST_PID
         self._watched: dict[int, list[int]] = {}  # by PID: ends of pipes that close when it ends
 
+    def new_pid(self) -> int:
+        """A PID."""
+        self._next += 1
+        return self._next
+
     def new_process(self) -> Process:
         """A process that runs."""
-        self._next += 1
-        return self._alive.setdefault(self._next, Process(self._next, self._next))
+        pid = self.new_pid()
+        return self._alive.setdefault(pid, Process(pid, pid))
 
     def identify(self, pid: int) -> Process | None:
         """In place of `processes.identify`."""
         return self._alive.get(pid)
 
     def end(self, pid: int) -> None:
-        """A process ends, as by SIGKILL. A server outlives its daemon."""
+        """A process ends, as by SIGKILL. A server outlives its daemon, and ends with its clients."""
         self._alive.pop(pid, None)
+        for daemon in self.daemons:
+            if daemon.server is not None and daemon.server.pid == pid:
+                for client in tuple(daemon.clients):
+                    daemon.leave(client)
         for descriptor in self._watched.pop(pid, ()):
             os.close(descriptor)
+
+    def reap(self, alive: Collection[str]) -> None:
+        """The clients of all pods but these (UIDs) end."""
+        for daemon in self.daemons:
+            for pid, uid in tuple(daemon.clients.items()):
+                if uid and uid not in alive:
+                    daemon.leave(pid)
 
     def close(self) -> None:
         """End all."""

@@ -15,14 +15,18 @@ import aiohttp
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
 
 import agent.cluster.api
+from agent._proto import v1
 from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.simulator.kubelet.podresources_server import PodResourcesServer
 from tests.storm.clock import EPOCH
 
 
@@ -189,10 +193,12 @@ def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
 class _Kubelet:
     """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's.
 
-    `delay`: seconds that a container's admission takes before its devices are asked for.
+    `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
+    PodResources is not well ("refuses", "late"); empty: it is.
     """
 
     def __init__(self) -> None:
+        self.records = ""
         self.started = 0.0
         self.delay = [0.0]
 
@@ -217,6 +223,20 @@ async def _allocate_later(
     await _allocate(self, pod, uid, container, running)
 
 
+_list = PodResourcesServer.list
+LATE_SECONDS = 7.0
+
+
+async def _list_if_well(
+    self: PodResourcesServer, message: v1.ListPodResourcesRequest
+) -> v1.ListPodResourcesResponse:
+    if KUBELET.records == "refuses":
+        raise GRPCError(Status.UNAVAILABLE, "storm")
+    if KUBELET.records == "late":
+        await anyio.sleep(LATE_SECONDS)
+    return await _list(self, message)
+
+
 def install(api_socket: str) -> None:
     """Put the stand-ins in place, for this process."""
 
@@ -229,6 +249,7 @@ def install(api_socket: str) -> None:
     worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.api.connect = connect
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
+    PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
     HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

@@ -5,15 +5,15 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+from aiohttp import web_app
 
 from agent.model.modes import Mode
 from tests.storm import cheaper
-from tests.storm.acts import USERS, Act, calm, families
+from tests.storm.acts import USERS, Act, calm, families, later_families
 from tests.storm.admission import observe
 from tests.storm.clock import CLOCK
 from tests.storm.invariants import Invariants, Violation
@@ -48,7 +48,7 @@ class Outcome:
 
 
 async def storm(
-    outcome: Outcome, steps: int, skip: frozenset[int] = frozenset(), wanted: Collection[str] | None = None
+    outcome: Outcome, steps: int, skip: frozenset[int] = frozenset(), wanted: frozenset[str] | None = None
 ) -> None:
     """Let a seed's storm rage for so many steps, then be calm.
 
@@ -60,13 +60,17 @@ async def storm(
     shape = Shape.of(rng, seed)
     # One in four has no fault at all: then no pod that fits may be refused.
     chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
+    if chosen:
+        later = random.Random(f"later families of {seed}")
+        chosen += [family for family in later_families(shape) if later.random() < 0.4]
     if wanted is not None:
         shape = Shape(
-            mps=shape.mps or "mps daemons" in wanted,
+            mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients")),
             resize=shape.resize or "resizes" in wanted,
             extender=any("extender" in each for each in wanted),
         )
-        chosen = [family for family in families(shape) if family.name in wanted]
+        known = (*families(shape), *later_families(shape))
+        chosen = [family for family in known if family.name in wanted]
     weights: dict[Act, int] = {}
     for family in (USERS, *chosen):
         weights |= family.weights
@@ -109,6 +113,7 @@ async def storm(
             outcome.checks = invariants.looks
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
+    web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and all with it
     gc.collect()  # what a life that was killed had open
     # A process that is killed has nothing open; a life that plays one leaves what it could not close.
     if outcome.violation is None and made.killed <= 1 and (left := _open_files() - files) > MORE_FILES:

@@ -86,7 +86,7 @@ class World:
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
-        self.daemons = DaemonTable()
+        self.daemons = DaemonTable(folder / "proc")
         node = self.kubelet.api.node_name
         self.extenders = Replicas(group, self.http, node, str(folder / API_SOCKET), seed)
         self.current: AgentRun | None = None
@@ -171,10 +171,21 @@ class World:
 
     # The node
 
-    async def restart_kubelet(self, down: float, *, reboot: bool = False) -> None:
-        """Stop it; it comes back `down` seconds later, beside what happens meanwhile."""
+    async def restart_kubelet(
+        self,
+        down: float,
+        *,
+        reboot: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stop it; it comes back `down` seconds later, beside what happens in the meantime.
+
+        `meanwhile` is called once it has stopped, `after` once it has started.
+        """
         self.kubelet_up = anyio.Event()
         await self.kubelet.stop()
+        meanwhile()
         if reboot:
             self.kubelet._machine.containers.reboot()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
@@ -183,6 +194,7 @@ class World:
             await anyio.sleep(down)
             seams.KUBELET.started = self.disturbed = anyio.current_time()
             await self.kubelet.start()
+            after()
             self.kubelet_up.set()
 
         self.group.start_soon(start)
@@ -207,6 +219,12 @@ class World:
             elif self.tainted is None:
                 self.tainted = anyio.current_time()
             await changes.wait_change(changes.version)
+
+    @property
+    def kubelet_well(self) -> bool:
+        """Whether the kubelet is there, is as quick as ever, and has its records at hand."""
+        torn = self.checkpoint is not None or seams.KUBELET.records
+        return self.kubelet_up.is_set() and not self.kubelet_delay[0] and not torn
 
     @property
     def api_well(self) -> bool:
@@ -249,6 +267,7 @@ async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
     ordering.install()
     NvmlFaults.standing = False
     seams.KUBELET.started, seams.KUBELET.delay[0] = anyio.current_time(), 0.0
+    seams.KUBELET.records = ""
     machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()

@@ -83,6 +83,7 @@ unsigned gna_records(void);
 bool gna_limit_of(unsigned record, struct gna_limit *limit);
 /* Changes when limits do: the sum of both copies' generations. */
 uint64_t gna_limit_generation(unsigned record);
+uint64_t gna_limit_newest(unsigned record); /* the higher of both, of a copy that may not be whole */
 const struct gna_limits_gate *gna_limits_gate(void); /* NULL before the files are open */
 int gna_record_of_uuid(const void *uuid);
 void gna_complain(const char *what, const char *cause, const char *remedy);

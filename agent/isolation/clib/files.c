@@ -303,6 +303,14 @@ uint64_t gna_limit_generation(unsigned record) {
     return __atomic_load_n(&shared->copy[0].generation, __ATOMIC_ACQUIRE) + __atomic_load_n(&shared->copy[1].generation, __ATOMIC_ACQUIRE);
 }
 
+uint64_t gna_limit_newest(unsigned record) {
+    const struct gna_limit_record *shared =
+        (const struct gna_limit_record *)(limits + GNA_LIMITS_RECORDS + record * sizeof(struct gna_limit_record));
+    uint64_t first = __atomic_load_n(&shared->copy[0].generation, __ATOMIC_ACQUIRE);
+    uint64_t second = __atomic_load_n(&shared->copy[1].generation, __ATOMIC_ACQUIRE);
+    return first > second ? first : second;
+}
+
 const struct gna_limits_gate *gna_limits_gate(void) {
     return gna_files_open() ? (const struct gna_limits_gate *)(limits + GNA_LIMITS_GATE) : NULL;
 }

@@ -15,7 +15,8 @@ const uint32_t *gna_gate = &closed; /* until the files are open: the first launc
 _Atomic int gna_captures;
 
 static struct share {
-    _Atomic uint64_t generation;
+    _Atomic uint64_t generation; /* of the limits below; 0: they are to be looked at again */
+    _Atomic uint64_t looked;     /* that of the last look */
     _Atomic uint64_t cost;   /* of the share's time for one of the device's, in 1/65536; NONE; WHOLE; PAUSED */
     _Atomic uint64_t burst;  /* ns of the share's time */
 } shares[GNA_MAX_DEVICES];
@@ -66,7 +67,10 @@ static void refresh(struct share *share, unsigned record) {
         uint64_t burst = (limit.burst_us == 0 ? GNA_BURST_US : limit.burst_us) * UINT64_C(1000);
         atomic_store_explicit(&share->burst, cost == PAUSED || cost <= WHOLE ? 0 : times(burst, cost), memory_order_relaxed);
         atomic_store_explicit(&share->cost, cost, memory_order_relaxed);
-        atomic_store_explicit(&share->generation, generation, memory_order_release);
+        atomic_store_explicit(&share->looked, generation, memory_order_relaxed);
+        /* A copy that is half written may have its generation already: it will not be another one when the copy is whole. */
+        bool is_whole = limit.generation == gna_limit_newest(record);
+        atomic_store_explicit(&share->generation, is_whole ? generation : 0, memory_order_release);
     }
 }
 
@@ -87,7 +91,7 @@ static void nap(unsigned record, uint64_t now, uint64_t until) {
     struct gna_usage_device *device = &gna_usage->device[record];
     const struct gna_limits_gate *gate = gna_limits_gate();
     uint32_t seen = __atomic_load_n(&gate->changes, __ATOMIC_ACQUIRE);
-    if (gna_limit_generation(record) != atomic_load_explicit(&shares[record].generation, memory_order_acquire)) {
+    if (gna_limit_generation(record) != atomic_load_explicit(&shares[record].looked, memory_order_acquire)) {
         return; /* changed since the caller looked: the wake for it may have been before `seen` */
     }
     until = until - now > LONGEST_NAP_NS ? now + LONGEST_NAP_NS : until;

@@ -43,7 +43,7 @@ class Pod:
 
     @property
     def annotations(self) -> dict[str, str]:
-        """Annotations of the API's object, a mirror's by which it is known for one among them."""
+        """Annotations of the API's object; those of a mirror pod include the one that marks it."""
         mirror = (
             {f"{CONFIG}.hash": self.uid, f"{CONFIG}.mirror": self.uid, f"{CONFIG}.source": "file"}
             if self.spec.static

@@ -1,4 +1,4 @@
-"""How long a kubelet waits for what: its constants, which a test may shorten."""
+"""The kubelet's waiting times: its constants, which a test may shorten."""
 
 import time
 from collections.abc import Callable

@@ -5,6 +5,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from agent.isolation import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import Container
@@ -42,4 +44,48 @@ def test_a_change_of_limits_wakes_who_waits_by_a_read_only_mapping(
     ]
     assert [line.split()[1] for line in mapped] == ["r--s"]
     hold(limited, 50)
+    program.receive()
+
+
+def waited_ns(container: Container) -> int:
+    return layout.read_usage(container.usage.read_bytes()[: layout.usage_head_bytes(1)])[0].waited_ns
+
+
+def looked(container: Container, rounds: int) -> None:
+    """Wait until who waits has looked so often."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for _ in range(rounds):
+        before = waited_ns(container)
+        while waited_ns(container) == before:
+            assert time.monotonic() < deadline, "nobody looks"
+            time.sleep(0.01)
+
+
+@pytest.mark.timeout(60)
+def test_limits_that_were_seen_half_written_are_looked_at_again(
+    container: MakeContainer, programs: Programs
+) -> None:
+    limited = container()
+    hold(limited, 0)
+    program = programs(limited, "init()", "kernel = function()")
+    program.send("launch(kernel)")
+    looked(limited, 1)
+    before = limited.limits.read_bytes()
+    hold(limited, 50)
+    after = limited.limits.read_bytes()
+    program.receive()
+    # The same again, byte by byte: the generation is there already, the rest is not, and nobody is woken.
+    limited = container()
+    limited.limits.write_bytes(before)
+    program = programs(limited, "init()", "kernel = function()")
+    program.send("launch(kernel)")
+    looked(limited, 1)
+    start = next(at for at in range(layout.RECORDS_AT, len(before)) if before[at] != after[at])
+    descriptor = os.open(limited.limits, os.O_RDWR)
+    try:
+        os.pwrite(descriptor, after[start : start + 8], start)
+        looked(limited, 3)
+        os.pwrite(descriptor, after[: layout.GATE_AT][start:], start)
+    finally:
+        os.close(descriptor)
     program.receive()

@@ -1,5 +1,6 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
+from tests.storm import seams
 from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
@@ -24,6 +25,8 @@ FAULTS = (
     Family("api silent", {api.silence: 3, api.mute_switch: 1}),
 )
 MPS_FAULTS = (Family("mps daemons", {mps.die: 4, mps.hang: 3, mps.refuse: 2, mps.forge: 2, mps.meddle: 2}),)
+LOST_RECORDS = Family("kubelet records", {kubelets.amnesia: 1, kubelets.late_pods: 2, kubelets.records: 3})
+MPS_CLIENTS = Family("mps clients", {mps.join: 10, mps.leave: 4, mps.die_under_clients: 2})
 EXTENDER_FAULTS = (
     Family("extender ended", {extenders.end: 4}),
     Family("extender away", {extenders.away: 3, extenders.slow: 3}),
@@ -38,6 +41,14 @@ def families(shape: Shape) -> tuple[Family, ...]:
         *FAULTS,
         *(MPS_FAULTS if shape.mps else ()),
         *((RESIZES,) if shape.resize else ()),
+    )
+
+
+def later_families(shape: Shape) -> tuple[Family, ...]:
+    """Those that came later: each has a draw of its own, so that seeds stay what they were."""
+    return (
+        LOST_RECORDS,
+        *((MPS_CLIENTS,) if shape.mps else ()),
         *(EXTENDER_FAULTS if shape.extender else ()),
     )
 
@@ -58,11 +69,16 @@ async def calm(world: World) -> None:
         daemon.hangs = False
         if daemon.forged:
             world.daemons.end(daemon.process.pid)
+    mps.reap(world)
+    for daemon in world.daemons.daemons:
+        for pid in tuple(daemon.clients):
+            daemon.leave(pid)
     kubelets.mend_checkpoint(world)
+    seams.KUBELET.records = ""
     if world.shape.extender:
         await world.extenders.calm()
     await world.kubelet_up.wait()
     await world.start_agent()
 
 
-__all__ = ["FAULTS", "USERS", "Act", "Family", "calm", "families"]
+__all__ = ["FAULTS", "USERS", "Act", "Family", "calm", "families", "later_families"]

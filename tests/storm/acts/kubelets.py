@@ -1,11 +1,14 @@
 """What befalls the kubelet and its files."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.checkpoint_file import FILE_NAME
+from tests.storm import seams
 from tests.storm.world import World
 
 
@@ -53,12 +56,50 @@ async def forget(world: World, rng: random.Random) -> str:
     return f"the kubelet offers {min(len(ids), 10)} units of {resource} that are held"
 
 
+async def amnesia(world: World, rng: random.Random) -> str:
+    """The kubelet loses its checkpoint while containers run, and starts as one of a new node.
+
+    It goes on without one that is gone or torn (`cm/devicemanager/manager.go`, `Start`).
+    """
+    if not world.kubelet_up.is_set():
+        return "the kubelet is down already"
+    world.checkpoint = None
+    await world.restart_kubelet(rng.choice((0.0, 5.0)), meanwhile=lambda: _checkpoint(world).unlink(True))
+    return "the kubelet loses its checkpoint"
+
+
+async def late_pods(world: World, rng: random.Random) -> str:
+    """The kubelet restarts, and lists no pods for a while."""
+    if not world.kubelet_up.is_set():
+        return "the kubelet is down already"
+    mend_checkpoint(world)
+    machine, seconds = world.kubelet._machine, rng.choice((5.0, 15.0, 25.0))
+    usual = machine.timings
+    machine.timings = replace(usual, first_pods=seconds)
+
+    def again() -> None:
+        machine.timings = usual
+
+    await world.restart_kubelet(rng.choice((0.0, 5.0)), after=again)
+    return f"restart the kubelet, which lists no pods for {seconds:g} s"
+
+
+async def records(world: World, rng: random.Random) -> str:
+    """PodResources refuses, is late, or answers again."""
+    seams.KUBELET.records = rng.choice(("", "", "refuses", "late"))
+    return f"PodResources {seams.KUBELET.records or 'answers'}"
+
+
+def _checkpoint(world: World) -> Path:
+    return world.kubelet.root / "device-plugins" / FILE_NAME
+
+
 async def tear_checkpoint(world: World, rng: random.Random) -> str:
     """The kubelet's checkpoint cannot be read, or can again."""
     if world.checkpoint is not None:
         mend_checkpoint(world)
         return "mend the checkpoint"
-    file = world.kubelet.root / "device-plugins" / FILE_NAME
+    file = _checkpoint(world)
     if not file.exists() or not world.kubelet_up.is_set():
         return "no checkpoint to tear"
     data = file.read_bytes()
@@ -70,7 +111,7 @@ async def tear_checkpoint(world: World, rng: random.Random) -> str:
 
 def mend_checkpoint(world: World) -> None:
     """Put back what stood there, unless the kubelet has written anew."""
-    file = world.kubelet.root / "device-plugins" / FILE_NAME
+    file = _checkpoint(world)
     if world.checkpoint is not None and file.read_bytes() == world.checkpoint[1]:
         file.write_bytes(world.checkpoint[0])
     world.checkpoint = None

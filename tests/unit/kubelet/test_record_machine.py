@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agent.kubelet import holdings as holdings_module
 from agent.kubelet.checkpoint import Entries
@@ -24,6 +17,7 @@ from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.podresources import Holding, PodList
 from agent.kubelet.record import View
 from agent.model.demand import Pod
+from tests.unit.state_machines import run
 
 RESOURCE = "nvidia.com/gpu"
 UNITS = tuple(f"GPU-{n:08d}" for n in range(8))
@@ -234,17 +228,6 @@ def test_the_record_loses_nothing_over_any_order_of_events(monkeypatch: pytest.M
     fired.clear()
     for clock in ("time", "monotonic"):
         monkeypatch.setattr(holdings_module, clock, lambda: RecordMachine.now)
-    run_state_machine_as_test(
-        RecordMachine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.generate],
-        ),
-    )
+    run(RecordMachine, EXAMPLES, STEPS)
     assert len(fired) == 12, fired
     assert min(fired.values()) >= 25, fired

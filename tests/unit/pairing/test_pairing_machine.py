@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import structlog
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agent.kubelet.plugin_types import Refused
 from agent.model.demand import CORES, Pod, Stage
 from agent.model.ledger import PairMember
 from agent.pairing.ports import PairRefused
 from tests.unit.pairing.kubelet_model import AgentKilled, KubeletModel, pod, share, undisturbed
+from tests.unit.state_machines import run
 
 GPUS, BLOCKS = 3, 40
 STEPS, EXAMPLES = 50, 240  # most examples run all of their steps
@@ -214,7 +214,7 @@ def test_pairs_stay_together_over_ten_thousand_steps() -> None:
     fired.clear()
     outcomes.clear()
     with structlog.testing.capture_logs():
-        _run()
+        run(PairingMachine, EXAMPLES, STEPS)
     rules = {
         "admit",
         "memory only",
@@ -234,19 +234,3 @@ def test_pairs_stay_together_over_ten_thousand_steps() -> None:
     assert sum(fired.values()) >= 10_000, fired
     assert min(fired.values()) >= 100, fired
     assert min(outcomes.values()) >= 100, outcomes
-
-
-def _run() -> None:
-    run_state_machine_as_test(
-        PairingMachine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            # A failing run is long, and its steps say enough: it is not worth minutes of making it short.
-            phases=[Phase.explicit, Phase.generate],
-        ),
-    )
