@@ -7,6 +7,7 @@ from agent.app.build_node import NodeParts
 from agent.app.mode_parts import ModeParts
 from agent.app.parts import ClusterAccess, Core
 from agent.kit.cell import Cell
+from agent.model.growth import Growth
 from agent.model.modes import Mode
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
@@ -21,6 +22,6 @@ class Agent:
     desired: DesiredSource
     switcher: ModeSwitcher
     # Bytes by GPU that containers have beyond what their pods asked for.
-    grown: Cell[Mapping[str, int]]
+    grown: Cell[Mapping[str, Growth]]
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
     node: NodeParts | None  # None: the same

@@ -20,6 +20,7 @@ from agent.app.parts import Core, Tasks
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
+from agent.model.growth import Growth
 from agent.model.modes import Assignment
 from agent.plugins.context import PluginContext
 from agent.telemetry.health_metrics import health_collector
@@ -65,7 +66,7 @@ async def build(
     tasks.start("holdings", core.holdings.run)
     request = await build_request(settings)
     assignment: Cell[Assignment] = Cell(Assignment())
-    grown: Cell[Mapping[str, int]] = Cell({})
+    grown: Cell[Mapping[str, Growth]] = Cell({})
     pods, recorder = build_pod_ports(settings, cluster, tasks)
     plugins = PluginContext(
         settings,

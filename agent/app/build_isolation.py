@@ -29,6 +29,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.growth import Growth
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.ports import PairRefused
@@ -211,12 +212,14 @@ def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Ma
 
 
 class GpuUnits:
-    """Free units of memory, as resizing needs them (`agent.isolation.resize.Units`)."""
+    """Free units, as resizing needs them (`agent.isolation.resize.Units`)."""
 
     def __init__(self, shares: SharedPair) -> None:
         self._shares = shares
 
-    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
         """See agent.isolation.resize.Units. They leave the pool before another call is served."""
 
         async def kept(ids: tuple[str, ...]) -> None:
@@ -226,7 +229,7 @@ class GpuUnits:
                 self._shares.restock()
 
         try:
-            await self._shares.pairing.set_aside(gpu, count, kept)
+            await self._shares.pairing.set_aside(gpu, member, count, kept)
         except PairRefused as refusal:
             raise NoUnits(str(refusal)) from refusal
 
@@ -236,14 +239,26 @@ class GpuUnits:
 
 
 async def _follow_growth(
-    isolation: Isolation, shares: SharedPair, published: Cell[Mapping[str, int]]
+    isolation: Isolation, shares: SharedPair, published: Cell[Mapping[str, Growth]]
 ) -> None:
     """Units come back when their container is gone, too; for ever."""
     async for _ in isolation.containers.values():
         shares.restock()
-        grown = {gpu: len(ids) * VGPU.block_bytes for gpu, ids in isolation.grown.items()}
+        grown = _growth(isolation)
         if grown != published.value:
             published.publish(grown)
+
+
+def _growth(isolation: Isolation) -> Mapping[str, Growth]:
+    found: dict[str, Growth] = {}
+    for about in (each.about for each in isolation.containers.value.values()):
+        if about.grown or about.grown_cores:
+            before = found.get(about.gpu, Growth())
+            found[about.gpu] = Growth(
+                before.memory_bytes + len(about.grown) * VGPU.block_bytes,
+                before.cores + len(about.grown_cores),
+            )
+    return found
 
 
 def _container_ids(pods: "PodCache", about: About) -> list[str]:

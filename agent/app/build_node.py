@@ -15,6 +15,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.growth import Growth
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
 from agent.modes.switch_state import SwitchState
@@ -94,7 +95,7 @@ def start_node(
     tasks: Tasks,
     resources: ResourceSet,
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, int]],
+    grown: Cell[Mapping[str, Growth]],
 ) -> None:
     """Keep the Node object true, for ever."""
     tasks.start("node capacity", _keep_amounts, parts, resources)

@@ -16,6 +16,7 @@ from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.growth import Growth
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
@@ -68,7 +69,7 @@ async def build_switching(
     request: Request,
     modes: Mapping[Mode, ModeParts],
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, int]],
+    grown: Cell[Mapping[str, Growth]],
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -120,7 +121,7 @@ async def build_switching(
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, int]]
+    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source

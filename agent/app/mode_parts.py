@@ -8,6 +8,7 @@ from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.growth import Growth
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
 from agent.plugins.context import PluginContext
@@ -25,7 +26,7 @@ class ModeContext:
     desired: DesiredSource
     uses: Cell[Uses]
     # Bytes by GPU that containers have beyond what their pods asked for.
-    grown: Cell[Mapping[str, int]]
+    grown: Cell[Mapping[str, Growth]]
 
 
 class Limits(Protocol):
@@ -36,7 +37,7 @@ class Limits(Protocol):
         """Why containers start without the library, though they should have it; None: they have it."""
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """Units of memory of a GPU that containers have grown by: nobody else may be offered them."""
+        """Units of a GPU that containers have grown by: nobody else may be offered them."""
 
     def fences(self) -> Mapping[str, bool]:
         """Which fences hold for containers that start now."""

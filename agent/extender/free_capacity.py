@@ -144,7 +144,7 @@ class _Tally:
 
     def __init__(self, gpu: GpuEntry) -> None:
         self.gpu = gpu
-        self.cores = self.blocks = self.clients = 0
+        self.cores, self.blocks, self.clients = gpu.grown_cores, 0, 0
         self.touched = self.shut = False
 
     def take(self, cores: int, blocks: int, clients: int) -> None:

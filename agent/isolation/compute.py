@@ -25,6 +25,7 @@ from agent.isolation.correction import Observed, corrected
 from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import PERCENT, About
 from agent.isolation.limits import ContainerLimits
+from agent.isolation.problems import Problems
 from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
 from agent.kit.cell import Cell
@@ -96,6 +97,7 @@ class Compute:
         self._clock = clock
         self._pause = pause
         self._followed: dict[str, _Followed] = {}
+        self._unreadable = Problems()
         self._measured: Mapping[Place, float] = {}
 
     def measured(self, percents: Mapping[Place, float]) -> None:
@@ -174,12 +176,15 @@ class Compute:
 
     def _open(self, opened: ExitStack) -> Mapping[str, int]:
         files = {}
+        self._unreadable.keep(self._followed)
         for key in self._followed:
             try:
                 files[key] = self._isolation.folders.open_usage(key)
                 opened.callback(os.close, files[key])
             except FolderUnusable as error:
-                log.info("usage_unreadable", problem=str(error))
+                self._unreadable.met(key, error)
+            else:
+                self._unreadable.over(key)
         return files
 
     def _look(self, files: Mapping[str, int]) -> None:

@@ -54,6 +54,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     driver: bool = False  # whether the driver itself is to hold the container to its cap
     compute: bool = False  # whether it is held to a share of compute
     cores_cap: int | None = None  # percent that it was resized to; None: what it asked for
+    grown_cores: tuple[str, ...] = ()  # units beside those of the kubelet, as `grown`
 
     @property
     def cores_now(self) -> int:

@@ -21,6 +21,7 @@ ANNOTATION = "gpu-node-agent.io/limits"
 # Until the kubelet's record shows a container nobody measures it; after so long it is published without.
 PATIENCE_SECONDS = 10.0
 MIB = 1 << 20
+UNVERIFIED = "the library is given; whether processes load it is seen once they use the GPU"
 
 
 class Fence(Enum):
@@ -97,7 +98,9 @@ class Publisher:
         measured = self._watch.seen.value.measured if self._watch else {}
         known = self._isolation.containers.value.values()
         holding = [self._fences(place_of(each.about), each) for each in known]
-        driver, library = (sum(one in each for each in holding) for one in (Fence.DRIVER, Fence.LIBRARY))
+        driver = sum(Fence.DRIVER in each for each in holding)
+        # Given alone does not count: a process has been seen with it, and none without.
+        library = sum(each.injected is True for each in known)
         return {Fence.DRIVER.value: driver, Fence.LIBRARY.value: library, Fence.SWEEP.value: len(measured)}
 
     def above_cap(self) -> int:
@@ -238,6 +241,8 @@ class Publisher:
             f"container {about.container} may use {limits.memory_bytes // MIB} MiB of GPU {about.gpu}, "
             f"enforced by: {names}"
         )
+        if Fence.LIBRARY in fences and limits.injected is None:
+            text += f" ({UNVERIFIED})"
         self._owners.event(_pod(about), "LimitsApplied", text, warning=False)
         if about.avoidable:
             pod, ways = f"{about.namespace}/{about.pod}", "; ".join(about.avoidable)

@@ -1,11 +1,11 @@
 """Live resize of containers by an annotation of their pod, `gpu-node-agent.io/resize`.
 
 It holds units of `tencent.com/vcuda-memory` by container, `{"main": 60}`, or these and cores in percent,
-`{"main": {"memory": 60, "cores": 20}}`. Cores go down, and up again to what was asked for.
+`{"main": {"memory": 60, "cores": 20}}`.
 A container grows into units of its GPU that are free, which nobody else is offered from that moment on, and
-shrinks to what it uses at least. What it has grown by stands in its limit folder: the kubelet, whose record
-says who holds what, has no word for it (docs/decisions.md). Who may write the annotation is for an admission
-policy to say.
+shrinks to the memory that it uses at least. What it has grown by stands in its limit folder: the kubelet,
+whose record says who holds what, has no word for it (docs/decisions.md). Who may write the annotation is for
+an admission policy to say.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +17,6 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from agent.isolation.compute_request import BURST
 from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
@@ -26,6 +25,7 @@ from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.demand import VGPU
+from agent.model.ledger import PairMember
 
 log = structlog.get_logger()
 
@@ -54,9 +54,11 @@ class BadResize(IsolationError):
 
 
 class Units(Protocol):
-    """Free units of memory of the node's GPUs."""
+    """Free units of the node's GPUs."""
 
-    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
         """Have `keep` write down `count` free units, which nobody else gets meanwhile nor later.
 
         Raises NoUnits, and what `keep` raises: none is taken then.
@@ -122,7 +124,7 @@ class Resizer:
                 grown = replace_about(about, target, (*about.grown, *ids))
                 await self._isolation.resize(key, grown)
 
-            await self._units.take(about.gpu, units - have, keep)
+            await self._units.take(about.gpu, PairMember.MEMORY, units - have, keep)
         else:
             target = max(target, min(limits.memory_bytes, await self._in_use(key, limits)))
             grown = about.grown[: max(0, target // VGPU.block_bytes - len(about.ids))]
@@ -137,14 +139,26 @@ class Resizer:
             raise BadResize(
                 f"container {about.container} is not held to cores: set vgpu.compute, and start its pod again"
             )
-        if cores > about.cores:
-            raise BadResize(
-                f"container {about.container} asked for {about.cores} cores and cannot be promised {cores}: "
-                f"annotation {BURST} lets it use more while that is free"
+        have = about.cores + len(about.grown_cores)
+        if cores > have:
+
+            async def keep(ids: tuple[str, ...]) -> None:
+                grown = (*about.grown_cores, *ids)
+                await self._isolation.resize(
+                    key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
+                )
+
+            await self._units.take(about.gpu, PairMember.CORE, cores - have, keep)
+        else:
+            grown = about.grown_cores[: max(0, cores - about.cores)]
+            if (cores, grown) == (about.cores_now, about.grown_cores):
+                return
+            await self._isolation.resize(
+                key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
             )
-        if cores != about.cores_now:
-            await self._isolation.resize(key, msgspec.structs.replace(about, cores_cap=cores))
-            self._publisher.cores_resized(about, cores)
+            if grown != about.grown_cores:
+                self._units.give_back()
+        self._publisher.cores_resized(about, cores)
 
     async def _in_use(self, key: str, limits: ContainerLimits) -> int:
         """The use of a container, in whole units; the library's word counts beside the driver's."""

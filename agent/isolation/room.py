@@ -16,10 +16,11 @@ import structlog
 from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
-from agent.isolation.errors import FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.library import Library
 from agent.isolation.limits import Admission, ContainerLimits, Policy, Request
+from agent.isolation.problems import Problems
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
@@ -70,6 +71,7 @@ class Isolation:
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
+        self._unreadable = Problems()
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
     def policy(self, namespace: str) -> Policy:
@@ -113,10 +115,12 @@ class Isolation:
         try:
             if self._library is None:
                 raise LibraryUnusable(self.problem or "")
-            if not await anyio.to_thread.run_sync(libraries.is_there, self._library):
+            try:
+                return await self._admitted(request, policy, self._library)
+            except LibraryGone:
                 log.warning("enforcement_library_gone", file=str(self._library.file))
                 await self._install()
-            return await self._admitted(request, policy, self._library)
+                return await self._admitted(request, policy, self._library)
         except IsolationError as error:
             if policy is Policy.STRICT:
                 raise
@@ -142,13 +146,13 @@ class Isolation:
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:
-        """Units that containers have grown by, by GPU: nobody else may be offered them."""
+        """Units that containers have grown by, by GPU, of both resources: nobody else may be offered them."""
         containers = self.containers.value
         if self._grown[0] is not containers:
             found: dict[str, frozenset[str]] = {}
             for about in (each.about for each in containers.values()):
-                if about.grown:
-                    found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(about.grown)
+                if ids := (*about.grown, *about.grown_cores):
+                    found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(ids)
             self._grown = (containers, found)
         return self._grown[1]
 
@@ -243,8 +247,7 @@ class Isolation:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
             context = self.contexts.of(about.gpu, about.memory_bytes)
-            await anyio.to_thread.run_sync(self.folders.create, about, context)
-            await anyio.to_thread.run_sync(self._copies.keep, about)
+            await anyio.to_thread.run_sync(self._made, about, context, library)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         if library is None:
             return Admission(driver=request.driver)
@@ -256,6 +259,16 @@ class Isolation:
             Mount(f"{libraries.IN_CONTAINER}/{USAGE}", str(usage), read_only=False),
         )
         return Admission(mounts, request.driver)
+
+    def _made(self, about: About, context_bytes: int, library: Library | None) -> None:
+        """All files of a container, in one visit to a thread: the kubelet waits for the answer.
+
+        Raises FolderUnusable, LibraryGone.
+        """
+        if library and not libraries.is_there(library):
+            raise LibraryGone(f"{library.file} is not there any more")
+        self.folders.create(about, context_bytes)
+        self._copies.keep(about)
 
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))
@@ -315,11 +328,14 @@ class Isolation:
 
     def _bound(self, keys: Sequence[str]) -> None:
         """Usage regions lie in the node's memory: one that its container made longer is cut back."""
+        self._unreadable.keep(keys)
         for key in keys:
             try:
                 self.folders.bound(key)
             except FolderUnusable as error:
-                log.info("usage_unreadable", problem=str(error))
+                self._unreadable.met(key, error)
+            else:
+                self._unreadable.over(key)
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}

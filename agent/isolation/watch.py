@@ -19,6 +19,7 @@ from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.loaded import Entries, Looks, loads
+from agent.isolation.problems import Problems
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 
@@ -85,6 +86,7 @@ class LimitWatch:
         self._rounds: dict[Place, int] = {}  # readings above the cap in a row
         self._loaded: dict[str, Looks] = {}  # by folder
         self._unseen: dict[str, deque[int]] = {}
+        self._unreadable = Problems()
         self._written: dict[str, tuple[int, int]] = {}  # bytes unseen and for a context in the limit file
 
     async def look(self, round_: Sequence[Measured]) -> None:
@@ -105,6 +107,7 @@ class LimitWatch:
             self._unseen.pop(gone, None)
             self._written.pop(gone, None)
         self._isolation.contexts.keep(self._isolation.containers.value)
+        self._unreadable.keep(self._isolation.containers.value)
         if work:
             loaded = await anyio.to_thread.run_sync(self._read, work)
             for key, limits, _ in work:
@@ -202,7 +205,9 @@ class LimitWatch:
                 folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1])
                 self._written[key] = fresh
         except FolderUnusable as error:
-            log.info("usage_unreadable", problem=str(error))
+            self._unreadable.met(key, error)
+        else:
+            self._unreadable.over(key)
 
 
 def tolerance(cap_bytes: int) -> int:

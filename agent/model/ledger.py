@@ -67,12 +67,15 @@ class UnitPool:
         blocks = tuple(f"{gpu}{SEPARATOR}{memory}{n}" for n in range(pair.blocks(memory_bytes)))
         return cls(gpu, index, cores, blocks, frozenset(cores), frozenset(blocks))
 
-    def without(self, blocks: frozenset[str]) -> Self:
-        """The pool without some units of memory; the same object where it has none of them."""
-        if not blocks & self.block_set:
+    def without(self, ids: frozenset[str]) -> Self:
+        """The pool without some units; the same object where it has none of them."""
+        if not ids & self.block_set and not ids & self.core_set:
             return self
-        left = tuple(each for each in self.blocks if each not in blocks)
-        return replace(self, blocks=left, block_set=frozenset(left))
+        cores = tuple(each for each in self.cores if each not in ids)
+        blocks = tuple(each for each in self.blocks if each not in ids)
+        return replace(
+            self, cores=cores, blocks=blocks, core_set=frozenset(cores), block_set=frozenset(blocks)
+        )
 
     def ids(self, member: PairMember) -> tuple[str, ...]:
         """Units of one resource."""
@@ -222,18 +225,16 @@ class Ledger:
         kept = tuple(each for each in self.reservations if not over(each))
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 
-    def free_blocks(self, gpu: str) -> list[str]:
-        """Units of memory of a GPU that are nobody's, nor will be by what is promised, in order."""
+    def free_units(self, gpu: str, member: PairMember) -> list[str]:
+        """Units of a GPU that are nobody's, nor will be by what is promised, in order."""
         pool, kept = self.pools.get(gpu), self.kept_ids
         if pool is None or not pool.offerable:
             return []
         # A container that was promised a GPU, and not yet which units of it.
         coming = sum(
-            each.needs(PairMember.MEMORY)
-            for each in self.reservations
-            if gpu in each.gpus and each.ids(PairMember.MEMORY) is None
+            each.needs(member) for each in self.reservations if gpu in each.gpus and each.ids(member) is None
         )
-        free = [each for each in pool.blocks if each not in kept]
+        free = [each for each in pool.ids(member) if each not in kept]
         return free[coming:]
 
     def taken(self, asking: Holder, own: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -242,8 +243,10 @@ class Ledger:
         `own`: IDs that come to it though they are held, as it inherits them, or has them already.
         """
         others = (each for each in self.reservations if each.holder != asking)
-        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
-        return self.held.ids.union(*promised) - own
+        promised = [ids for each in others for member in PairMember if (ids := each.ids(member))]
+        # Thousands of IDs are held on a large node: they are copied only where something differs.
+        taken = self.held.ids.union(*promised) if promised else self.held.ids
+        return taken - own if own else taken
 
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()

@@ -38,6 +38,7 @@ class GpuEntry:
     trouble: str = ""  # why it is not handed out; empty: it is healthy
     replicas: int = 1  # time slices, in mode pgpu
     clients: int = 0  # how many containers may hold MPS shares of it; 0: no ceiling
+    grown_cores: int = 0  # that containers have beyond what their pods asked for
 
     @property
     def usable(self) -> bool:
@@ -80,6 +81,7 @@ class _Gpu(msgspec.Struct, omit_defaults=True):
     bad: str = ""
     n: Annotated[int, Meta(ge=1, le=100)] = 1
     c: Annotated[int, Meta(ge=0, le=1000)] = 0
+    g: Annotated[int, Meta(ge=0, le=100)] = 0
 
 
 class _Document(msgspec.Struct, omit_defaults=True):
@@ -105,6 +107,7 @@ def encode(inventory: NodeInventory) -> str:
             gpu.trouble.encode("ascii", "replace").decode().replace('"', "'")[:LONGEST_TROUBLE],
             gpu.replicas,
             gpu.clients,
+            gpu.grown_cores,
         )
         for gpu in inventory.gpus
     ]
@@ -129,15 +132,10 @@ def decode(text: str) -> NodeInventory:
     if len(links) != pairs:
         raise BadInventory(f"the inventory has {len(links)} link scores for {pairs} pairs of GPUs")
     entries = [
-        _entry(gpu.u, gpu.i, gpu.m, gpu.mem, not gpu.drain, gpu.bad, gpu.n, gpu.c) for gpu in found.gpus
+        GpuEntry(gpu.u, gpu.i, Mode(gpu.m), gpu.mem, not gpu.drain, gpu.bad[:200], gpu.n, gpu.c, gpu.g)
+        for gpu in found.gpus
     ]
     return _inventory(tuple(sorted(entries, key=lambda entry: entry.index)), tuple(links))
-
-
-def _entry(
-    uuid: str, index: int, mode: str, memory: int, offered: bool, trouble: str, replicas: int, clients: int
-) -> GpuEntry:
-    return GpuEntry(uuid, index, Mode(mode), memory, offered, trouble[:200], replicas, clients)
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ import structlog
 from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.model.growth import Growth
 from agent.model.modes import Assignment, Mode
 from agent.model.mps_abilities import client_ceiling
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
@@ -17,7 +18,8 @@ from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encod
 log = structlog.get_logger()
 
 _MIB = 1 << 20
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NOTHING: Mapping[str, Growth] = MappingProxyType({})
+_NONE = Growth()
 AHEAD_SECONDS = 3.0
 
 
@@ -25,26 +27,28 @@ def inventory_of(
     snapshot: Snapshot,
     assignment: Assignment,
     most_clients: int | None = None,
-    grown: Mapping[str, int] = NOTHING,
+    grown: Mapping[str, Growth] = NOTHING,
 ) -> NodeInventory:
     """The inventory for schedulers. `most_clients`: a ceiling of MPS clients below what MPS can serve.
 
-    `grown`: bytes of GPUs, by UUID, that vGPU containers have beyond what their pods asked for.
+    `grown`: what vGPU containers of GPUs, by UUID, have beyond what their pods asked for.
     """
     entries: dict[int, GpuEntry] = {}
     # A lost GPU keeps the index that another may have by now: those that can be offered come first.
     for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
         gpu, mode = state.gpu, assignment.of(state.uuid)
         ceiling = client_ceiling(gpu, snapshot.driver) if mode.mode is Mode.MPS else 0
+        growth = grown.get(gpu.uuid, _NONE) if mode.mode is Mode.VGPU else _NONE
         entry = GpuEntry(
             gpu.uuid,
             gpu.index,
             mode.mode,
-            (gpu.memory_bytes - (grown.get(gpu.uuid, 0) if mode.mode is Mode.VGPU else 0)) // _MIB,
+            (gpu.memory_bytes - growth.memory_bytes) // _MIB,
             mode.offered,
             state.cause,
             mode.replicas,
             min(ceiling, most_clients or ceiling),
+            growth.cores,
         )
         entries.setdefault(gpu.index, entry)
     gpus = tuple(entry for _, entry in sorted(entries.items()))
@@ -61,7 +65,7 @@ async def follow(
     modes: Cell[Assignment],
     most_clients: int | None,
     notes: Cell[Mapping[str, str]],
-    grown: Cell[Mapping[str, int]],
+    grown: Cell[Mapping[str, Growth]],
 ) -> None:
     """Keep the annotation's text true in `notes`, for ever; nothing before the GPUs were seen."""
 
@@ -87,7 +91,7 @@ def ahead(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     most_clients: int | None,
-    grown: Cell[Mapping[str, int]],
+    grown: Cell[Mapping[str, Growth]],
 ) -> Callable[[], Awaitable[None]]:
     """The writer of the annotation, where there is none, before units are offered for the first time.
 

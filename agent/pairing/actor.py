@@ -129,19 +129,20 @@ class Pairing:
         return grant
 
     async def set_aside(
-        self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:
-        """Have `keep` take `count` free units of memory of a GPU out of its pool, while no call is served.
+        """Have `keep` take `count` free units of a GPU out of its pool, while no call is served.
 
         The highest numbers, since calls take the lowest. Raises PairRefused where there are not so many, and
         what `keep` raises.
         """
         async with self._turn:
             self._forget_late()
-            free = self.ledger.free_blocks(gpu)
+            free = self.ledger.free_units(gpu, member)
             if len(free) < count:
                 raise PairRefused(
-                    f"GPU {gpu} has {len(free)} free units of {self.pair.memory}, {count} more are asked for",
+                    f"GPU {gpu} has {len(free)} free units of {resource_of(self.pair, member)}, "
+                    f"{count} more are asked for",
                     Cause.EXHAUSTED,
                 )
             await keep(tuple(free[-count:]))

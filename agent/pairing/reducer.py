@@ -248,8 +248,8 @@ class Rules:
 
     def _taken(self, state: State, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
         taken = state.ledger.taken(holder, own)
-        return (
-            taken
-            if call.available is None
-            else taken | (state.units.get(call.member, NOTHING) - call.available - own)
-        )
+        if call.available is None:
+            return taken
+        # In this order, since nearly all that the kubelet does not offer is held.
+        withheld = state.units.get(call.member, NOTHING).difference(taken, own, call.available)
+        return taken | withheld if withheld else taken

@@ -67,7 +67,7 @@ class Sharing:
     extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
     # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
     fence: Fence = no_fence
-    # Units of memory of a GPU that are not offered, since running containers have grown by them.
+    # Units of a GPU that are not offered, since running containers have grown by them.
     grown: Callable[[str], frozenset[str]] = none_grown
 
 
@@ -130,7 +130,12 @@ class SharedPair:
         mode = self.modes.value.of(gpu.uuid)
         keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
         offerable = keeps and mode.offered and not sharing.full(gpu.uuid)
-        return replace(reduced[2], index=gpu.index, offerable=offerable, keeps=keeps)
+        known, pool = self._pools.get(gpu.uuid), reduced[2]
+        if known and known.blocks is pool.blocks:
+            pool = known  # it is asked for many times before something changes
+        if (pool.index, pool.offerable, pool.keeps) == (gpu.index, offerable, keeps):
+            return pool
+        return replace(pool, index=gpu.index, offerable=offerable, keeps=keeps)
 
     async def run(self) -> None:
         """Follow inventory, modes and the record for ever."""

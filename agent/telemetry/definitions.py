@@ -269,10 +269,10 @@ RESERVATIONS = _gauge(
 ENFORCED = _gauge(
     "limits_enforced",
     ("mode", "fence"),
-    "1 if this fence keeps shares to their memory, 0 if not; with no fence a share is a promise.",
+    "1 if shares that start now get this fence, 0 if not; with no fence a share is a promise.",
 )
 LIMITED_CONTAINERS = _gauge(
-    "limited_containers", ("fence",), "vGPU containers that this fence keeps to their memory."
+    "limited_containers", ("fence",), "vGPU containers that this fence was seen to keep to their memory."
 )
 GROWN_MEMORY = _gauge(
     "grown_memory_bytes",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from agent.kit.cell import Cell
+from agent.model.growth import Growth
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Collector
 
@@ -47,9 +48,9 @@ class Limits(Protocol):
 
 
 def limits_collector(
-    limits: Limits, grown: Cell[Mapping[str, int]], indices: Callable[[], Mapping[str, int]]
+    limits: Limits, grown: Cell[Mapping[str, Growth]], indices: Callable[[], Mapping[str, int]]
 ) -> Collector:
-    """The metrics of limits. `grown`: bytes by GPU; `indices` of the GPUs that are there."""
+    """The metrics of limits. `grown`: by GPU; `indices` of the GPUs that are there."""
 
     def read() -> Callable[[Add], None]:
         sizes, known = grown.value, indices()
@@ -62,7 +63,7 @@ def limits_collector(
             for fence, count in by_fence.items():
                 series(d.LIMITED_CONTAINERS, count, (fence,))
             for gpu, index in known.items():
-                series(d.GROWN_MEMORY, sizes.get(gpu, 0), (gpu, str(index)))
+                series(d.GROWN_MEMORY, sizes[gpu].memory_bytes if gpu in sizes else 0, (gpu, str(index)))
             for namespace, size in by_namespace.items():
                 series(d.NAMESPACE_GROWN_MEMORY, size, (namespace,))
             series(d.CONTAINERS_ABOVE_CAP, above, ())

@@ -137,6 +137,42 @@ async def test_a_namespace_says_what_holds_for_its_pods() -> None:
 
 
 @pytest.mark.timeout(400)
+async def test_units_grown_before_are_nobody_elses_with_enforcement_switched_off() -> None:
+    async with embedded_rig() as rig:
+        await serving(rig, **{"vgpu.resize": True})
+        pod = vgpu.share_pod("grows", 30, 200)
+        await vgpu.running(rig, pod)
+        resize(rig, pod, 500)
+        await capped(rig, pod, 500)
+        gpu = await vgpu.gpu_of(rig, pod)
+        await rig.kill_agent()
+        await started(rig, **{"vgpu.enforcement": "off"})
+        await rig.wait_allocatable(vgpu.GPUS * vgpu.BLOCKS - 300, vgpu.MEMORY, WAIT_SECONDS)
+        await until(lambda: advertised(rig)[gpu] == vgpu.BLOCKS - 300, f"schedulers see {advertised(rig)}")
+        await rig.delete_pod(pod)
+        await rig.wait_allocatable(vgpu.GPUS * vgpu.BLOCKS, vgpu.MEMORY, WAIT_SECONDS)
+
+
+@pytest.mark.timeout(400)
+async def test_a_strict_namespace_starts_none_without_the_library_where_others_do() -> None:
+    async with embedded_rig() as rig:
+        await serving(rig, **{"vgpu.library": "/nowhere/library.so"})
+        lenient = vgpu.share_pod("lenient", 1, 1)
+        await vgpu.running(rig, lenient)
+        assert not mounts(rig, lenient)
+        rig.http.namespaces["default"] = {"gpu-node-agent.io/enforcement": "strict"}
+        rig.kubelet.api.changed()
+        for number in range(100):
+            pod = vgpu.share_pod(f"p{number}", 1, 1)
+            await rig.create_pod(pod)
+            if await vgpu.settled(rig, pod) is Phase.FAILED:
+                break
+        else:
+            raise AssertionError("the namespace's label was never followed")
+        assert "the enforcement library /nowhere/library.so cannot be read" in await rig.message(pod)
+
+
+@pytest.mark.timeout(400)
 async def test_strict_starts_no_share_without_the_library_and_takes_back_its_units() -> None:
     async with embedded_rig() as rig:
         await serving(rig, **{"vgpu.enforcement": "strict", "vgpu.library": "/nowhere/library.so"})
@@ -255,6 +291,48 @@ async def test_resize_of_a_running_pod() -> None:
             lambda: {"LimitsResized", "ResizeRefused"} <= reasons(rig, pod),
             f"not all events of the pod have come, but {reasons(rig, pod)}",
         )
+
+
+def cores_seen(rig: EmbeddedRig, gpu: str) -> int:
+    """Cores of a GPU that schedulers know to be grown into."""
+    return next(each.grown_cores for each in decode(rig.http.annotations[INVENTORY]).gpus if each.uuid == gpu)
+
+
+async def shared(rig: EmbeddedRig, pod: PodSpec, percent: int) -> None:
+    """Wait until the limit file says so."""
+    with anyio.move_on_after(WAIT_SECONDS):
+        while (await limits_of(rig, pod)).share != percent * 100:
+            await anyio.sleep(0.02)
+        return
+    raise AssertionError(f"the share is {(await limits_of(rig, pod)).share / 100} %, not {percent}")
+
+
+@pytest.mark.timeout(400)
+async def test_cores_grow_into_free_ones_and_survive_a_restart() -> None:
+    settings = {"vgpu.resize": True, "vgpu.compute": "hard"}
+    async with embedded_rig() as rig:
+        await serving(rig, **settings)
+        pod = vgpu.share_pod("grows", 30, 200)
+        await vgpu.running(rig, pod)
+        gpu = await vgpu.gpu_of(rig, pod)
+        await shared(rig, pod, 30)
+        written = rig.kubelet.pod(pod).written
+        written["gpu-node-agent.io/resize"] = '{"main": {"cores": 75}}'
+        rig.kubelet.api.changed()
+        await shared(rig, pod, 75)
+        offered = vgpu.GPUS * 100 - 45
+        await rig.wait_allocatable(offered, vgpu.CORE, WAIT_SECONDS)
+        await until(lambda: cores_seen(rig, gpu) == 45, "schedulers know nothing of it")
+        await rig.kill_agent()
+        await started(rig, **settings)
+        await rig.wait_allocatable(offered, vgpu.CORE, WAIT_SECONDS)
+        await shared(rig, pod, 75)
+        # No second container is promised what this one has grown by.
+        other = vgpu.share_pod("elsewhere", 26, 10)
+        await vgpu.running(rig, other)
+        assert await vgpu.gpu_of(rig, other) != gpu
+        await rig.delete_pod(pod)
+        await rig.wait_allocatable(vgpu.GPUS * 100, vgpu.CORE, WAIT_SECONDS)
 
 
 @pytest.mark.timeout(400)

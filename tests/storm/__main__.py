@@ -16,12 +16,15 @@ import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import structlog  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
 
 from tests.storm.memory import ignore_what_is_there  # noqa: E402
+from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
 from tests.storm.shrinking import shrunk  # noqa: E402
 from tests.storm.storm import Outcome, storm  # noqa: E402
 
@@ -29,9 +32,13 @@ from tests.storm.storm import Outcome, storm  # noqa: E402
 def _rage(
     seed: int, steps: int, skip: frozenset[int] = frozenset(), wanted: frozenset[str] | None = None
 ) -> Outcome:
-    outcome = Outcome(seed)
+    return _replay(planned(seed, steps, skip, wanted))
+
+
+def _replay(plan: Plan) -> Outcome:
+    outcome = Outcome(plan.seed)
     try:
-        clock.run(partial(storm, outcome, steps, skip, wanted))
+        clock.run(partial(storm, outcome, plan))
     except clock.Stuck as stuck:
         outcome.violation = str(stuck)
     return outcome
@@ -48,9 +55,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="show the history as it was")
     parser.add_argument("--until-found", action="store_true", help="begin no storm after one that found")
     parser.add_argument("--history", action="store_true", help="print every history")
+    parser.add_argument("--kept", type=Path, nargs="*", help="files of storms to repeat; no others then")
     parser.add_argument("--log", action="store_true", help="print the agent's log")
     parser.add_argument("--report", type=Path, help="write the figures there")
     return parser.parse_args()
+
+
+def _plans(
+    options: argparse.Namespace, skip: frozenset[int], wanted: frozenset[str] | None
+) -> Iterator[Plan]:
+    if options.kept is not None:
+        yield from map(read, options.kept or sorted(SEEDS.glob("*.json")))
+        return
+    for seed in range(options.seed, options.seed + options.seeds):
+        yield planned(seed, options.steps, skip, wanted)
 
 
 def main() -> int:
@@ -70,10 +88,10 @@ def main() -> int:
     wanted = frozenset(options.faults.split(",")) if options.faults is not None else None
     outcomes: list[Outcome] = []
     began = perf_counter()
-    for seed in range(options.seed, options.seed + options.seeds):
+    for plan in _plans(options, skip, wanted):
         if perf_counter() - began > options.seconds:
             break
-        outcome = _rage(seed, options.steps, skip, wanted)
+        outcome, seed = _replay(plan), plan.seed
         outcomes.append(outcome)
         faults = ", ".join(outcome.families) or "none"
         print(
@@ -81,10 +99,13 @@ def main() -> int:
             f"{outcome.virtual_seconds:.0f} s, history {outcome.digest}: {outcome.violation or 'good'}",
             flush=True,
         )
-        if outcome.violation and not options.no_shrink:
+        if outcome.violation and not options.no_shrink and options.kept is None:
             outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted))
             left_out = ",".join(map(str, sorted(outcome.skipped)))
             print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
+            if outcome.plan:
+                found = replace(outcome.plan, showed=outcome.violation or "")
+                print(f"to be kept in {SEEDS}, for --kept:\n{found.text()}")
         if outcome.violation or options.history:
             print("\n".join(outcome.history))
         if outcome.violation and options.until_found:

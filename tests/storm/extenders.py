@@ -21,6 +21,7 @@ from agent.simulator.kubelet.http_api import HttpApi
 from agent.web.server import HANDLER_SECONDS, Reply, Request
 from tests.storm import seams
 from tests.storm.lives import Process
+from tests.storm.ordering import InOrder
 
 REPLICAS = 2
 TIMEOUT_SECONDS = 5.0  # kube-scheduler's DefaultExtenderTimeout (pkg/scheduler/extender.go)
@@ -43,7 +44,7 @@ class Replica(Process):
             http=Http(address="127.0.0.1", port=0), lease=Lease(namespace="ns", identity=f"{name}-{number}")
         )
         self._context = contextvars.copy_context()
-        self._requests: set[asyncio.Task[Reply]] = set()
+        self._requests = InOrder()
 
     async def serve(self) -> None:
         """The process, until it is to stop."""
@@ -53,7 +54,7 @@ class Replica(Process):
             async with running(self._settings, api) as self.extender:
                 await self.stop.wait()
         finally:
-            for each in self._requests:
+            for each in tuple(self._requests):
                 each.cancel()
 
     @property

@@ -37,10 +37,12 @@ class Process:
         try:
             with self._scope:
                 await self.serve()
+            if not self.stop.is_set() and not self.life.dead:
+                self.failure = RuntimeError("it ended, and nobody had asked for that")
         except BaseException as error:
-            if not self.life.dead and not isinstance(error, asyncio.CancelledError):
+            if not self.life.dead:  # a cancellation, too, is one that nobody asked for
                 self.failure = error
-            elif isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self.ended.set()

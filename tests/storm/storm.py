@@ -11,14 +11,14 @@ from pathlib import Path
 import anyio
 from aiohttp import web_app
 
-from agent.model.modes import Mode
 from tests.storm import cheaper
-from tests.storm.acts import USERS, Act, calm, families, later_families
+from tests.storm.acts import USERS, Act, calm
 from tests.storm.admission import observe
 from tests.storm.clock import CLOCK
 from tests.storm.invariants import Invariants, Violation
 from tests.storm.liveness import check_calm
-from tests.storm.world import Shape, World, world
+from tests.storm.plan import Plan
+from tests.storm.world import World, world
 
 MORE_FILES = 8  # than before a storm: what is opened once in a process, and mappings that are let go of late
 # In memory, where there is such a folder: a step writes files.
@@ -40,6 +40,7 @@ class Outcome:
     steps: int = 0
     checks: int = 0  # how often the invariants were looked at
     skipped: frozenset[int] = frozenset()
+    plan: Plan | None = None
 
     @property
     def digest(self) -> str:
@@ -47,53 +48,27 @@ class Outcome:
         return hashlib.sha256("\n".join(self.history).encode()).hexdigest()[:16]
 
 
-async def storm(
-    outcome: Outcome, steps: int, skip: frozenset[int] = frozenset(), wanted: frozenset[str] | None = None
-) -> None:
-    """Let a seed's storm rage for so many steps, then be calm.
-
-    `skip`: numbers of events to leave out. `wanted`: families of faults in place of the seed's choice.
-    """
-    seed = outcome.seed
-    rng = random.Random(seed)
+async def storm(outcome: Outcome, plan: Plan) -> None:
+    """Let a storm rage, then be calm."""
+    seed = plan.seed
     random.seed(seed)
-    shape = Shape.of(rng, seed)
-    # One in four has no fault at all: then no pod that fits may be refused.
-    chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
-    if chosen:
-        later = random.Random(f"later families of {seed}")
-        chosen += [family for family in later_families(shape) if later.random() < 0.4]
-    if wanted is not None:
-        shape = Shape(
-            mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients")),
-            resize=shape.resize or "resizes" in wanted,
-            extender=any("extender" in each for each in wanted),
-        )
-        known = (*families(shape), *later_families(shape))
-        chosen = [family for family in known if family.name in wanted]
-    weights: dict[Act, int] = {}
-    for family in (USERS, *chosen):
-        weights |= family.weights
-    outcome.families = [family.name for family in chosen]
-    faults = {act for family in chosen for act in family.weights}
+    outcome.plan, outcome.families = plan, plan.families
     files = _open_files()
     with tempfile.TemporaryDirectory(prefix="gs-", dir=SCRATCH) as folder:
-        async with world(Path(folder), seed, shape) as made:
-            made.label(rng.choice(("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ()))))
+        async with world(Path(folder), seed, plan.shape) as made:
+            made.label(plan.label)
             await made.start_agent()
-            await anyio.sleep(rng.choice((0.0, 0.5, 3.0)))
+            await anyio.sleep(plan.pause)
             invariants = Invariants(made)
             end = observe(made, invariants.found.append)
             try:
-                for number in range(steps):
-                    act = rng.choices(list(weights), list(weights.values()))[0]
+                for number, act in plan.acts():
                     own = random.Random(f"{seed}/{number}")
-                    if number in skip:
-                        continue
+                    fault = act not in USERS.weights
                     outcome.steps += 1
-                    outcome.faults += act in faults
+                    outcome.faults += fault
                     invariants.event()
-                    await _step(made, act, act in faults, number, own, outcome)
+                    await _step(made, act, fault, number, own, outcome)
                     invariants.look()
                     _extenders_live(made)
                     await anyio.sleep(own.choices(list(PAUSES), list(PAUSES.values()))[0])
@@ -101,9 +76,7 @@ async def storm(
                     invariants.look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
-                await check_calm(
-                    made, rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
-                )
+                await check_calm(made, plan.calm)
                 invariants.look()
                 _extenders_live(made)
             except Violation as violation:

@@ -28,6 +28,7 @@ static inline uint64_t gna_round_up(uint64_t bytes, uint64_t unit) {
 /* --- loader.c: the real dlsym, found without the help of any dlsym ---------------------------------------- */
 void *gna_real_dlsym(void *handle, const char *name);
 void *gna_real_dlvsym(void *handle, const char *name, const char *version);
+bool gna_same(const char *one, const char *other); /* as strcmp, which a sanitizer may have replaced */
 void *gna_own_folder(char *path, size_t bytes); /* NULL when it is not known */
 
 /* --- resolver.c ------------------------------------------------------------------------------------------- */

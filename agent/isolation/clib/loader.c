@@ -1,7 +1,10 @@
 /* The real dlsym and dlvsym, and the folder of this library.
  *
  * This library is itself what others find under these names, and which version of the symbol a process has differs by
- * its glibc, so that neither RTLD_NEXT nor a fixed version will do: the C library's own table of symbols is read. */
+ * its glibc, so that neither RTLD_NEXT nor a fixed version will do: the C library's own table of symbols is read.
+ *
+ * A program that is built with a sanitizer asks for dlsym before that is ready, and has functions of the C library replaced
+ * by the sanitizer's: none of them is called on the way here. */
 #include "caps.h"
 
 #include <dlfcn.h>
@@ -14,9 +17,11 @@ struct search {
     void *found;
 };
 
-static const void *pointer_of(const struct dl_phdr_info *object, uint64_t value) {
+#pragma weak _r_debug
+
+static const void *pointer_of(uint64_t base, uint64_t value) {
     /* glibc adds the base to these entries when it loads an object, other loaders do not. */
-    return (const void *)(uintptr_t)(value < object->dlpi_addr ? object->dlpi_addr + value : value);
+    return (const void *)(uintptr_t)(value < base ? base + value : value);
 }
 
 static uint32_t symbols_of(const uint32_t *gnu) {
@@ -31,29 +36,38 @@ static uint32_t symbols_of(const uint32_t *gnu) {
     return last + 1;
 }
 
-static bool is_c_library(const char *path) {
-    const char *slash = strrchr(path, '/'), *name = slash == NULL ? path : slash + 1;
-    return !strncmp(name, "libc.so", 7) || !strncmp(name, "libdl.so", 8) || !strncmp(name, "libdl-", 6) ||
-           !strncmp(name, "libc-", 5) || !strncmp(name, "ld-musl-", 8);
+static bool begins(const char *text, const char *with) {
+    while (*with != 0 && *text == *with) {
+        text++, with++;
+    }
+    return *with == 0;
 }
 
-static int look(struct dl_phdr_info *object, size_t size, void *data) {
-    struct search *search = data;
-    const ElfW(Dyn) *dynamic = NULL;
+bool gna_same(const char *one, const char *other) {
+    while (*one != 0 && *one == *other) {
+        one++, other++;
+    }
+    return *one == *other;
+}
+
+static bool is_c_library(const char *path) {
+    const char *name = path;
+    for (; *path != 0; path++) {
+        name = *path == '/' ? path + 1 : name;
+    }
+    return begins(name, "libc.so") || begins(name, "libdl.so") || begins(name, "libdl-") || begins(name, "libc-") || begins(name, "ld-musl-");
+}
+
+/* Whether the object is the C library, and has the name. */
+static bool look_in(const char *path, uint64_t base, const ElfW(Dyn) *dynamic, struct search *search) {
     const ElfW(Sym) *symbols = NULL;
     const char *strings = NULL;
     const uint32_t *gnu = NULL, *sysv = NULL;
-    (void)size;
-    if (object->dlpi_name == NULL || !is_c_library(object->dlpi_name)) {
-        return 0;
-    }
-    for (unsigned index = 0; index < object->dlpi_phnum; index++) {
-        if (object->dlpi_phdr[index].p_type == PT_DYNAMIC) {
-            dynamic = (const ElfW(Dyn) *)(uintptr_t)(object->dlpi_addr + object->dlpi_phdr[index].p_vaddr);
-        }
+    if (path == NULL || !is_c_library(path)) {
+        return false;
     }
     for (; dynamic != NULL && dynamic->d_tag != DT_NULL; dynamic++) {
-        const void *at = pointer_of(object, dynamic->d_un.d_ptr);
+        const void *at = pointer_of(base, dynamic->d_un.d_ptr);
         switch (dynamic->d_tag) {
         case DT_SYMTAB: symbols = at; break;
         case DT_STRTAB: strings = at; break;
@@ -63,24 +77,46 @@ static int look(struct dl_phdr_info *object, size_t size, void *data) {
         }
     }
     if (symbols == NULL || strings == NULL || (gnu == NULL && sysv == NULL)) {
-        return 0;
+        return false;
     }
     uint32_t count = gnu != NULL ? symbols_of(gnu) : sysv[1];
     for (uint32_t index = 0; index < count; index++) {
         unsigned type = symbols[index].st_info & 15;
-        if (type == STT_FUNC && symbols[index].st_shndx != SHN_UNDEF && !strcmp(strings + symbols[index].st_name, search->name)) {
-            search->found = (void *)(uintptr_t)(object->dlpi_addr + symbols[index].st_value);
-            return 1;
+        if (type == STT_FUNC && symbols[index].st_shndx != SHN_UNDEF && gna_same(strings + symbols[index].st_name, search->name)) {
+            search->found = (void *)(uintptr_t)(base + symbols[index].st_value);
+            return true;
+        }
+    }
+    return false;
+}
+
+static int look(struct dl_phdr_info *object, size_t size, void *data) {
+    (void)size;
+    for (unsigned index = 0; index < object->dlpi_phnum; index++) {
+        if (object->dlpi_phdr[index].p_type == PT_DYNAMIC) {
+            const void *dynamic = (const void *)(uintptr_t)(object->dlpi_addr + object->dlpi_phdr[index].p_vaddr);
+            return look_in(object->dlpi_name, object->dlpi_addr, dynamic, data);
         }
     }
     return 0;
+}
+
+/* Behind what the program began with others may be loaded and unloaded meanwhile, but not before it. */
+static void search_loaded(struct search *search) {
+    const struct link_map *object = &_r_debug == NULL ? NULL : _r_debug.r_map;
+    while (object != NULL && !look_in(object->l_name, object->l_addr, object->l_ld, search)) {
+        object = object->l_next;
+    }
+    if (search->found == NULL) {
+        dl_iterate_phdr(look, search); /* a loader without that list */
+    }
 }
 
 static void *find(_Atomic(void *) *kept, const char *name) {
     void *found = atomic_load_explicit(kept, memory_order_acquire);
     if (found == NULL) {
         struct search search = {.name = name};
-        dl_iterate_phdr(look, &search);
+        search_loaded(&search);
         found = search.found;
         atomic_store_explicit(kept, found, memory_order_release);
     }

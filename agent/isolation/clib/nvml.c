@@ -172,7 +172,7 @@ static void *hook_of(const char *name) {
         ROW(nvmlDeviceGetMPSComputeRunningProcesses_v3),
     };
     for (size_t index = 0; name[0] == 'n' && index < sizeof(hooks) / sizeof(*hooks); index++) {
-        if (!strcmp(name, hooks[index].name)) {
+        if (gna_same(name, hooks[index].name)) {
             return hooks[index].hook;
         }
     }

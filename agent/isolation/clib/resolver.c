@@ -244,7 +244,7 @@ static bool concerns_us(const char *name) {
     if (name[0] == 'c' && name[1] == 'u') {
         return base_of(name, base, sizeof(base)) != NULL && rows_of(base, &first, &end);
     }
-    return gna_nvml_has(name) || !strcmp(name, "dlsym") || !strcmp(name, "dlvsym");
+    return gna_nvml_has(name) || gna_same(name, "dlsym") || gna_same(name, "dlvsym");
 }
 
 void *dlsym(void *restrict handle, const char *restrict name);

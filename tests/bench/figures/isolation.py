@@ -18,6 +18,7 @@ from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.ledger import PairMember
 from agent.pairing.ports import Recorder
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
@@ -77,7 +78,9 @@ async def resize(conditions: Conditions) -> Mapping[str, Taken]:
 class _Free:
     """A GPU with a free unit."""
 
-    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
         await keep(tuple(f"{gpu}::m{100_000 + number}" for number in range(count)))
 
     def give_back(self) -> None:

@@ -21,6 +21,7 @@ from agent.isolation.resize import Resizer
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
+from agent.model.ledger import PairMember
 from agent.pairing.ports import Recorder
 from tests.bench.conditions import BUILD, Conditions
 from tests.bench.registry import Figure, Taken, measurement
@@ -170,7 +171,9 @@ async def _resumes(node: _Node) -> list[float]:
 
 
 class _NoUnits:
-    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
         """Cores take no units."""
         raise AssertionError(f"{count} units of {gpu}")
 

@@ -33,7 +33,7 @@ _FLAGS: Final = (
     *("-Wno-attributes", "-Wno-ignored-attributes"),  # of another compiler
     *("-pthread", "-Ddlsym=gna_hooked_dlsym", "-Ddlvsym=gna_hooked_dlvsym"),
 )
-_NEEDS: Final = {"gcc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
+NEEDS: Final = {"gcc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Sanitized:
     @classmethod
     def build(cls, folder: Path, sanitizer: str, source: Path) -> "Sanitized":
         """Compile a program with the library. Raises BuildError without gcc, and CalledProcessError."""
-        debian.ensure(_NEEDS, print)
+        debian.ensure(NEEDS, print)
         folder.mkdir(parents=True)
         for path in (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source):
             shutil.copy(path, folder)

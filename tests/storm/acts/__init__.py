@@ -53,6 +53,18 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
     )
 
 
+def name_of(act: Act) -> str:
+    """The name by which a plan knows an act."""
+    return f"{act.__module__.rpartition('.')[2]}.{act.__name__}"
+
+
+ACTS = {
+    name_of(act): act
+    for family in (USERS, *FAULTS, *MPS_FAULTS, RESIZES, LOST_RECORDS, MPS_CLIENTS, *EXTENDER_FAULTS)
+    for act in family.weights
+}
+
+
 async def calm(world: World) -> None:
     """All faults end."""
     world.clear_nvml_faults()
@@ -81,4 +93,4 @@ async def calm(world: World) -> None:
     await world.start_agent()
 
 
-__all__ = ["FAULTS", "USERS", "Act", "Family", "calm", "families", "later_families"]
+__all__ = ["ACTS", "FAULTS", "USERS", "Act", "Family", "calm", "families", "later_families", "name_of"]

@@ -1,7 +1,7 @@
 """Shares of compute, from usage regions and measurements to limit files."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from agent.isolation.correction import LEAST, MOST, Observed, corrected
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.publishing import Publisher
-from agent.isolation.resize import Resizer
+from agent.isolation.resize import NoUnits, Resizer
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.model.demand import Pod
+from agent.model.ledger import PairMember
 from tests.unit.isolation.made_up import GPU, about
 
 KEY = (GPU, "main")
@@ -233,10 +234,12 @@ def test_the_poll_is_fast_enough() -> None:
 
 
 class _Quiet:
-    """Owners of pods, and units that nobody needs."""
+    """Owners of pods, and free cores."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: int = 0) -> None:
         self.events: list[tuple[str, str]] = []
+        self.free = [f"{GPU}::c{number}" for number in range(free)]
+        self.returned = 0
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         raise AssertionError(pod)
@@ -244,32 +247,45 @@ class _Quiet:
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
         self.events.append((reason, message))
 
-    async def take(self, gpu: str, count: int, keep: object) -> None:
-        raise AssertionError(gpu)
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
+        assert (gpu, member) == (GPU, PairMember.CORE)
+        if count > len(self.free):
+            raise NoUnits(f"{len(self.free)} free units")
+        await keep(tuple(self.free[:count]))
+        del self.free[:count]
 
     def give_back(self) -> None:
-        raise AssertionError
+        self.returned += 1
 
 
-async def test_cores_go_down_and_up_again_and_no_further(tmp_path: Path) -> None:
+async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Path) -> None:
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
     site.isolation.containers.publish({key: ContainerLimits(site.held["a"], site.held["a"].memory_bytes)})
-    owners = _Quiet()
+    owners = _Quiet(free=30)
     resizer = Resizer(site.isolation, owners, Publisher(site.isolation, owners))
-    for text, share in (
-        ('{"main": {"cores": 20}}', 20),
-        ('{"main": {"cores": 60}}', 60),
-        ('{"main": {"cores": 61}}', 60),
+    for cores, share, grown in (
+        (20, 20, 0),
+        (60, 60, 0),
+        (80, 80, 20),
+        (91, 80, 20),
+        (90, 90, 30),
+        (70, 70, 10),
+        (30, 30, 0),
     ):
-        await resizer.look({"uid-a": text})
+        waits = await resizer.look({"uid-a": f'{{"main": {{"cores": {cores}}}}}'})
+        assert waits is (cores != share)
         await anyio.to_thread.run_sync(site.compute.turn, site.isolation.containers.value, {})
         assert (await anyio.to_thread.run_sync(site.shares)) == {"a": share}
         on_disk = await anyio.to_thread.run_sync(site.folders.about, key)
         assert on_disk.cores_now == share  # an agent that starts anew goes on from there
-        assert on_disk.cores == 60
-    assert [reason for reason, _ in owners.events] == ["LimitsResized", "LimitsResized", "ResizeRefused"]
-    assert "asked for 60 cores and cannot be promised 61" in owners.events[-1][1]
+        assert (on_disk.cores, len(on_disk.grown_cores)) == (60, grown)
+        # Nobody else is offered these, by an agent that starts anew either.
+        assert len(site.isolation.grown.get(GPU, ())) == grown
+    refused = [number for number, (reason, _) in enumerate(owners.events) if reason == "ResizeRefused"]
+    assert (refused, len(owners.events), owners.returned) == ([3], 7, 2)
 
 
 async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None:

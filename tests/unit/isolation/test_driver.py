@@ -102,7 +102,7 @@ async def test_a_limit_that_the_hook_has_set_is_found(node: Driven) -> None:
     assert node.isolation.containers.value[KEY].limited is True
     assert node.nvml.sets == 0
     assert node.fences == ["driver", "library"]
-    assert node.publisher.by_fence() == {"driver": 1, "library": 1, "sweep": 0}
+    assert node.publisher.by_fence() == {"driver": 1, "library": 0, "sweep": 0}
 
 
 async def test_a_resize_sets_the_driver_s_limit(node: Driven) -> None:

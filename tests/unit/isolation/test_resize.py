@@ -13,6 +13,7 @@ from agent.isolation.publishing import Publisher
 from agent.isolation.resize import BadResize, NoUnits, Resizer, wanted
 from agent.isolation.room import GRACE_SECONDS
 from agent.isolation.watch import LimitWatch, Measured
+from agent.model.ledger import PairMember
 from tests.unit.isolation.made_up import BLOCK, GPU, units
 from tests.unit.isolation.test_room import Node, request
 from tests.unit.isolation.test_watch import PLACE, Owners
@@ -25,7 +26,10 @@ class Free:
         self.ids = list(ids)
         self.returned = 0
 
-    async def take(self, gpu: str, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+    async def take(
+        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+    ) -> None:
+        assert member is PairMember.MEMORY
         if count > len(self.ids):
             raise NoUnits(f"GPU {gpu} has {len(self.ids)} free units")
         await keep(tuple(self.ids[:count]))

@@ -12,7 +12,7 @@ from agent.isolation import library as libraries
 from agent.isolation.folders import USAGE, About, LimitFolders, key_of
 from agent.isolation.limits import Policy, Request
 from agent.isolation.loaded import loads
-from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, Publisher
+from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Measured, Place, tolerance
 from agent.kit.cell import Cell
@@ -31,12 +31,14 @@ class Owners:
     def __init__(self) -> None:
         self.notes: list[tuple[str, Mapping[str, str]]] = []
         self.events: list[tuple[str, str, bool]] = []
+        self.messages: list[str] = []
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         self.notes.append((pod.name, annotations))
 
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
         self.events.append((pod.name, reason, warning))
+        self.messages.append(message)
 
 
 class Node:
@@ -140,6 +142,8 @@ async def test_a_process_without_the_library_is_told_of(node: Node) -> None:
     key = await node.admit()
     await node.look(0)
     assert node.isolation.containers.value[key].injected is None
+    assert node.publisher.by_fence() == {"driver": 0, "library": 0, "sweep": 1}  # given, and not seen
+    assert UNVERIFIED in node.owners.messages[0]
     await anyio.to_thread.run_sync(node.loaded, 7)
     await node.look(0, 7)
     assert node.isolation.containers.value[key].injected is True

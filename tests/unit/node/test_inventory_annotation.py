@@ -8,11 +8,13 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from agent.extender.free_capacity import free_capacity
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
+from agent.model.growth import Growth
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.node_inventory import INVENTORY, decode
+from agent.model.node_inventory import INVENTORY, decode, encode
 from agent.model.topology import Topology
 from agent.modes.resources import ResourceSet
 from agent.node import inventory_annotation as inventory_note
@@ -58,7 +60,7 @@ def test_links_are_told_by_pair() -> None:
 async def test_it_is_published_on_change_only() -> None:
     inventory, assignment = Cell(Snapshot()), Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({})
-    grown: Cell[Mapping[str, int]] = Cell({})
+    grown: Cell[Mapping[str, Growth]] = Cell({})
     async with anyio.create_task_group() as group:
         group.start_soon(follow, inventory, assignment, None, notes, grown)
         await anyio.wait_all_tasks_blocked()
@@ -141,8 +143,9 @@ async def test_no_resource_appears_before_it_is_written() -> None:
 
 def test_schedulers_see_no_units_that_containers_have_grown_by() -> None:
     snapshot = snapshot_of(gpu(0), gpu(1))
-    grown = {each.uuid: 3 * 256 << 20 for each in snapshot.gpus[:1]}
+    grown = {each.uuid: Growth(3 * 256 << 20, 20) for each in snapshot.gpus[:1]}
     before = inventory_of(snapshot, modes(GpuMode(Mode.VGPU), GpuMode(Mode.VGPU)))
     after = inventory_of(snapshot, modes(GpuMode(Mode.VGPU), GpuMode(Mode.VGPU)), grown=grown)
     assert [one.blocks - other.blocks for one, other in zip(before.gpus, after.gpus, strict=True)] == [3, 0]
+    assert [free.cores for free in free_capacity(decode(encode(after)), ()).gpus] == [80, 100]
     assert inventory_of(snapshot, modes(), grown=grown) == inventory_of(snapshot, modes())

@@ -144,14 +144,34 @@ async def test_units_are_set_aside_only_where_nobody_has_or_will_have_them() -> 
         taken.append(ids)
 
     with pytest.raises(PairRefused, match=r"30 free units of .*, 31 more are asked for"):
-        await kubelet.pairing.set_aside(gpu, 31, keep)
+        await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 31, keep)
     with pytest.raises(PairRefused, match="0 free units"):
-        await kubelet.pairing.set_aside("GPU-unknown", 1, keep)
+        await kubelet.pairing.set_aside("GPU-unknown", PairMember.MEMORY, 1, keep)
     assert not taken
-    await kubelet.pairing.set_aside(gpu, 30, keep)
+    await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 30, keep)
     (ids,) = taken
     assert len(set(ids)) == 30
     assert not set(ids) & kubelet.pairing.ledger.kept_ids
+
+
+async def test_cores_are_set_aside_but_not_those_of_a_pair_to_come() -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await kubelet.admit(pod("a", share("main", 10, 10)))
+    await first(kubelet, pod("b", share("main", 25, 25)), PairMember.MEMORY)
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+    taken: list[tuple[str, ...]] = []
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        taken.append(ids)
+
+    with pytest.raises(PairRefused, match=r"65 free units of tencent.com/vcuda-core, 66 more"):
+        await kubelet.pairing.set_aside(gpu, PairMember.CORE, 66, keep)
+    await kubelet.pairing.set_aside(gpu, PairMember.CORE, 65, keep)
+    (ids,) = taken
+    pool = kubelet.pairing.ledger.pools[gpu]
+    assert set(ids) <= pool.core_set - kubelet.pairing.ledger.kept_ids
+    left = pool.without(frozenset(ids))
+    assert (len(left.cores), left.blocks) == (35, pool.blocks)
 
 
 async def no_more_than_15_are_set_aside(kubelet: KubeletModel) -> None:
@@ -161,7 +181,7 @@ async def no_more_than_15_are_set_aside(kubelet: KubeletModel) -> None:
         raise AssertionError(ids)
 
     with pytest.raises(PairRefused, match="15 free units"):
-        await kubelet.pairing.set_aside(gpu, 16, keep)
+        await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 16, keep)
 
 
 def slow_to_list(kubelet: KubeletModel) -> None:
@@ -218,5 +238,5 @@ async def test_a_record_older_than_what_a_call_has_read_frees_nothing() -> None:
         assert not held & set(ids)
 
     with pytest.raises(PairRefused, match="10 free units"):
-        await kubelet.pairing.set_aside(gpu, 11, keep)
-    await kubelet.pairing.set_aside(gpu, 10, keep)
+        await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 11, keep)
+    await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 10, keep)

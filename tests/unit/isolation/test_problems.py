@@ -1,0 +1,43 @@
+"""A usage region that cannot be read is logged when that begins, not once a second."""
+
+from pathlib import Path
+
+import anyio.to_thread
+from structlog.testing import capture_logs
+
+from agent.isolation.folders import USAGE
+from agent.isolation.problems import Problems
+from tests.unit.isolation.test_watch import Node
+
+
+def test_a_problem_is_logged_when_it_begins() -> None:
+    problems = Problems()
+    with capture_logs() as lines:
+        for _ in range(3):
+            problems.met("a", "no space")
+        problems.met("b", "no space")
+        problems.over("a")
+        problems.met("a", "no space")
+        problems.keep(["a"])  # the folder of b is gone, and made again
+        problems.met("a", "no space")
+        problems.met("b", "no space")
+    assert [line["folder"] for line in lines] == ["a", "b", "a", "b"]
+    assert {(line["event"], line["problem"]) for line in lines} == {("usage_unreadable", "no space")}
+
+
+async def test_a_region_that_its_container_spoils_is_logged_once(tmp_path: Path) -> None:
+    node = await anyio.to_thread.run_sync(Node, tmp_path)
+    key = await node.admit()
+    region = node.isolation.folders.path(key, USAGE)
+
+    def spoil() -> None:
+        region.unlink()
+        region.mkdir()
+
+    await anyio.to_thread.run_sync(spoil)
+    with capture_logs() as lines:
+        for _ in range(5):
+            await node.look(0, 7)
+            await anyio.to_thread.run_sync(node.isolation._bound, (key,))
+    seen = [line for line in lines if line["event"] == "usage_unreadable"]
+    assert len(seen) == 2  # one of each reader
