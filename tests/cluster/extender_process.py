@@ -126,6 +126,17 @@ def free_port() -> int:
 
 
 @contextmanager
+def serving(cluster: Cluster, port: int, log: Path) -> Iterator[Replica]:
+    """One extender, serving."""
+    made = Replica(cluster, port, log)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end(signal.SIGKILL)
+
+
+@contextmanager
 def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterator[Cluster]:
     """A cluster whose kube-scheduler has the shipped configuration, but for address and certificates.
 

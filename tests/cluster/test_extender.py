@@ -43,14 +43,10 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 @pytest.fixture
 def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
     """The extender, serving; pods of the test are removed afterwards."""
-    made = Replica(directed, port, tmp_path / "extender.log")
-    try:
-        made.start()
+    with extender_process.serving(directed, port, tmp_path / "extender.log") as made:
         yield made
-    finally:
-        made.end(signal.SIGKILL)
-        for pod in directed.find_all("Pod"):
-            directed.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+    for pod in directed.find_all("Pod"):
+        directed.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
 
 
 def _sold(bound: list[dict[str, Any]]) -> dict[tuple[str, int], int]:

@@ -58,12 +58,8 @@ async def site(directed: Cluster, nodes: Sequence[RigNode]) -> AsyncIterator[Sit
 @pytest.fixture
 def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
     """The extender, serving."""
-    made = Replica(directed, port, tmp_path / "extender.log")
-    try:
-        made.start()
+    with extender_process.serving(directed, port, tmp_path / "extender.log") as made:
         yield made
-    finally:
-        made.end(signal.SIGKILL)
 
 
 @pytest.fixture

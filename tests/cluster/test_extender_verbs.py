@@ -3,7 +3,6 @@
 Nodes exist as objects only; which GPU each pod holds is set from the beginning.
 """
 
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from agent.model.placement import HINT
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
-from tests.cluster.extender_process import Replica
 from tests.cluster.made_up import GPUS
 from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
@@ -40,14 +38,10 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _serving(directed: Cluster, port: int, tmp_path: Path) -> Iterator[None]:
     """The extender serves; pods of the test are removed afterwards."""
-    made = Replica(directed, port, tmp_path / "extender.log")
-    try:
-        made.start()
+    with extender_process.serving(directed, port, tmp_path / "extender.log"):
         yield
-    finally:
         for pod in directed.find_all("Pod"):
             directed.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
-        made.end(signal.SIGKILL)
 
 
 def places(cluster: Cluster) -> dict[str, tuple[str, str]]:

@@ -6,7 +6,6 @@ for an old version gets 410.
 """
 
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from aiohttp import web
 from .api_server import Api, Pod
 from .http_objects import Object, container, line, merge, namespace, status_text, without_version
 from .http_scheduling import SchedulingApi
+from .http_serving import serving
 from .pod_specs import Phase
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,19 +63,8 @@ class HttpApi:
                 *SchedulingApi(self._api).routes(),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        if path is not None:
-            await web.UnixSite(runner, str(path)).start()
-        else:
-            listener = socket.create_server(("127.0.0.1", 0))
-            self.port = listener.getsockname()[1]
-            await web.SockSite(runner, listener).start()
-        try:
+        async with serving(app, path) as self.port:
             yield self
-        finally:
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
 
     @property
     def reachable(self) -> bool:

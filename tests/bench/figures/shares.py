@@ -44,6 +44,8 @@ HELD_OUT: Mapping[str, Row] = {
     "the same, waiting for each, 15": Row((Load(15, "waiting"),), 23),
     "graphs of 6 ms, 65": Row((Load(65, "decode"),), 13),
     "graphs of 40 ms, twice 50": Row((Load(50, "prefill"),) * 2, 33, 10),
+    "kernels and copies on the GPU, 30": Row((Load(30, "copying"),), 13),
+    "the same, 30 next to 70": Row((Load(30, "copying"), Load(70, "train")), 13),
     "jobs in bursts, 20": Row((Load(20, "jobs"),), 33, 10),
     "inference mix, 3 processes, 60": Row((Load(60, "infer", 3),), 13),
     "graphs of 6 ms, 15 next to 85": Row((Load(15, "decode"), Load(85, "decode")), 23),

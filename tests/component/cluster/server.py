@@ -12,6 +12,7 @@ from aiohttp import web
 
 from agent.cluster import lean
 from agent.cluster.api import KubeApi
+from agent.simulator.kubelet.http_serving import serving
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 END = {"k8s.io/initial-events-end": "true"}
@@ -63,16 +64,9 @@ class FakeApi:
         """Serve on loopback; connections drop at the end."""
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{tail:.*}", self.answer)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with serving(app, port=port) as bound:
+            self.url = f"http://127.0.0.1:{bound}"
             yield self
-        finally:
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
 
     @property
     def port(self) -> int:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 from aiohttp import web
 
 from agent.cluster.api import KubeApi
@@ -15,6 +14,7 @@ from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
+from agent.simulator.kubelet.http_serving import serving
 from tests.component.cluster.server import END, client
 
 Object = dict[str, Any]
@@ -199,16 +199,9 @@ class ClusterApi:
         app.router.add_post("/api/v1/namespaces/{namespace}/events", self._event)
         app.router.add_post(leases, self._lease)
         app.router.add_route("*", leases + "/{name}", self._lease)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with serving(app) as bound:
+            self.url = f"http://127.0.0.1:{bound}"
             yield self.url
-        finally:
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[KubeApi]:

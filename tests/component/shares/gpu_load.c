@@ -106,6 +106,7 @@ static const struct load {
     int depth;                    /* launches at once on the GPU */
     int burst;                    /* launches between two pauses; 0: none */
     double pause;                 /* seconds, on average */
+    uint64_t copied;              /* bytes that a copy on the GPU moves after each launch */
     double turn;                  /* seconds in all streams, and then in one; 0: always in all */
 } loads[] = {
     {.name = "tiny", .length = tiny, .depth = 64},
@@ -123,6 +124,7 @@ static const struct load {
     {.name = "waiting", .length = medium, .depth = 1},
     {.name = "beside", .length = beside, .depth = 64},
     {.name = "jobs", .length = jobs, .depth = 8, .burst = 15, .pause = .05},
+    {.name = "copying", .length = even, .depth = 16, .copied = 450000000},
     {.name = "decode", .graph = 6e-3, .depth = 2},
     {.name = "prefill", .graph = 40e-3, .depth = 2},
 };
@@ -167,6 +169,10 @@ int main(int argc, char **argv) {
             return 5;
         }
     }
+    uint64_t memory = 0;
+    if (load->copied > 0 && entry("cuMemAlloc_v2")(&memory, load->copied * 2)) {
+        return 7;
+    }
     wait(NULL, 0, now()); /* until all loads are there */
     call_t *launch = entry("cuLaunchKernel"), *run = entry("cuGraphLaunch"), *record = entry("cuEventRecord");
     call_t *sync = entry("cuEventSynchronize");
@@ -188,6 +194,9 @@ int main(int argc, char **argv) {
         } else {
             unsigned width = (unsigned)(load->length(&which) * 1e9);
             problem = launch(function[which], width, 1, 1, 1, 1, 1, 0, on, NULL, NULL);
+        }
+        if (load->copied > 0 && !problem) {
+            problem = entry("cuMemcpyDtoDAsync_v2")(memory, memory + load->copied, load->copied, on);
         }
         if (problem || record(event[count % (unsigned)load->depth], on)) {
             return 6;
