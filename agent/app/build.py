@@ -22,6 +22,7 @@ from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.model.modes import Assignment
+from agent.plugins.context import PluginContext
 from agent.telemetry.health_metrics import health_collector
 
 log = structlog.get_logger()
@@ -35,8 +36,9 @@ NVML_SECONDS = 1.5
 async def build(
     core: Core, tasks: Tasks, ending: ExitStack, closing: AsyncExitStack
 ) -> tuple[Agent, Callable[[], Awaitable[None]]]:
-    """Build the agent but for what `core` holds, and what has it serve: it waits for the first request.
+    """Build all parts that `core` does not hold: the agent, and the function by which it begins to serve.
 
+    That one waits for the first request, within a bounded time.
     `ending` is given what has to be done as the tasks are ended, `closing` once they have ended.
     """
     settings, snapshot = core.settings, core.inventory.snapshot
@@ -66,9 +68,17 @@ async def build(
     assignment: Cell[Assignment] = Cell(Assignment())
     grown: Cell[Mapping[str, Growth]] = Cell({})
     pods, recorder = build_pod_ports(settings, cluster, tasks)
-    modes = await build_modes(
-        ModeContext(core, tasks, cluster, pods, recorder, injector, request.source, assignment, uses, grown)
+    plugins = PluginContext(
+        settings,
+        snapshot,
+        assignment,
+        core.holdings,
+        injector,
+        pods,
+        recorder,
+        cluster.node.name if cluster else "",
     )
+    modes = await build_modes(ModeContext(core, tasks, cluster, plugins, request.source, uses, grown))
     switching = await build_switching(core, tasks, cluster, monitor, request, modes, assignment, grown)
 
     async def serve() -> None:

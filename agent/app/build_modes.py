@@ -11,7 +11,7 @@ from typing import cast
 
 from agent.app.mode_parts import ModeContext, ModeModule, ModeParts
 from agent.model.modes import OFFERED_MODES, Mode
-from agent.plugins.context import PluginContext, module_of
+from agent.plugins.context import module_of
 
 
 async def build_modes(context: ModeContext) -> Mapping[Mode, ModeParts]:
@@ -23,8 +23,4 @@ async def _build(mode: Mode, context: ModeContext) -> ModeParts:
     name = f"{__package__}.build_{mode.value}"
     if find_spec(name):
         return await cast("ModeModule", import_module(name)).build(context)
-    core = context.core
-    plugins = PluginContext(
-        core.settings, core.inventory.snapshot, context.assignment, core.holdings, context.injector
-    )
-    return ModeParts(module_of(mode).build(plugins))
+    return ModeParts(module_of(mode).build(context.plugins))

@@ -66,7 +66,7 @@ class MpsBackend:
 
 async def build(context: ModeContext) -> ModeParts:
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
-    core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.injector
+    core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.plugins.injector
     settings, snapshot, held = core.settings, core.inventory.snapshot, core.holdings.cell
     events = MpsEvents(snapshot, held, cluster.events if cluster else None)
     manager = DaemonManager(
@@ -85,17 +85,9 @@ async def build(context: ModeContext) -> ModeParts:
         exceeding=lambda: above_limit(context.uses.value, Mode.MPS),
         report=events,
     )
+    root_check = RootCheck(cluster.pods if cluster else None)
     pairing, conditions, plugins = mps.build(
-        settings,
-        manager,
-        snapshot,
-        context.assignment,
-        injector,
-        core.holdings,
-        context.pods,
-        context.recorder,
-        cluster.node.name if cluster else "",
-        RootCheck(cluster.pods if cluster else None) if settings.mps.root_pods == "refuse" else None,
+        context.plugins, manager, root_check if settings.mps.root_pods == "refuse" else None
     )
     upkeep = Upkeep(
         manager,
@@ -114,8 +106,8 @@ async def build(context: ModeContext) -> ModeParts:
     keeper = SpecificationKeeper(
         Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
-    caps = AdvisoryCaps(settings, injector, context.assignment, cluster.events if cluster else None)
-    tasks.start("mps daemons", manager.run, context.assignment)
+    caps = AdvisoryCaps(settings, injector, context.plugins.modes, cluster.events if cluster else None)
+    tasks.start("mps daemons", manager.run, context.plugins.modes)
     tasks.start("mps clients", clients.run)
     tasks.start("mps folders", upkeep.run)
     tasks.start("cdi specification", keeper.run)

@@ -13,25 +13,16 @@ from agent.telemetry.pairs import pairs_collector
 
 async def build(context: ModeContext) -> ModeParts:
     """Build the two resources; rooms of limits are loaded only where there may be some."""
-    core, cluster = context.core, context.cluster
+    core = context.core
     grown = await build_limits(context)
     limits = grown if isinstance(grown, VgpuLimits) else None
     shares, plugins = vgpu.build(
-        core.settings,
-        core.inventory.snapshot,
-        context.assignment,
-        context.injector,
-        core.holdings,
-        context.pods,
-        context.recorder,
-        cluster.node.name if cluster else "",
-        limits or no_fence,
-        grown.units_grown if grown else none_grown,
+        context.plugins, limits or no_fence, grown.units_grown if grown else none_grown
     )
     if grown:
         grown.follow_resizes(context, shares)
     if limits:
-        core.readiness.degradations.append(partial(_remarks, limits, context.assignment))
+        core.readiness.degradations.append(partial(_remarks, limits, context.plugins.modes))
     core.collectors.append(
         pairs_collector(
             "vgpu",

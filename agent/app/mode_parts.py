@@ -9,11 +9,9 @@ from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
-from agent.model.modes import Assignment
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
-from agent.pairing.ports import PodSource, Recorder
-from agent.plugins.inject import Injector
+from agent.plugins.context import PluginContext
 from agent.telemetry.container_use import Uses
 
 
@@ -24,11 +22,8 @@ class ModeContext:
     core: Core
     tasks: Tasks
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
-    pods: PodSource
-    recorder: Recorder
-    injector: Injector
+    plugins: PluginContext
     desired: DesiredSource
-    assignment: Cell[Assignment]
     uses: Cell[Uses]
     # Bytes by GPU that containers have beyond what their pods asked for.
     grown: Cell[Mapping[str, Growth]]

@@ -115,7 +115,7 @@ async def build_limits(context: ModeContext) -> Grown | None:
         return parts
 
     if settings.modes.vgpu and settings.vgpu.enforcement != "off":
-        limits = VgpuLimits(context.assignment, build)
+        limits = VgpuLimits(context.plugins.modes, build)
         if before:
             await limits.begin()
         return limits

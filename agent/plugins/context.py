@@ -1,10 +1,11 @@
 """The inputs for the plugins of a mode. A module of the mode's name in this package has `build`.
 
-vGPU and MPS need rooms above this one (isolation, daemons) and are built by the composition root itself.
+Those of vGPU and MPS take further ones, limits and daemons, from the composition root.
 """
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from agent.inventory.snapshot import Snapshot
@@ -12,6 +13,13 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.podresources import RecordReader
 from agent.model.modes import Assignment, Mode
+from agent.model.placement import Policy, lowest
+from agent.model.preference import choose
+from agent.model.units import ResourcePair
+from agent.pairing.actor import Pairing
+from agent.pairing.ports import PodSource, Recorder
+from agent.pairing.reducer import Rules
+from agent.pairing.resolver import RequesterResolver
 from agent.plugins.inject import Injector
 from agent.settings import Settings
 
@@ -25,6 +33,37 @@ class PluginContext:
     modes: Cell[Assignment]
     record: RecordReader
     injector: Injector
+    pods: PodSource = field(default_factory=PodSource)
+    recorder: Recorder = field(default_factory=Recorder)
+    node: str = ""  # its name; empty: there is no way to the Kubernetes API
+
+
+class PairSettings(Protocol):
+    """The configuration of a mode with a pair of resources."""
+
+    @property
+    def placement(self) -> str:
+        """The policy of a pod that names none."""
+
+    @property
+    def reservation_seconds(self) -> float:
+        """How long a pair is promised to a container that has one half of it."""
+
+
+def pairing_of(context: PluginContext, pair: ResourcePair, configured: PairSettings) -> Pairing:
+    """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones."""
+
+    def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        return choose(context.inventory.value.topology, free, must_include, size)
+
+    rules = Rules(
+        pair,
+        Policy(configured.placement),
+        configured.reservation_seconds,
+        connected if pair.whole_gpus else lowest,
+        context.node,
+    )
+    return Pairing(rules, RequesterResolver(pair, context.record, context.pods), context.recorder)
 
 
 class PluginModule(Protocol):

@@ -14,23 +14,18 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import RecordReader
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.ids import BadDeviceId, parse
 from agent.model.ledger import Holder, PairMember
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
-from agent.model.placement import Policy
 from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
-from agent.pairing.reducer import Rules
-from agent.pairing.resolver import RequesterResolver
 from agent.plugins import shares_cdi
+from agent.plugins.context import PluginContext, pairing_of
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPair, SharedPairPlugin, Sharing
-from agent.settings import Settings
 
 # Where a container finds what its daemon has elsewhere on the host.
 PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
@@ -255,35 +250,25 @@ class MpsPlugin(SharedPairPlugin):
 
 
 def build(
-    settings: Settings,
-    daemons: Daemons,
-    inventory: Cell[Snapshot],
-    modes: Cell[Assignment],
-    injector: Injector,
-    record: RecordReader,
-    source: PodSource | None = None,
-    recorder: Recorder | None = None,
-    node: str = "",
-    root_check: RootCheck | None = None,
+    context: PluginContext, daemons: Daemons, root_check: RootCheck | None = None
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     """The two resources and what they share."""
-    rules = Rules(MPS, Policy(settings.mps.placement), settings.mps.reservation_seconds, node=node)
-    pairing = Pairing(rules, RequesterResolver(MPS, record, source or PodSource()), recorder)
+    settings, inventory = context.settings, context.inventory
+    pairing = pairing_of(context, MPS, settings.mps)
     conditions = Conditions(
         daemons,
         inventory,
         pairing,
-        injector,
+        context.injector,
         settings.mps.most_clients,
         caps_must_hold=settings.mps.advisory_caps == "refuse",
     )
-    shares = SharedPair(
-        conditions.sharing(not settings.cluster.extender), inventory, modes, pairing, record.cell
-    )
+    sharing = conditions.sharing(not settings.cluster.extender)
+    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
     return (
         pairing,
         conditions,
-        [MpsPlugin(shares, member, injector, daemons, root_check) for member in PairMember],
+        [MpsPlugin(shares, member, context.injector, daemons, root_check) for member in PairMember],
     )
 
 

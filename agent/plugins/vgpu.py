@@ -1,27 +1,20 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import anyio
 import structlog
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import RecordReader
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.gpu import Driver
 from agent.model.ledger import PairMember
-from agent.model.modes import Assignment, Mode
-from agent.model.placement import Policy
-from agent.model.preference import choose
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
-from agent.pairing.reducer import Rules
-from agent.pairing.resolver import RequesterResolver
+from agent.model.modes import Mode
+from agent.plugins.context import PluginContext, pairing_of
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import Fence, SharedPair, SharedPairPlugin, Sharing, no_fence, none_grown
-from agent.settings import Settings
 
 log = structlog.get_logger()
 
@@ -65,28 +58,17 @@ class VgpuPlugin(SharedPairPlugin):
 
 
 def build(
-    settings: Settings,
-    inventory: Cell[Snapshot],
-    modes: Cell[Assignment],
-    injector: Injector,
-    record: RecordReader,
-    source: PodSource | None = None,
-    recorder: Recorder | None = None,
-    node: str = "",
+    context: PluginContext,
     fence: Fence = no_fence,
     grown: Callable[[str], frozenset[str]] = none_grown,
 ) -> tuple[SharedPair, list[VgpuPlugin]]:
     """The two resources and what they share."""
-
-    def whole(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        return choose(inventory.value.topology, free, must_include, size)
-
+    settings, inventory = context.settings, context.inventory
     configured = settings.vgpu
-    rules = Rules(VGPU, Policy(configured.placement), configured.reservation_seconds, whole, node)
-    pairing = Pairing(rules, RequesterResolver(VGPU, record, source or PodSource()), recorder)
+    pairing = pairing_of(context, VGPU, configured)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
-    shares = SharedPair(sharing, inventory, modes, pairing, record.cell)
+    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
     return shares, [
-        VgpuPlugin(shares, member, injector, inventory, configured.enforcement, configured.library)
+        VgpuPlugin(shares, member, context.injector, inventory, configured.enforcement, configured.library)
         for member in PairMember
     ]

@@ -21,6 +21,7 @@ from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.plugins.context import PluginContext
 from agent.plugins.inject import Injector
 from agent.plugins.vgpu import VgpuPlugin, build
 from agent.settings import Settings
@@ -196,7 +197,8 @@ async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
     gpus = [_gpu(f"GPU-{n:08d}-86f3-7a43-b711-4771313afc50", n) for n in range(8)]
     inventory = Cell(_snapshot(gpus))
     modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
-    _, plugins = build(Settings(), inventory, modes, Injector(Settings()), _NoRecords())
+    settings = Settings()
+    _, plugins = build(PluginContext(settings, inventory, modes, _NoRecords(), Injector(settings)))
     plugin = next(each for each in plugins if each.resource == VGPU.memory)
     stalls: list[float] = []
     async with _served(plugin) as socket:

@@ -5,7 +5,6 @@ from pathlib import Path
 import anyio
 
 from agent.app import build_mps, build_vgpu
-from agent.app.build_cluster import build_pod_ports
 from agent.app.build_modes import build_modes
 from agent.app.build_switching import build_request
 from agent.app.mode_parts import ModeContext, ModeModule
@@ -13,6 +12,7 @@ from agent.app.parts import Tasks
 from agent.app.run import core_of
 from agent.kit.cell import Cell
 from agent.model.modes import OFFERED_MODES, Assignment
+from agent.plugins.context import PluginContext
 from agent.plugins.inject import Injector
 from agent.settings import Cluster, Host, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
@@ -32,17 +32,16 @@ async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_s
     core = core_of(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200")))
     async with anyio.create_task_group() as group:
         tasks = Tasks(core.supervisor, group)
-        pods, recorder = build_pod_ports(settings, None, tasks)
+        plugins = PluginContext(
+            settings, core.inventory.snapshot, Cell(Assignment()), core.holdings, Injector(settings)
+        )
         modes = await build_modes(
             ModeContext(
                 core=core,
                 tasks=tasks,
                 cluster=None,
-                pods=pods,
-                recorder=recorder,
-                injector=Injector(settings),
+                plugins=plugins,
                 desired=(await build_request(settings)).source,
-                assignment=Cell(Assignment()),
                 uses=Cell(Uses()),
                 grown=Cell({}),
             )

@@ -18,6 +18,7 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.actor import Pairing
 from agent.pairing.ports import PodSource, Recorder
 from agent.plugins import mps
+from agent.plugins.context import PluginContext
 from agent.plugins.inject import Choice, Injector, NodeSoftware
 from agent.plugins.mps import Conditions, MpsPlugin
 from agent.settings import Settings, load
@@ -80,16 +81,16 @@ class Node:
         self.daemons, self.lister = Daemons(), Lister()
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
-        pairing, conditions, plugins = mps.build(
+        context = PluginContext(
             configuration,
-            self.daemons,
             inventory,
             modes,
-            self.injector,
             self.lister,
-            source,
-            recorder,
+            self.injector,
+            source or PodSource(),
+            recorder or Recorder(),
         )
+        pairing, conditions, plugins = mps.build(context, self.daemons)
         self.pairing: Pairing = pairing
         self.conditions: Conditions = conditions
         self.plugins: dict[PairMember, MpsPlugin] = dict(zip(PairMember, plugins, strict=True))
