@@ -29,10 +29,7 @@ KINDS = (
     ("batch/v1", ("Job",)),
     ("coordination.k8s.io/v1", ("Lease",)),
     ("rbac.authorization.k8s.io/v1", ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")),
-    (
-        "admissionregistration.k8s.io/v1",
-        ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
-    ),
+    ("admissionregistration.k8s.io/v1", ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")),
 )
 SHARES = {
     "whole": {"nvidia.com/gpu": 1},
