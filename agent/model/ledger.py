@@ -192,8 +192,10 @@ class Ledger:
     def whole(self) -> frozenset[str]:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
-        large += [each.core_ids for each in self.reservations if each.complete and each.core_ids]
-        return frozenset(pool.gpu for pool in self.pools.values() for ids in large if pool.core_set <= ids)
+        promised = (each.core_ids for each in self.reservations if each.complete)
+        # Also of a GPU with grown cores some may hold all that are left in its pool, and have none of it whole.
+        large += [ids for ids in promised if ids and len(ids) >= CORES]
+        return frozenset(pool.gpu for pool in self.pools.values() for ids in large if pool.core_set and pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
         """The promise to a container."""
@@ -272,5 +274,5 @@ def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) ->
         return FreeGpu(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
     cores = len(pool.core_set - taken) - owed[0]
     blocks = len(pool.block_set - taken) - owed[1]
-    untouched = cores == len(pool.cores) and blocks == len(pool.blocks)
+    untouched = cores == CORES and blocks == len(pool.blocks)
     return FreeGpu(pool.gpu, pool.index, max(0, cores), max(0, blocks), len(pool.blocks), untouched)
