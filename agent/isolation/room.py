@@ -65,7 +65,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
-        self._compute = compute
+        self.computes = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -243,7 +243,7 @@ class Isolation:
             library.build if library else "",
             avoidable=request.avoidable,
             driver=request.driver,
-            compute=self._compute and library is not None,
+            compute=self.computes and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:

@@ -193,9 +193,10 @@ class Ledger:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
         promised = (each.core_ids for each in self.reservations if each.complete)
-        # Also of a GPU with grown cores some may hold all that are left in its pool, and have none of it whole.
+        # One may hold all cores that are left in a pool from which others have grown: that is no whole GPU.
         large += [ids for ids in promised if ids and len(ids) >= CORES]
-        return frozenset(pool.gpu for pool in self.pools.values() for ids in large if pool.core_set and pool.core_set <= ids)
+        pools = [each for each in self.pools.values() if each.core_set]
+        return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
         """The promise to a container."""
