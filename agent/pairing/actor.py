@@ -133,11 +133,17 @@ class Pairing:
     ) -> None:
         """Have `keep` take `count` free units of a GPU out of its pool, while no call is served.
 
-        The highest numbers, since calls take the lowest. Raises PairRefused where there are not so many, and
-        what `keep` raises.
+        The highest numbers, since calls take the lowest. Raises PairRefused where there are not so many, or
+        nobody can say how many, and what `keep` raises.
         """
         async with self._turn:
-            self._forget_late()
+            self._forget_late()  # before: what ends meanwhile counts on
+            # A promise may have ended before a record showed what came of it.
+            records = await self._resolver.records()
+            if records is None:
+                text = "nobody can say who holds what now: the kubelet does not answer"
+                raise PairRefused(f"no units of GPU {gpu} can be added: {text}", Cause.UNAVAILABLE)
+            self._take_in(records)
             free = self.ledger.free_units(gpu, member)
             if len(free) < count:
                 raise PairRefused(

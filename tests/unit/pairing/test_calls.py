@@ -154,6 +154,23 @@ async def test_units_are_set_aside_only_where_nobody_has_or_will_have_them() -> 
     assert not set(ids) & kubelet.pairing.ledger.kept_ids
 
 
+@pytest.mark.parametrize("readable", [True, False])
+async def test_units_of_a_pod_that_no_record_showed_in_time_are_not_set_aside(*, readable: bool) -> None:
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await kubelet.admit(pod("a", share("main", 10, 10)))
+    gpu = next(iter(kubelet.pairing.ledger.pools))
+    kubelet.now += 60.0  # its promise is over, and no reading came through since
+    kubelet.records_readable = readable
+    taken: list[tuple[str, ...]] = []
+
+    async def keep(ids: tuple[str, ...]) -> None:
+        taken.append(ids)
+
+    with pytest.raises(PairRefused, match="30 free units" if readable else "nobody can say who holds what"):
+        await kubelet.pairing.set_aside(gpu, PairMember.MEMORY, 31, keep)
+    assert not taken
+
+
 async def test_cores_are_set_aside_but_not_those_of_a_pair_to_come() -> None:
     kubelet = KubeletModel(gpus=1, blocks=40)
     await kubelet.admit(pod("a", share("main", 10, 10)))
