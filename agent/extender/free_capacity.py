@@ -145,7 +145,7 @@ class _Tally:
     def __init__(self, gpu: GpuEntry) -> None:
         self.gpu = gpu
         self.cores, self.blocks, self.clients = gpu.grown_cores, 0, 0
-        self.touched = self.shut = False
+        self.touched, self.shut = gpu.grown_cores > 0, False
 
     def take(self, cores: int, blocks: int, clients: int) -> None:
         self.touched = True

@@ -135,11 +135,12 @@ class Resizer:
         self._publisher.resized(about, target)
 
     async def _resize_cores(self, key: str, about: About, cores: int) -> None:
-        if not about.compute:
+        have = about.cores + len(about.grown_cores)
+        # With compute switched off since it started it may give cores back, and takes none that nobody keeps.
+        if not about.compute or (cores > have and not self._isolation.computes):
             raise BadResize(
                 f"container {about.container} is not held to cores: set vgpu.compute, and start its pod again"
             )
-        have = about.cores + len(about.grown_cores)
         if cores > have:
 
             async def keep(ids: tuple[str, ...]) -> None:

@@ -65,7 +65,7 @@ class Isolation:
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
-        self._compute = compute
+        self.computes = compute
         self._library: Library | None = None
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -158,17 +158,20 @@ class Isolation:
 
     async def resize(self, key: str, about: About) -> None:
         """Give a container another cap. Raises FolderUnusable: it has the one that its folder says."""
-        # A call that was cut off in between would leave this process with another count than the folder.
-        with anyio.CancelScope(shield=True):
-            try:
-                await anyio.to_thread.run_sync(self.folders.resize, key, about)
-                await anyio.to_thread.run_sync(self._copies.keep, about)
-            except FolderUnusable:
-                about = await anyio.to_thread.run_sync(self.folders.about, key)
-                raise
-            finally:
-                if limits := self.containers.value.get(key):
-                    found = replace(limits, about=about, memory_bytes=about.memory_bytes)
+        async with self._turn:
+            known = self.containers.value.get(key)
+            if known is None or known.about.uid != about.uid:  # another pod may have its units by now
+                raise FolderUnusable(f"container {about.container} of {about.namespace}/{about.pod} is gone")
+            # A call that was cut off in between would leave this process with another count than the folder.
+            with anyio.CancelScope(shield=True):
+                try:
+                    await anyio.to_thread.run_sync(self.folders.resize, key, about)
+                    await anyio.to_thread.run_sync(self._copies.keep, about)
+                except FolderUnusable:
+                    about = await anyio.to_thread.run_sync(self.folders.about, key)
+                    raise
+                finally:
+                    found = replace(self.containers.value[key], about=about, memory_bytes=about.memory_bytes)
                     self._become({**self.containers.value, key: found})
 
     async def run(self) -> None:
@@ -240,7 +243,7 @@ class Isolation:
             library.build if library else "",
             avoidable=request.avoidable,
             driver=request.driver,
-            compute=self._compute and library is not None,
+            compute=self.computes and library is not None,
         )
         key = key_of(about.ids)
         async with self._turn:

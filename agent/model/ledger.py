@@ -192,8 +192,11 @@ class Ledger:
     def whole(self) -> frozenset[str]:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
-        large += [each.core_ids for each in self.reservations if each.complete and each.core_ids]
-        return frozenset(pool.gpu for pool in self.pools.values() for ids in large if pool.core_set <= ids)
+        promised = (each.core_ids for each in self.reservations if each.complete)
+        # One may hold all cores that are left in a pool from which others have grown: that is no whole GPU.
+        large += [ids for ids in promised if ids and len(ids) >= CORES]
+        pools = [each for each in self.pools.values() if each.core_set]
+        return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
         """The promise to a container."""
@@ -272,5 +275,5 @@ def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) ->
         return FreeGpu(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
     cores = len(pool.core_set - taken) - owed[0]
     blocks = len(pool.block_set - taken) - owed[1]
-    untouched = cores == len(pool.cores) and blocks == len(pool.blocks)
+    untouched = cores == CORES and blocks == len(pool.blocks)
     return FreeGpu(pool.gpu, pool.index, max(0, cores), max(0, blocks), len(pool.blocks), untouched)

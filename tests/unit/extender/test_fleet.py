@@ -94,6 +94,13 @@ def test_the_ceiling_of_mps_clients_is_kept() -> None:
     assert "client ceiling" in made.verdict("n", mps((10, 1)))
 
 
+def test_a_gpu_with_grown_cores_is_not_wholly_free_though_its_pod_is_gone() -> None:
+    made = fleet(gpus(1, grown_cores=10))
+    assert made.verdict("n", asks((90, 10))) == ""
+    assert made.verdict("n", asks((91, 10)))
+    assert made.verdict("n", asks((100, 0))) == "0 of 1 GPUs wholly free"
+
+
 def test_whole_gpus_are_the_best_linked_ones() -> None:
     links = [0] * 6
     links[4] = 400  # 1-3

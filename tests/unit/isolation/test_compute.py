@@ -298,3 +298,21 @@ async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None
         {"uid-a": '{"main": {"cores": 20}}'}
     )
     assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
+
+
+async def test_no_cores_grow_once_compute_is_switched_off_but_they_may_be_given_back(
+    tmp_path: Path,
+) -> None:
+    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
+    key = await anyio.to_thread.run_sync(site.add, "a", 60)
+    grown = msgspec.structs.replace(site.held["a"], cores_cap=70, grown_cores=tuple(_Quiet(free=10).free))
+    await anyio.to_thread.run_sync(site.folders.resize, key, grown)
+    now = Isolation(site.folders, tmp_path / "none", tmp_path, Policy.LIBRARY, Cell(None))
+    await now.start()
+    owners = _Quiet(free=30)
+    resizer = Resizer(now, owners, Publisher(now, owners))
+    await resizer.look({"uid-a": '{"main": {"cores": 80}}'})
+    assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
+    assert (now.containers.value[key].about, len(owners.free)) == (grown, 30)
+    await resizer.look({"uid-a": '{"main": {"cores": 60}}'})
+    assert (now.containers.value[key].about.grown_cores, owners.returned) == ((), 1)

@@ -101,6 +101,25 @@ async def test_without_free_units_nothing_changes_until_there_are(node: Resizing
     assert await node.cap() == 5
 
 
+async def test_a_resize_that_comes_late_leaves_the_next_pod_of_these_units_alone(node: Resizing) -> None:
+    class Slow(Free):
+        """The call that is served first is the next pod's."""
+
+        async def take(
+            self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
+        ) -> None:
+            await node.isolation.admit(request("b"))
+            await super().take(gpu, member, count, keep)
+
+    node.resizer._units = Slow(*units(100, 10))
+    await node.request('{"main": 7}')
+    about = await anyio.to_thread.run_sync(node.isolation.folders.about, key_of(units()))
+    assert (about.uid, about.grown) == ("uid-b", ())
+    assert await node.cap() == 4
+    assert not node.grown
+    assert node.reasons == ["ResizeRefused"]
+
+
 async def test_growth_survives_a_restart_and_goes_with_its_container(node: Resizing) -> None:
     await node.request('{"main": 9}')
     node.holding(("a", units()))

@@ -73,6 +73,25 @@ def test_all_cores_sold_in_shares_leave_memory_to_sell() -> None:
     assert rooms(book)[A].blocks == 40
 
 
+def test_cores_that_containers_have_grown_by_make_no_gpu_whole() -> None:
+    everything = Held(OTHER, PairMember.CORE, cores(B, 0, 100))
+    pools = {A: pool(A, 0).without(cores(A, 0, 100)), B: pool(B, 1)}
+    book = Ledger(pools, Holdings((everything,)))
+    assert book.whole == {B}
+    assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 40)
+    # All that is left goes to one container, which asked for less than a GPU.
+    book = Ledger({A: pool(A, 0).without(cores(A, 60, 40))})
+    rest = Reservation(ME, MINE, Demand(60, 0), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 60))
+    book = book.promised(rest.with_grant(PairMember.CORE))
+    assert book.whole == frozenset()
+    assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 40)
+
+
+def test_a_gpu_with_grown_cores_is_not_wholly_free() -> None:
+    book = Ledger({A: pool(A, 0).without(cores(A, 99, 1)), B: pool(B, 1)})
+    assert [gpu for gpu, room in rooms(book).items() if room.untouched] == [B]
+
+
 def test_inherited_units_are_room_for_their_heir() -> None:
     book = ledger(Held(ME, PairMember.CORE, cores(A, 0, 100)))
     assert rooms(book, ME, own=cores(A, 0, 100))[A].untouched
