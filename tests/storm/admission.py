@@ -16,26 +16,44 @@ from agent.model.modes import Mode
 from agent.model.units import Unit
 from agent.modes.switch_state import Phase as SwitchPhase
 from agent.simulator.kubelet.api_server import Pod
+from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
 ALL = 1 << 20  # units: more than any GPU has
 SETTLED_SECONDS = 60.0  # how long nothing must have been wrong
 
+Used = dict[str, Counter[Unit]]
+
 
 def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     """Call `found` with each refusal that nothing excuses; the answer ends it."""
-    before = Life._reject
+    before, allocate = Life._reject, DeviceManager.allocate
+    offered: dict[str, Used] = {}  # by UID; one pod at a time is admitted
+
+    async def seen(
+        self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
+    ) -> None:
+        if any(self.tables.knows(resource) for resource in container.limits):
+            self.free_inactive()  # as the kubelet is about to do
+            offered.clear()
+            offered[uid] = _used(self, uid)
+        await allocate(self, pod, uid, container, running)
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
-        if not excused(world) and _fits(world, self, pod):
+        # The kubelet looks once what is free: what has ended since then is not among what it offers.
+        views = [_used(self.devices, pod.uid), *([offered[pod.uid]] if pod.uid in offered else [])]
+        if not excused(world) and all(_fits(world, used, pod) for used in views):
             found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
+    DeviceManager.allocate = seen  # type: ignore[method-assign]
     Life._reject = reject  # type: ignore[method-assign]
 
     def end() -> None:
+        DeviceManager.allocate = allocate  # type: ignore[method-assign]
         Life._reject = before  # type: ignore[method-assign]
 
     return end
@@ -54,8 +72,8 @@ def excused(world: World) -> bool:
     return bool(troubled or unwell or not world.kubelet_well or daemons or agent.grown.value or not settled)
 
 
-def _fits(world: World, life: Life, pod: Pod) -> bool:
-    """Whether one GPU has room for the pod's only container; other shapes are not judged."""
+def _fits(world: World, used: Used, pod: Pod) -> bool:
+    """Whether one GPU has room beside `used` for the pod's only container; other shapes are not judged."""
     # One that is deleted while it is admitted needs nothing any more.
     if len(pod.spec.containers) != 1 or pod.spec.static or pod.deleting:
         return False
@@ -66,7 +84,6 @@ def _fits(world: World, life: Life, pod: Pod) -> bool:
         limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks
     switcher = world.running.switcher if world.running else None
     modes = {one.uuid: one.active.mode for one in switcher.state.value.gpus} if switcher else {}
-    used = _used(life, pod.uid)
     if GPU in limits:
         free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]
         return len(free) >= limits[GPU]
@@ -86,10 +103,10 @@ def _fits(world: World, life: Life, pod: Pod) -> bool:
     return False
 
 
-def _used(life: Life, but: str) -> dict[str, Counter[Unit]]:
+def _used(devices: DeviceManager, but: str) -> Used:
     """GPU -> how many units of each kind pods other than `but` hold."""
-    found: dict[str, Counter[Unit]] = {}
-    for uid, _, _, allocation in life.devices.tables.pods.entries():
+    found: Used = {}
+    for uid, _, _, allocation in devices.tables.pods.entries():
         counts: dict[str, Counter[Unit]] = {}
         for each in allocation.ids if uid != but else ():
             device = parse(each)
