@@ -48,7 +48,7 @@ def run(tmp_path: Path, gpu: CudaMachine) -> Run:
     double = build(CACHE, architecture=ARCHITECTURE)
 
     def start(
-        name: str, *arguments: int, container: Container | None = None
+        name: str, *arguments: int | str, container: Container | None = None
     ) -> subprocess.CompletedProcess[str]:
         preload = container.environment if container else {}
         variables = [f"{name}={value}" for name, value in preload.items()]
@@ -80,8 +80,11 @@ def test_library_runs_on_aarch64(run: Run, capped: Container, gpu: CudaMachine) 
 
 @pytest.mark.timeout(400)
 def test_threads_race_for_memory_on_aarch64(run: Run, capped: Container, gpu: CudaMachine) -> None:
-    """In one process: what each of several reads of itself in /proc is made up by qemu-user."""
-    done = run("race", 1, 8, 200, 5, container=capped)
+    """In one process: what each of several reads of itself in /proc is made up by qemu-user.
+
+    Without forks: children of a process with threads hang under qemu-user now and then.
+    """
+    done = run("race", 1, 8, 200, 5, "without-forks", container=capped)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (CAP - 64) * MIB < gpu.peak() <= CAP * MIB
     assert gpu.used() == capped.charged() == 0
