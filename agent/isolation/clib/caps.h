@@ -184,6 +184,8 @@ void gna_shares_forget(void);
 extern _Atomic int gna_captures;
 void gna_capture_begun(CUresult result);
 void gna_capture_ended(CUresult result);
+/* Whether captures keep a launch from being measured now, and its function since `*since_ns`; 0: they do not. */
+bool gna_capture_bars(_Atomic uint64_t *since_ns, bool due, uint64_t now);
 
 static inline bool gna_gate_open(void) {
     return __builtin_expect(__atomic_load_n(__atomic_load_n(&gna_gate, __ATOMIC_RELAXED), __ATOMIC_RELAXED) == 0, 1);
