@@ -67,11 +67,12 @@ class VgpuLimits:
         async def follow() -> None:
             await self._modes.wait_for(lambda now: any(each.mode is Mode.VGPU for each in now.gpus.values()))
             (await self.begin()).follow_resizes(context, shares)
+            await anyio.sleep_forever()
 
         if self.parts:
             self.parts.follow_resizes(context, shares)
         else:
-            context.tasks.group.start_soon(follow)
+            context.tasks.start("vgpu limits", follow)  # what cannot be loaded must not end the agent
 
     def units_grown(self, uuid: str) -> frozenset[str]:
         """See agent.app.mode_parts.Limits."""
@@ -114,7 +115,7 @@ async def build_limits(context: ModeContext) -> Grown | None:
         parts: LimitParts = await (await rooms()).build_isolation(context)
         return parts
 
-    if settings.modes.vgpu and settings.vgpu.enforcement != "off":
+    if settings.vgpu.enforcement != "off":  # even where vGPU is not allowed: a reload may allow it
         limits = VgpuLimits(context.plugins.modes, build)
         if before:
             await limits.begin()

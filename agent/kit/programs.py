@@ -59,8 +59,18 @@ async def run(
             if not finished:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                await _read_on(process)
             await process.wait()
             await process.aclose()
+
+
+async def _read_on(process: Process) -> None:
+    """Read what is left to its end: asyncio closes a pipe that nobody reads any more only then."""
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                async for _ in stream:
+                    pass
 
 
 async def _talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:

@@ -223,7 +223,7 @@ class PodResources:
 
 @contextmanager
 def _connection_may_be_lost() -> Iterator[None]:
-    """Takes back what grpclib leaves behind when a connection is lost. Raises ConnectionResetError for it.
+    """Takes back what grpclib leaves behind when a stream is lost. Raises ConnectionResetError or GRPCError.
 
     It cancels the task that waits for an answer (`grpclib.utils.Wrapper`) and never takes that back: the next
     deadline of a scope that was entered before would end the task. A connection that is lost before its
@@ -234,9 +234,11 @@ def _connection_may_be_lost() -> Iterator[None]:
     before = task.cancelling()
     try:
         yield
-    except StreamTerminatedError as error:
+    except (StreamTerminatedError, GRPCError) as error:
         if task.cancelling() > before:
             task.uncancel()
+        if isinstance(error, GRPCError):
+            raise  # the answer came together with the end of its stream
         raise ConnectionResetError(str(error) or "the connection was lost") from error
     except AttributeError as error:
         if error.name != "_transport":

@@ -1,18 +1,23 @@
 """Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
+import msgspec
 import pytest
 
-from agent.app.vgpu_limits import VgpuLimits
+from agent.app.parts import Tasks
+from agent.app.vgpu_limits import VgpuLimits, build_limits
 from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.reducer import Grant
+from agent.settings import Host, Modes, Settings, Vgpu
 
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
@@ -57,7 +62,7 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
     parts = Parts()
     limits, modes = _limits(parts)
     async with anyio.create_task_group() as group:
-        context: Any = SimpleNamespace(tasks=SimpleNamespace(group=group))
+        context: Any = SimpleNamespace(tasks=Tasks(Supervisor(), group))
         limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
@@ -67,6 +72,7 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed) == (1, ["shares"])
         assert limits.units_grown(GPU) == {f"{GPU}::m1"}
+        group.cancel_scope.cancel()
 
 
 async def test_containers_that_come_first_have_them_built_once() -> None:
@@ -108,3 +114,38 @@ async def test_building_that_failed_is_done_again() -> None:
     with pytest.raises(OSError, match="no space"):
         await _allocate(limits)
     assert await _allocate(limits) == ANSWER
+
+
+async def test_building_that_failed_does_not_end_the_agent() -> None:
+    parts = Parts()
+    tries = iter([OSError("no space"), None])
+
+    async def build() -> "LimitParts":
+        if problem := next(tries):
+            raise problem
+        return await parts.build()
+
+    limits = VgpuLimits(Cell(Assignment({GPU: GpuMode(Mode.VGPU)})), build)
+    supervisor = Supervisor(first_pause=0.01)
+    async with anyio.create_task_group() as group:
+        context: Any = SimpleNamespace(tasks=Tasks(supervisor, group))
+        limits.follow_resizes(context, cast("Any", "shares"))
+        with anyio.fail_after(10):
+            while not parts.followed:
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert (parts.built, parts.followed) == (1, ["shares"])
+    assert supervisor.states["vgpu limits"].last_error == "OSError: no space"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_limits_are_there_for_a_mode_that_a_reload_may_allow(tmp_path: Path, allowed: bool) -> None:
+    host = Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"))
+    settings = msgspec.structs.replace(
+        Settings(), host=host, modes=Modes(vgpu=allowed), vgpu=Vgpu(enforcement="strict")
+    )
+    modes = Cell(Assignment())
+    context: Any = SimpleNamespace(
+        core=SimpleNamespace(settings=settings), plugins=SimpleNamespace(modes=modes)
+    )
+    assert isinstance(await build_limits(context), VgpuLimits)

@@ -47,6 +47,17 @@ async def test_what_does_not_end_is_killed_with_its_children(tmp_path: Path) -> 
     await _all_gone(Path(f"{pids}.whole"))
 
 
+async def test_the_pipes_of_what_was_killed_are_closed_on_return() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            await run(_shell("sleep 600 & wait"), environment=ENVIRONMENT, seconds=0.05, most_bytes=10)
+        assert open_files() == before
+
+
 async def test_cancelling_kills_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
