@@ -97,7 +97,7 @@ struct memory {
     uint64_t size;    /* as asked for */
     uint64_t charged; /* 0 for a small one, which is counted in the device's sum */
     int32_t shared;   /* number in the shared table, or -1 */
-    int opened;       /* by cuIpcOpenMemHandle */
+    uint32_t opened;  /* how often, by cuIpcOpenMemHandle */
     void *host;       /* managed memory can be touched by the program */
     struct pool *pool;
     struct exec *exec;

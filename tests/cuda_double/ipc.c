@@ -32,8 +32,25 @@ CUresult model_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr) {
     return result;
 }
 
+struct search {
+    int32_t shared;
+    struct context *context;
+    struct memory *found;
+};
+
+static void look(struct object *object, void *data) {
+    struct search *search = data;
+    struct memory *memory = (struct memory *)object;
+    if (memory->opened && memory->shared == search->shared && memory->context == search->context) {
+        search->found = memory;
+    }
+}
+
+/* "If the memory handle has already been opened by the current context, the reference count on the handle is incremented
+ * by 1 and the existing device pointer is returned": cuda.h. */
 CUresult model_cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags) {
     struct ticket ticket;
+    struct context *context;
     uint32_t device, kind;
     uint64_t charged;
     NEED(pdptr != NULL && Flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
@@ -42,10 +59,24 @@ CUresult model_cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, 
     if (ticket.pid == (uint32_t)getpid()) {
         return CUDA_ERROR_INVALID_CONTEXT; /* not in the process that exported it */
     }
+    TRY(current(&context));
     int32_t shared = share_join(ticket.number, ticket.generation, &device, &kind, &charged);
     NEED(shared >= 0);
+    struct search search = {.shared = shared, .context = context};
+    objects_lock();
+    objects_each(MEMORY, look, &search);
+    if (search.found != NULL) {
+        share_drop((uint32_t)shared);
+        search.found->opened++;
+        *pdptr = search.found->base.key;
+    }
+    objects_unlock();
+    if (search.found != NULL) {
+        return CUDA_SUCCESS;
+    }
     struct memory *memory = calloc(1, sizeof(*memory));
-    *memory = (struct memory){.base.device = device, .kind = kind, .size = ticket.size, .charged = charged, .shared = shared, .opened = 1};
+    *memory = (struct memory){.base.device = device, .kind = kind, .size = ticket.size, .charged = charged, .shared = shared, .opened = 1,
+                              .context = context};
     objects_lock();
     *pdptr = address_take(ticket.size, GRANULE);
     object_add(&memory->base, MEMORY, *pdptr);
@@ -60,8 +91,8 @@ CUresult model_cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle, uns
 CUresult model_cuIpcCloseMemHandle(CUdeviceptr dptr) {
     objects_lock();
     struct memory *memory = (struct memory *)object_find(dptr, MEMORY);
-    int opened = memory != NULL && memory->opened;
-    if (opened) {
+    int opened = memory != NULL && memory->opened > 0;
+    if (opened && --memory->opened == 0) {
         memory_free(memory);
     }
     objects_unlock();

@@ -56,7 +56,7 @@ enum gna_kind {
 };
 struct gna_entry {
     uint64_t key;
-    uint64_t bytes;  /* as charged, or as asked for where small ones share granules */
+    uint64_t bytes;  /* as charged, or as asked for where small ones share granules; GNA_OPENED: what holds the lock */
     uint64_t other;  /* by kind: another key */
     int32_t record;  /* of the limit file */
     uint16_t kind;
@@ -132,6 +132,7 @@ void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes)
 void gna_exported(const void *handle, size_t bytes);
 bool gna_is_ours(const void *handle, size_t bytes);
 void gna_export_freed(const struct gna_entry *entry); /* GNA_LINEAR: of what was exported, this is free again */
+void gna_import_gone(const struct gna_entry *entry);  /* GNA_OPENED, GNA_FOREIGN: it is open here no more */
 
 /* --- contexts.c ------------------------------------------------------------------------------------------- */
 void gna_context_gone(CUcontext context); /* and with it what was allocated in it */
@@ -183,6 +184,8 @@ void gna_shares_forget(void);
 extern _Atomic int gna_captures;
 void gna_capture_begun(CUresult result);
 void gna_capture_ended(CUresult result);
+/* Whether captures keep a launch from being measured now, and its function since `*since_ns`; 0: they do not. */
+bool gna_capture_bars(_Atomic uint64_t *since_ns, bool due, uint64_t now);
 
 static inline bool gna_gate_open(void) {
     return __builtin_expect(__atomic_load_n(__atomic_load_n(&gna_gate, __ATOMIC_RELAXED), __ATOMIC_RELAXED) == 0, 1);

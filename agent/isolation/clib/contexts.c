@@ -35,13 +35,19 @@ static CUresult created(CUresult result, struct gna_entry *entry, const CUcontex
 }
 
 void gna_context_gone(CUcontext context) {
-    static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_ARRAY, GNA_MIPMAP, GNA_CODE, GNA_HEAP};
+    static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_OPENED, GNA_ARRAY, GNA_MIPMAP, GNA_CODE, GNA_HEAP};
     struct gna_entry entry;
     gna_freed_settle(false, context);
     gna_prices_context_gone(context);
     for (unsigned index = 0; context != NULL && index < sizeof(kinds) / sizeof(*kinds); index++) {
         for (size_t place = 0; gna_next(kinds[index], &place, &entry);) {
-            if (entry.other == (uintptr_t)context && gna_take(entry.kind, entry.key, &entry)) {
+            if (entry.other != (uintptr_t)context || !gna_take(entry.kind, entry.key, &entry)) {
+                continue;
+            }
+            if (entry.kind == GNA_OPENED || entry.kind == GNA_FOREIGN) {
+                gna_import_gone(&entry);
+            } else {
+                gna_export_freed(&entry);
                 gna_discharge(entry.kind == GNA_MIPMAP ? GNA_ARRAY : entry.kind, entry.record, entry.bytes);
             }
         }

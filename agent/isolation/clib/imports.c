@@ -5,6 +5,8 @@
  * anybody does, what the slot had exported stays charged. */
 #include "caps.h"
 
+static struct gna_mutex lock; /* while memory is opened or closed, since the driver gives an address again at once */
+
 static uint64_t fingerprint(const void *handle, size_t bytes) {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (size_t index = 0; index < bytes; index++) {
@@ -98,47 +100,75 @@ HOOK(cuIpcGetMemHandle)(CUipcMemHandle *pHandle, CUdeviceptr dptr) {
     return result;
 }
 
-/* Opened once more, memory has the same address, and one entry as before. */
+static bool note_opened(CUdeviceptr pointer, void *held) {
+    CUcontext context = NULL;
+    REAL(cuCtxGetCurrent)(&context);
+    struct gna_entry entry = {.kind = GNA_OPENED, .key = pointer, .bytes = (uintptr_t)held, .other = (uintptr_t)context};
+    return gna_put(&entry);
+}
+
+/* Opened once more, memory has the same address, and is there until it is closed as often: one entry, which counts. */
 static CUresult opened(CUresult result, const CUdeviceptr *pointer, void *held) {
     struct gna_entry known;
-    if (result == CUDA_SUCCESS && held != NULL && !gna_get(GNA_OPENED, *pointer, &known)) {
-        struct gna_entry entry = {.kind = GNA_OPENED, .key = *pointer, .other = (uintptr_t)held};
-        if (gna_put(&entry)) {
-            return result;
+    bool is_kept = false;
+    if (result == CUDA_SUCCESS && (gna_get(GNA_OPENED, *pointer, &known) || gna_get(GNA_FOREIGN, *pointer, &known))) {
+        if (known.kind == GNA_OPENED && held != NULL) {
+            void *before = (void *)(uintptr_t)known.bytes;
+            known.bytes = (uintptr_t)held; /* where an address went on to other memory unseen, this is the right exporter */
+            held = before;
+        }
+        known.count++;
+        gna_put(&known);
+    } else if (result == CUDA_SUCCESS) {
+        is_kept = held != NULL && note_opened(*pointer, held);
+        if (!is_kept && !charge_opened(*pointer)) {
+            REAL(cuIpcCloseMemHandle)(*pointer);
+            result = CUDA_ERROR_OUT_OF_MEMORY;
         }
     }
-    if (result == CUDA_SUCCESS && held == NULL && !gna_get(GNA_FOREIGN, *pointer, &known) && !charge_opened(*pointer)) {
-        REAL(cuIpcCloseMemHandle)(*pointer);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    if (held != NULL) {
+    if (held != NULL && !is_kept) {
         gna_living_let_go(held);
     }
+    gna_leave(&lock);
     return result;
 }
 
+#define OPEN(symbol)                                                                                             \
+    void *held = hold_exporter(&handle, sizeof(handle)); /* before: the exporter may end at any moment */        \
+    gna_enter(&lock);                                                                                            \
+    CUresult result = REAL(symbol)(pdptr, handle, Flags);                                                        \
+    return opened(result, pdptr, held)
+
 HOOK(cuIpcOpenMemHandle)(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags) {
-    void *held = hold_exporter(&handle, sizeof(handle)); /* before: the exporter may end at any moment */
-    CUresult result = REAL(cuIpcOpenMemHandle)(pdptr, handle, Flags);
-    return opened(result, pdptr, held);
+    OPEN(cuIpcOpenMemHandle);
 }
 
 HOOK(cuIpcOpenMemHandle_v2)(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags) {
-    void *held = hold_exporter(&handle, sizeof(handle));
-    CUresult result = REAL(cuIpcOpenMemHandle_v2)(pdptr, handle, Flags);
-    return opened(result, pdptr, held);
+    OPEN(cuIpcOpenMemHandle_v2);
+}
+
+void gna_import_gone(const struct gna_entry *entry) {
+    if (entry->kind == GNA_OPENED) {
+        gna_living_let_go((void *)(uintptr_t)entry->bytes);
+    } else {
+        gna_discharge(GNA_FOREIGN, entry->record, entry->bytes);
+    }
 }
 
 HOOK(cuIpcCloseMemHandle)(CUdeviceptr dptr) {
     struct gna_entry entry;
     gna_attach();
+    gna_enter(&lock);
     CUresult result = REAL(cuIpcCloseMemHandle)(dptr);
-    if (result == CUDA_SUCCESS && gna_take(GNA_FOREIGN, dptr, &entry)) {
-        gna_discharge(GNA_FOREIGN, entry.record, entry.bytes);
+    if (result == CUDA_SUCCESS && (gna_take(GNA_OPENED, dptr, &entry) || gna_take(GNA_FOREIGN, dptr, &entry))) {
+        if (entry.count > 0) {
+            entry.count--;
+            gna_put(&entry);
+        } else {
+            gna_import_gone(&entry);
+        }
     }
-    if (result == CUDA_SUCCESS && gna_take(GNA_OPENED, dptr, &entry)) {
-        gna_living_let_go((void *)(uintptr_t)entry.other);
-    }
+    gna_leave(&lock);
     return result;
 }
 

@@ -1,15 +1,15 @@
 /* What functions and graphs cost in device time. Some of their launches get an event before and behind them; the low
  * quantile of what was read is the price, since between the two the GPU may have worked for others, too. Nothing here
- * waits for the GPU, and while anything is captured no event is touched. */
+ * waits for the GPU, and while anything is captured no event is touched, unless that goes on for long. */
 #include "caps.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define PLACES 4096u
 #define READINGS 16u
 #define SAMPLES 64u
-#define CONTEXTS 8u
 #define UNKNOWN_NS 100000u
 #define FIRST 3u          /* launches that are measured at once */
 #define OFTEN 8u
@@ -24,6 +24,7 @@ struct gna_price {
     _Atomic uint32_t launches, due; /* the next one that is measured */
     _Atomic uint32_t blind;         /* launched at a guess, and not settled yet */
     _Atomic uint32_t count;         /* readings ever; written under the lock alone */
+    _Atomic uint64_t barred_ns;     /* since when captures keep it from being measured; 0: they do not */
     uint32_t every, generation;
     uint64_t reading[READINGS];
 };
@@ -41,12 +42,13 @@ struct gna_sample {
 };
 
 static struct ring {
-    CUcontext context;
+    struct ring *next;
+    CUcontext context; /* NULL: free for another one */
     CUevent base;   /* the begin of a look at overlaps */
     uint32_t based; /* and which one */
     unsigned oldest, used;
     struct gna_sample sample[SAMPLES];
-} rings[CONTEXTS];
+} *rings; /* one for each context that ever launched at once; none is given back */
 
 static struct gna_mutex lock;
 static struct gna_price prices[PLACES];
@@ -118,10 +120,10 @@ void gna_price_changed(const void *key) {
 
 void gna_prices_context_gone(CUcontext context) {
     gna_enter(&lock);
-    for (unsigned number = 0; number < CONTEXTS; number++) {
-        if (context != NULL && rings[number].context == context) {
-            atomic_fetch_sub(&pending, rings[number].used);
-            rings[number] = (struct ring){0}; /* its events went with it */
+    for (struct ring *ring = rings; context != NULL && ring != NULL; ring = ring->next) {
+        if (ring->context == context) {
+            atomic_fetch_sub(&pending, ring->used);
+            *ring = (struct ring){.next = ring->next}; /* its events went with it */
             gna_overlap_forget(context);
         }
     }
@@ -130,7 +132,9 @@ void gna_prices_context_gone(CUcontext context) {
 
 void gna_prices_forget(void) {
     gna_enter(&lock);
-    memset(rings, 0, sizeof(rings));
+    for (struct ring *ring = rings; ring != NULL; ring = ring->next) {
+        *ring = (struct ring){.next = ring->next};
+    }
     for (unsigned place = 0; place < PLACES; place++) {
         if (atomic_load(&prices[place].key) != NULL) {
             reset(&prices[place]);
@@ -221,18 +225,25 @@ static struct ring *ring_of_current(bool make) {
     if (REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS || context == NULL) {
         return NULL;
     }
-    for (unsigned number = 0; number < CONTEXTS; number++) {
-        if (rings[number].context == context) {
-            return &rings[number];
+    for (struct ring *ring = rings; ring != NULL; ring = ring->next) {
+        if (ring->context == context) {
+            return ring;
         }
-        if (rings[number].context == NULL && empty == NULL) {
-            empty = &rings[number];
+        empty = ring->context == NULL ? ring : empty;
+    }
+    if (!make) {
+        return NULL;
+    }
+    if (empty == NULL) {
+        empty = mmap(NULL, sizeof(*empty), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (empty == MAP_FAILED) {
+            return NULL;
         }
+        empty->next = rings;
+        rings = empty;
     }
-    if (make && empty != NULL) {
-        empty->context = context;
-    }
-    return make ? empty : NULL;
+    empty->context = context;
+    return empty;
 }
 
 void gna_measure_read(void) {
@@ -301,7 +312,7 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     }
     bool is_due = (int32_t)(number - atomic_load_explicit(&price->due, memory_order_relaxed)) >= 0;
     bool looks = gna_overlap_wants(turn->record, stream, turn->at_ns, turn->paid_ns);
-    if (__builtin_expect(!(is_due || looks) || atomic_load_explicit(&gna_captures, memory_order_relaxed) > 0, 1)) {
+    if (__builtin_expect(!(is_due || looks) || gna_capture_bars(&price->barred_ns, is_due, turn->at_ns), 1)) {
         if (atomic_load_explicit(&pending, memory_order_relaxed) > 0 &&
             atomic_fetch_add_explicit(&polls, 1, memory_order_relaxed) % POLL == 0) {
             gna_measure_read();
@@ -313,6 +324,9 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     gna_enter(&lock);
     if (REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
         sample = begin(price, stream, turn, is_due, looks);
+        if (sample != NULL && atomic_load(&gna_captures) == 0) {
+            atomic_store_explicit(&price->barred_ns, 0, memory_order_relaxed);
+        }
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     }
     if (is_due) {

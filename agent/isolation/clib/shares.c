@@ -9,6 +9,7 @@
 #define ONE 65536u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
+#define LONGEST_BAR_NS UINT64_C(3000000000)    /* for which captures keep a function from being measured */
 
 static const uint32_t closed = 1;
 const uint32_t *gna_gate = &closed; /* until the files are open: the first launch looks */
@@ -32,6 +33,19 @@ void gna_capture_ended(CUresult result) {
     if (has_ended && atomic_load(&gna_captures) > 0) {
         atomic_fetch_sub(&gna_captures, 1);
     }
+}
+
+/* The driver lets a thread touch events of streams that are not captured. Not to do so is caution, and ends where it would
+ * make launches free. */
+bool gna_capture_bars(_Atomic uint64_t *since_ns, bool due, uint64_t now) {
+    if (__builtin_expect(atomic_load_explicit(&gna_captures, memory_order_relaxed) == 0, 1)) {
+        return false;
+    }
+    uint64_t since = atomic_load_explicit(since_ns, memory_order_relaxed);
+    if (due && since == 0) {
+        atomic_store_explicit(since_ns, now, memory_order_relaxed);
+    }
+    return !due || since == 0 || now < since + LONGEST_BAR_NS;
 }
 
 void gna_shares_forget(void) {

@@ -90,3 +90,59 @@ def test_a_child_of_the_importer_does_not_keep_it(
     third(SEARCHED)
     assert made.charged() == machine.used() == 600 * MIB
     third(f"os.kill({child}, 9)")
+
+
+def test_memory_that_was_opened_twice_is_there_until_it_is_closed_twice(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(2048)
+    giver, taker, third = _exporter(made, programs), programs(made, "init()"), programs(made, "init()")
+    for _ in range(2):
+        _import(taker, giver)
+    giver.kill()
+    taker("check('cuIpcCloseMemHandle', u64(at))")
+    third(SEARCHED)
+    assert made.charged() == machine.used() == 1000 * MIB
+    taker("check('cuIpcCloseMemHandle', u64(at))")
+    third(SEARCHED)
+    assert made.charged() == machine.used() == 600 * MIB
+
+
+def test_memory_of_another_container_that_was_opened_twice_is_charged_until_it_is_closed_twice(
+    container: MakeContainer, programs: Programs
+) -> None:
+    made = container(2048)
+    giver, taker = _exporter(container(2048), programs), programs(made, "init()")
+    for _ in range(2):
+        _import(taker, giver)
+        assert made.charged() == 700 * MIB
+    taker("check('cuIpcCloseMemHandle', u64(at))")
+    assert made.charged() == 700 * MIB
+    taker("check('cuIpcCloseMemHandle', u64(at))")
+    assert made.charged() == 300 * MIB
+
+
+def test_memory_that_was_open_in_a_context_is_free_when_that_is_gone(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(2048)
+    giver, taker, third = _exporter(made, programs), programs(made, "init()"), programs(made, "init()")
+    _import(taker, giver)
+    giver.kill()
+    taker("check('cuDevicePrimaryCtxReset_v2', 0)", "init()")
+    third(SEARCHED)
+    assert made.charged() == machine.used() == 600 * MIB
+
+
+def test_what_was_exported_in_a_context_that_is_gone_does_not_outlive_its_process(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(2048)
+    giver, taker = programs(made, "check('cuInit', 0)"), programs(made, "init()")
+    giver("context = out('cuCtxCreate_v2', 0, 0)", "at = alloc(200)", EXPORT)
+    giver("check('cuCtxDestroy_v2', u64(context))", "init()", "alloc(400)")
+    giver("at = alloc(100)", EXPORT)
+    _import(taker, giver)
+    giver.kill()
+    taker(SEARCHED)
+    assert made.charged() == machine.used() == 400 * MIB

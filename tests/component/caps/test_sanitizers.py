@@ -35,9 +35,9 @@ FAULTS: Final = {
     ),
     "a child that clears too much": (
         "address",
-        "prices.c",
-        "memset(rings, 0, sizeof(rings));",
-        "memset(rings, 0, sizeof(rings) + (taken | 1));",
+        "graphs.c",
+        "memset(charged, 0, sizeof(charged));",
+        "memset(charged, 0, sizeof(charged) + (generation[0] | 1));",
         "ERROR: AddressSanitizer: global-buffer-overflow",
     ),
     "a shift that is too far": (

@@ -214,3 +214,41 @@ def test_a_share_of_nothing_waits_until_it_is_one(site: Site) -> None:
     running.send("go")
     assert paused.receive() <= 700 + 100 + 5 + 1
     running.receive()
+
+
+CONTEXTS = """
+def work():
+    for _ in range(9):
+        context = out('cuCtxCreate_v2', 0, 0)
+        kernel = function(b'work_20ms')
+        launch(kernel)
+        check('cuCtxSynchronize')
+    while now() < 8000:
+        launch(kernel)
+        check('cuCtxSynchronize')
+"""
+
+
+def test_launches_in_a_ninth_context_are_priced_like_others(site: Site) -> None:
+    program = site.program(site.container(30))
+    program(CONTEXTS)
+    program("timed(work)")
+    assert site.machine.busy_ns(program.pid) / (8000 * MS) == pytest.approx(0.3, abs=0.03)
+
+
+FORGOTTEN = """
+def work():
+    kernel, captured = function(b'work_20ms'), out('cuStreamCreate', 1)
+    check('cuStreamBeginCapture_v2', u64(captured), 2)
+    while now() < 60000:
+        launch(kernel)
+        check('cuCtxSynchronize')
+"""
+
+
+def test_a_capture_that_nobody_ends_hides_no_launch_for_long(site: Site) -> None:
+    program = site.program(site.container(30))
+    program(FORGOTTEN)
+    program("timed(work)")
+    # What passed at a guess before is paid for afterwards.
+    assert site.machine.busy_ns(program.pid) / (60000 * MS) == pytest.approx(0.3, abs=0.03)
