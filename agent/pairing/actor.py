@@ -28,6 +28,9 @@ from agent.pairing.resolver import RequesterResolver
 
 log = structlog.get_logger()
 
+# A pod, its GPUs, and until when its later containers are waited for, in seconds of the clock.
+NOBODY: tuple[str, frozenset[str], float] = ("", frozenset(), -math.inf)
+
 
 @dataclass
 class PairingStats:
@@ -59,8 +62,8 @@ class Pairing:
         self._state = State()
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
-        # GPUs of the pod whose later containers are still to be admitted, and until when that is waited for.
-        self._continuing: tuple[str, frozenset[str], float] = ("", frozenset(), -math.inf)
+        # The pod whose later containers are still to be admitted.
+        self._continuing = NOBODY
 
     @property
     def ledger(self) -> Ledger:
@@ -157,7 +160,7 @@ class Pairing:
         """Take back all that a pod was granted: its admission fails as a whole."""
         self.stats.refused += 1
         if self._continuing[0] == pod.uid:
-            self._continuing = ("", frozenset(), -math.inf)
+            self._continuing = NOBODY
         left = self._state.without(lambda each: each.pod.uid == pod.uid)
         self._become(replace(left, refused=left.refused | {pod.uid}))
         self._recorder.refused(pod, message)
@@ -219,7 +222,7 @@ class Pairing:
                 log.info("promise_expired", container=str(promise.holder), gpu=",".join(promise.gpus))
         self._become(self._state.without(lambda each: each.expires <= now))
         if -math.inf < self._continuing[2] <= now:
-            self._continuing = ("", frozenset(), -math.inf)
+            self._continuing = NOBODY
             self._publish()
 
     def _become(self, state: State) -> None:

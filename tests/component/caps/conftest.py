@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agent.isolation.clib.build import cached
-from tests.component.caps.container import Container, make
+from tests.component.caps.container import CHEAP_MIB, Container, make
 from tests.cuda_double.fixtures import CACHE, Starter, driver, machine, release
-from tests.cuda_double.machine import CudaMachine
+from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program
 
 __all__ = ["CACHE", "Programs", "container", "driver", "library", "machine", "release"]
@@ -60,3 +60,9 @@ def container(tmp_path: Path, library: Path) -> MakeContainer:
         return make(tmp_path / f"container-{count}", library, caps or (1024,), context=context, strict=strict)
 
     return one
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> CudaMachine:
+    """A GPU on which contexts are cheap."""
+    return CudaMachine.create(tmp_path / "gpu", [CudaGpu(context_bytes=CHEAP_MIB * MIB)])

@@ -14,6 +14,7 @@ from agent.isolation.clib.build import NAME
 from tests.cuda_double.machine import MIB, CudaGpu
 
 CONTEXT_MIB: Final = 300
+CHEAP_MIB: Final = 4  # a context on the GPU of the fixture `gpu`
 SLOTS_AT: Final = 69632
 SLOT_BYTES: Final = 384
 _CONTEXT_AT, _FLAGS_AT, _CRC_AT = 40, 80, 108

@@ -10,15 +10,14 @@ import pytest
 
 from agent.isolation.clib.build import cached
 from tests.cluster.build import cache, debian
-from tests.component.caps.container import Container, make
+from tests.component.caps.container import CHEAP_MIB, Container, make
 from tests.component.caps.native import program
 from tests.cuda_double.build import build
 from tests.cuda_double.fixtures import CACHE
-from tests.cuda_double.machine import MIB, OUT_OF_MEMORY, CudaGpu, CudaMachine
+from tests.cuda_double.machine import MIB, OUT_OF_MEMORY, CudaMachine
 
 ARCHITECTURE: Final = "aarch64"
 CAP: Final = 256
-CONTEXT: Final = 4
 _QEMU: Final = f"/usr/bin/qemu-{ARCHITECTURE}-static"
 _LIBC: Final = "libc6-arm64-cross"
 
@@ -26,15 +25,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def gpu(tmp_path: Path) -> CudaMachine:
-    """A GPU on which contexts are cheap."""
-    return CudaMachine.create(tmp_path / "gpu", [CudaGpu(context_bytes=CONTEXT * MIB)])
-
-
-@pytest.fixture
 def capped(tmp_path: Path) -> Container:
     """A container with the library for the processor."""
-    return make(tmp_path / "container", cached(ARCHITECTURE), (CAP,), context=CONTEXT)
+    return make(tmp_path / "container", cached(ARCHITECTURE), (CAP,), context=CHEAP_MIB)
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ def test_library_runs_on_aarch64(run: Run, capped: Container, gpu: CudaMachine) 
     """To the cap and not a byte more, and the cap is what the program sees."""
     done = run("fill", container=capped)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{(CAP - CONTEXT) // 2} {OUT_OF_MEMORY} 0 {CAP * MIB}\n"
+    assert done.stdout == f"{(CAP - CHEAP_MIB) // 2} {OUT_OF_MEMORY} 0 {CAP * MIB}\n"
     assert gpu.peak() == capped.charged() == CAP * MIB
     free = run("fill")
     assert free.stdout.split()[-1] == str(16384 * MIB), "the trial itself is without a cap"

@@ -19,14 +19,13 @@ from agent.isolation.clib.build import HEADERS, NAME
 from agent.isolation.clib.headers import include
 from tests.cluster.build import cache, debian
 from tests.component.caps.conftest import MakeContainer
-from tests.component.caps.container import Container
+from tests.component.caps.container import CHEAP_MIB, Container
 from tests.component.caps.native import program, shared
 from tests.component.caps.sanitized import NEEDS
-from tests.cuda_double.machine import MIB, OUT_OF_MEMORY, CudaGpu, CudaMachine
+from tests.cuda_double.machine import MIB, OUT_OF_MEMORY, CudaMachine
 
 CAP: Final = 256
-CONTEXT: Final = 4
-FULL: Final = f"{(CAP - CONTEXT) // 2} {OUT_OF_MEMORY} 0 {CAP * MIB}\n"
+FULL: Final = f"{(CAP - CHEAP_MIB) // 2} {OUT_OF_MEMORY} 0 {CAP * MIB}\n"
 LIBRARY: Final = "usr/lib/gpu-node-agent"
 OWN: Final = (
     "#include <unistd.h>\n"
@@ -86,12 +85,6 @@ class Image:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path) -> CudaMachine:
-    """A GPU on which contexts are cheap."""
-    return CudaMachine.create(tmp_path / "gpu", [CudaGpu(context_bytes=CONTEXT * MIB)])
-
-
-@pytest.fixture
 def image(tmp_path: Path) -> Image:
     """An image with nothing in it."""
     (tmp_path / "root").mkdir()
@@ -109,7 +102,7 @@ def filling(image: Image, tmp_path: Path, driver: Path) -> Image:
 @pytest.fixture
 def made(container: MakeContainer) -> Container:
     """What is mounted."""
-    made: Container = container(CAP, context=CONTEXT)
+    made: Container = container(CAP, context=CHEAP_MIB)
     return made
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from agent.isolation import layout
 from tests.component.caps.conftest import MakeContainer
-from tests.component.caps.container import Container
+from tests.component.caps.container import CHEAP_MIB, Container
 from tests.component.caps.sanitized import ENVIRONMENT, FOUND, SANITIZERS, Sanitized
-from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
+from tests.cuda_double.machine import MIB, CudaMachine
 
 CAP: Final = 640
-CONTEXT: Final = 4
 # What is broken on purpose: file, text, what stands there instead, and how the sanitizer names it.
 FAULTS: Final = {
     "a lock that locks nothing": (
@@ -87,18 +86,12 @@ def race(
     )
 
 
-@pytest.fixture
-def gpu(tmp_path: Path) -> CudaMachine:
-    """A GPU on which contexts are cheap."""
-    return CudaMachine.create(tmp_path / "gpu", [CudaGpu(context_bytes=CONTEXT * MIB)])
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_memory_race_under_a_sanitizer(
     sanitizer: str, built: dict[str, Sanitized], container: MakeContainer, gpu: CudaMachine, driver: Path
 ) -> None:
-    made = container(CAP, context=CONTEXT)
+    made = container(CAP, context=CHEAP_MIB)
     done = race(built[sanitizer], made, gpu, driver, 4, 6, 400, 7)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (usage,) = layout.read_usage(made.usage.read_bytes())
@@ -121,7 +114,7 @@ def test_the_sanitizers_find_what_is_broken_on_purpose(
 ) -> None:
     sanitizer, name, before, after, message = FAULTS[fault]
     broken = built[sanitizer].with_fault(tmp_path / "broken", name, before, after)
-    done = race(broken, container(CAP, context=CONTEXT), gpu, driver, 1, 6, 400, 7)
+    done = race(broken, container(CAP, context=CHEAP_MIB), gpu, driver, 1, 6, 400, 7)
     assert done.returncode == 1, done.stderr
     assert message in done.stderr
     assert f"ended with {FOUND << 8:#x}" in done.stderr

@@ -29,13 +29,17 @@ ANSWER = Allocation(cdi_devices=("a/b=c",))
 class Parts:
     """Limits that say how often they were built, and for whom resizes are followed."""
 
-    def __init__(self, takes: float = 0.0) -> None:
+    def __init__(self, takes: float = 0.0, *problems: OSError) -> None:
+        """`problems`: building fails with each of them once."""
         self.built = 0
+        self._problems = [*problems]
         self.followed: list[object] = []
         self._takes = takes
 
     async def build(self) -> "LimitParts":
         await anyio.sleep(self._takes)
+        if self._problems:
+            raise self._problems.pop()
         self.built += 1
         return cast("LimitParts", self)
 
@@ -102,30 +106,15 @@ async def test_an_allocate_that_is_cut_off_leaves_them_whole() -> None:
 
 
 async def test_building_that_failed_is_done_again() -> None:
-    parts = Parts()
-    tries = iter([OSError("no space"), None])
-
-    async def build() -> "LimitParts":
-        if problem := next(tries):
-            raise problem
-        return await parts.build()
-
-    limits = VgpuLimits(Cell(Assignment()), build)
+    limits, _ = _limits(Parts(0.0, OSError("no space")))
     with pytest.raises(OSError, match="no space"):
         await _allocate(limits)
     assert await _allocate(limits) == ANSWER
 
 
 async def test_building_that_failed_does_not_end_the_agent() -> None:
-    parts = Parts()
-    tries = iter([OSError("no space"), None])
-
-    async def build() -> "LimitParts":
-        if problem := next(tries):
-            raise problem
-        return await parts.build()
-
-    limits = VgpuLimits(Cell(Assignment({GPU: GpuMode(Mode.VGPU)})), build)
+    parts = Parts(0.0, OSError("no space"))
+    limits, _ = _limits(parts, Mode.VGPU)
     supervisor = Supervisor(first_pause=0.01)
     async with anyio.create_task_group() as group:
         context: Any = SimpleNamespace(tasks=Tasks(supervisor, group))
