@@ -26,7 +26,7 @@ from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import effective_user
 from agent.mps.users import kept_apart, users_of
 

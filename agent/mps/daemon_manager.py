@@ -18,11 +18,10 @@ from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_lock import Locked
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing, StartFailed
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 
 log = structlog.get_logger()
 
@@ -268,7 +267,7 @@ class DaemonManager:
                 if await anyio.to_thread.run_sync(folders.existing):
                     continue  # there is more to clear up than the mode
                 if await exclusive.ours():
-                    async with Locked(folders):  # nobody begins to use it meanwhile
+                    async with folders.locked():  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:
                 self._tell(uuid, EventReason.LEFT, str(error))

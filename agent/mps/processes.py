@@ -1,4 +1,4 @@
-"""Finding processes of MPS in /proc: the daemon and the servers of one pipe folder. All of it blocks.
+"""Finding and ending processes of MPS: the daemon and the servers of one pipe folder. What finds blocks.
 
 Any process can have a daemon's name, arguments and environment. What no pod can have is a place outside of
 its cgroup: that is what a daemon is known by.
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
+
 from agent.model.cgroup import container_of
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launch
@@ -22,6 +25,8 @@ PROC = Path("/proc")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Any process may have the kernel give out gigabytes as these (PR_SET_MM_MAP of prctl(2)).
 COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
+GONE_SECONDS = 3.0
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,22 @@ class Process:
             return
         finally:
             os.close(descriptor)
+
+
+async def end(doomed: tuple[Process, ...]) -> None:
+    """Return once they have ended: by themselves, by request, or by force. Bounded."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        doomed = tuple([each for each in doomed if await anyio.to_thread.run_sync(each.alive)])
+        for process in doomed:
+            await anyio.to_thread.run_sync(process.send, number)
+        await gone(doomed)
+
+
+async def gone(doomed: tuple[Process, ...], patience: float = 0.0) -> None:
+    """Return once they have ended, at the latest `patience` seconds later than they should have."""
+    with anyio.move_on_after(GONE_SECONDS + patience):
+        while any([await anyio.to_thread.run_sync(each.alive) for each in doomed]):
+            await anyio.sleep(POLL_SECONDS)
 
 
 def kernel_problem() -> str | None:
