@@ -83,10 +83,15 @@ def kernel_problem() -> str | None:
     return None
 
 
-def identify(pid: int) -> Process | None:
+def folders(proc: Path = PROC) -> Iterator[Path]:
+    """The folder of each process."""
+    return (proc / entry.name for entry in os.scandir(proc) if entry.name.isdigit())
+
+
+def identify(pid: int, proc: Path = PROC) -> Process | None:
     """The process of that PID; None: there is none, or it is a zombie."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
@@ -164,10 +169,7 @@ def _in_background(words: list[str]) -> bool:
 
 def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
-    for entry in os.scandir(PROC):
-        if not entry.name.isdigit():
-            continue
-        folder = PROC / entry.name
+    for folder in folders():
         try:
             # Cheap first: most processes are recognised by their command line.
             words = _read(folder / "cmdline", COMMAND_BYTES).split(b"\0")
@@ -177,7 +179,7 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
                 continue
         except OSError:
             continue  # gone, or a kernel thread
-        if fits([os.fsdecode(word) for word in words]) and (found := identify(int(entry.name))):
+        if fits([os.fsdecode(word) for word in words]) and (found := identify(int(folder.name))):
             yield found
 
 
@@ -211,13 +213,18 @@ def outside_pods(cgroups: str, own: str) -> bool:
     return container_of(cgroups) is None
 
 
-def effective_user(pid: int, proc: Path = PROC) -> int:
-    """The user ID that a process acts as. Raises OSError.
+def user_ids(pid: int, proc: Path = PROC) -> tuple[int, ...]:
+    """Real, effective, saved and file system user ID of a process. Raises OSError.
 
     The owner of its folder in /proc is not: that is root for a process that is not dumpable (proc(5)).
     """
     # The kernel keeps line feeds out of a process's name, but no other end of a line.
     for line in (proc / str(pid) / "status").read_bytes().split(b"\n"):
         if line.startswith(b"Uid:"):
-            return int(line.split()[2])
+            return tuple(int(word) for word in line.split()[1:])
     raise ProcessLookupError(f"process {pid} has no user")
+
+
+def effective_user(pid: int, proc: Path = PROC) -> int:
+    """The user ID that a process acts as. Raises OSError."""
+    return user_ids(pid, proc)[1]
