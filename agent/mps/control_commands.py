@@ -119,7 +119,6 @@ class Control:
         return Survey(servers, state, None if listed is None else answers.pids(listed), percentage)
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
-        """PIDs of a server's clients."""
         return answers.pids(await self._ask(f"get_client_list {server:d}"))
 
     async def set_default_percentage(self, percent: int) -> None:
@@ -269,7 +268,6 @@ async def _reaped(pid: int) -> AsyncIterator[int]:
 
 
 async def _all(descriptor: int) -> str:
-    """All output until the end."""
     os.set_blocking(descriptor, False)
     found = b""
     while True:

@@ -57,7 +57,6 @@ class Daemon:
 
     @property
     def status(self) -> Cell[DaemonStatus]:
-        """The newest truth about the daemon."""
         return self._publisher.status
 
     @property

@@ -98,7 +98,6 @@ class DaemonManager:
         return refusal(gpu, driver, self._problem)
 
     def status(self, uuid: str) -> DaemonStatus:
-        """The daemon of a GPU."""
         return self.statuses.value.get(uuid, NOBODY)
 
     def unready(self, uuid: str) -> str:
@@ -115,7 +114,6 @@ class DaemonManager:
         return shared_memory_source(self.status(uuid), Directories.of(self._run, uuid))
 
     def daemon(self, uuid: str) -> Daemon | None:
-        """The supervisor of a GPU's daemon."""
         kept = self._kept.get(uuid)
         return kept.daemon if kept else None
 

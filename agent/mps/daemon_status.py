@@ -16,8 +16,6 @@ RESTARTED = "; it is restarted"  # behind the reason of a daemon that ended
 
 
 class DaemonState(Enum):
-    """The life of a daemon."""
-
     STOPPED = "stopped"
     STARTING = "starting"
     SERVING = "serving"
@@ -86,7 +84,6 @@ class Publisher:
 
     @property
     def now(self) -> DaemonStatus:
-        """The newest status."""
         return self.status.value
 
     def publish(self, after: DaemonStatus, culprits: frozenset[int] = frozenset()) -> None:
@@ -128,5 +125,4 @@ class Publisher:
             self.report(EventReason.FAILED, problem)
 
     def report(self, kind: EventReason, message: str, pids: frozenset[int] = frozenset()) -> None:
-        """Tell people something about this GPU's daemon."""
         self._report(kind, self.uuid, message, pids)

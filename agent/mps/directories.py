@@ -38,8 +38,6 @@ REMOVE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Directories:
-    """The folders of one daemon."""
-
     root: Path
 
     @classmethod

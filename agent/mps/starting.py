@@ -22,8 +22,6 @@ MOST_NAMED = 10  # of processes that are made to look like a daemon: any pod may
 
 
 class Starter:
-    """Adopts or starts the daemon of one GPU."""
-
     def __init__(
         self,
         program: Program,

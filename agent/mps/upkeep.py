@@ -41,7 +41,6 @@ class Upkeep:
         self._problems: dict[str, str] = {}  # that were logged last
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
         look = 0
         while True:
             for uuid, status in self._manager.statuses.value.items():
