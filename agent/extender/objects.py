@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodSpec, PodStatus
+from agent.cluster.pods import PodSpec, PodStatus, convert
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import BoundPod
 from agent.extender.free_capacity import Held, PodClaim
