@@ -46,8 +46,6 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """A connection to the API server."""
-
     def __init__(self, configured: Any, rest: Any) -> None:  # noqa: ANN401  the client's untyped classes
         self._configured = configured
         self._rest = rest
@@ -55,11 +53,9 @@ class KubeApi:
     async def get(
         self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
     ) -> bytes:
-        """GET; the body."""
         return await self._call("GET", path, query, None, "application/json", deadline)
 
     async def post(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
-        """POST a JSON object; the body of the answer."""
         return await self._call("POST", path, None, body, "application/json", deadline)
 
     async def merge_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
@@ -79,7 +75,6 @@ class KubeApi:
     async def delete(
         self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
     ) -> bytes:
-        """DELETE; the body of the answer."""
         return await self._call("DELETE", path, query, None, "application/json", deadline)
 
     @asynccontextmanager
@@ -100,7 +95,6 @@ class KubeApi:
                 response.close()
 
     async def close(self) -> None:
-        """Drop all connections."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(1):
             await self._rest.close()
 

@@ -15,8 +15,6 @@ LABEL = "gpu-node-agent.io/enforcement"
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """A namespace; its metadata are all that is looked at."""
-
     metadata: Metadata
 
 

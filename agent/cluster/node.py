@@ -13,8 +13,6 @@ CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed
 
 
 class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
-    """`status.nodeInfo`, as far as it is used."""
-
     kubelet_version: str = ""
     container_runtime_version: str = ""
 
@@ -74,7 +72,6 @@ class NodeObject:
 
     @property
     def value(self) -> Node | None:
-        """The node as last seen."""
         return next(iter(self.reflector.items.value.values()), None)
 
     @property

@@ -36,15 +36,11 @@ class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
 
 
 class VolumeMount(msgspec.Struct, rename="camel", frozen=True):
-    """A volume of the pod in a container."""
-
     name: str
     mount_path: str
 
 
 class HostPath(msgspec.Struct, frozen=True):
-    """A path of the node."""
-
     path: str
 
 
@@ -56,8 +52,6 @@ class Volume(msgspec.Struct, rename="camel", frozen=True):
 
 
 class Container(msgspec.Struct, rename="camel", frozen=True):
-    """A container of a pod's spec."""
-
     name: str
     resources: Resources = Resources()
     restart_policy: str | None = None  # "Always" makes an init container a sidecar
@@ -66,8 +60,6 @@ class Container(msgspec.Struct, rename="camel", frozen=True):
 
 
 class PodSpec(msgspec.Struct, rename="camel", frozen=True):
-    """The parts of a pod's spec that placement and limits need."""
-
     containers: list[Container] = msgspec.field(default_factory=list)
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
@@ -84,8 +76,6 @@ class ContainerStatus(msgspec.Struct, frozen=True):
 
 
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
-    """The parts of a pod's status that placement and metrics need."""
-
     phase: str = "Pending"
     reason: str = ""
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
@@ -185,7 +175,6 @@ class PodCache:
         return self._by_cgroup[2]
 
     def find(self, namespace: str, name: str) -> Pod | None:
-        """A pod as last seen."""
         for pod in self.pods().values():
             if pod.metadata.name == name and pod.metadata.namespace == namespace:
                 return pod

@@ -44,8 +44,6 @@ TLS_LIMITS = Limits(connections=256, connections_per_address=192, requests=128, 
 
 
 class Extender:
-    """One replica."""
-
     def __init__(self, settings: Settings, api: KubeApi, namespace: str) -> None:
         self._settings = settings
         self._api = api

@@ -31,8 +31,6 @@ BIND_SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """The known facts of a pod that is being scheduled."""
-
     demand: PodDemand
     policy: Policy
 

@@ -67,7 +67,6 @@ def _is_decided_by_widest(mode: ModeCapacity, slot: Slot) -> bool:
 
 
 def fits(free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work) -> bool:
-    """Whether there is a choice at all."""
     if demand.gpus > free.units:
         return False
     slots = demand.slots

@@ -91,7 +91,6 @@ class Fleet:
         self._claim(pod.uid)
 
     def drop_pod(self, uid: str) -> None:
-        """A pod has ended or is gone."""
         for known in (self._pods.pop(uid, None), self._assumed.pop(uid, None)):
             if known:
                 self._unclaim(known.node, uid)
@@ -174,7 +173,6 @@ class Fleet:
         )
 
     def free(self, name: str) -> FreeCapacity:
-        """Free capacity of the GPUs of a node."""
         node = self._nodes[name]
         if node.free is None:
             node.free = free_capacity(node.inventory or NodeInventory(), node.claims.values())

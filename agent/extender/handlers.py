@@ -93,7 +93,6 @@ class Verbs:
         return True
 
     async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """A score for each node."""
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))
@@ -116,7 +115,6 @@ class Verbs:
         return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
 
     async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """Choose GPUs and bind."""
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)

@@ -137,7 +137,6 @@ def gang_of(pod: WatchedPod) -> str:
 
 
 def as_model(pod: WatchedPod) -> Pod:
-    """The pod as the model knows it."""
     return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
 
 
@@ -175,7 +174,6 @@ _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, p
 
 
 def asks_for_share(pod: Pod) -> bool:
-    """Whether any of its containers asks for a share of a GPU."""
     return any(_FRACTIONS & each.limits.keys() for each in pod.containers)
 
 

@@ -125,14 +125,12 @@ class PendingPods:
         )
 
     def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
-        """See agent.cluster.deltas.Listener."""
         for uid in self._waiting.keys() - values.keys():
             del self._waiting[uid]
         for uid, pod in values.items():
             self.changed(uid, pod)
 
     def changed(self, uid: str, value: PendingPod | None) -> None:
-        """See agent.cluster.deltas.Listener."""
         if value is None:
             self._waiting.pop(uid, None)
         elif (known := self._waiting.get(uid)) is None:
@@ -141,7 +139,6 @@ class PendingPods:
             known.pod = value
 
     def removed(self, uid: str, value: PendingPod | None) -> None:
-        """See agent.cluster.deltas.Listener."""
         del value
         self._waiting.pop(uid, None)
 

@@ -41,7 +41,6 @@ class PodDemand:
 
     @property
     def nothing(self) -> bool:
-        """Whether it asks for no GPU."""
         return not self.totals
 
 

@@ -65,8 +65,6 @@ class _PreemptionArgs(msgspec.Struct, rename="pascal"):
 
 
 class Binding(msgspec.Struct, rename="pascal", frozen=True):
-    """A pod and the node to bind it to."""
-
     pod_name: str
     pod_namespace: str
     node: str
@@ -169,7 +167,6 @@ def filtered(
 
 
 def prioritized(names: Sequence[str], scores: Sequence[int]) -> bytes:
-    """The answer to prioritize."""
     return msgspec.json.encode(
         [{"Host": name, "Score": score} for name, score in zip(names, scores, strict=True)]
     )
@@ -188,5 +185,4 @@ def preempted(request: Preemption, victims: Mapping[str, Sequence[str]]) -> byte
 
 
 def bound(error: str = "") -> bytes:
-    """The answer to bind."""
     return msgspec.json.encode({"Error": error})

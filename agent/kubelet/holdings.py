@@ -97,7 +97,6 @@ class HoldingsWatch:
         self._allocations.publish(self._allocations.value + 1)
 
     async def run(self) -> None:
-        """Refresh for ever."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_pods)
             with self.client.keeping_connection():

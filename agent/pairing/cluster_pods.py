@@ -37,7 +37,6 @@ class ClusterPods(PodSource):
         return View(pods, reflector.synced and reflector.problem is None, known.contested)
 
     def pods_on_node(self) -> Collection[Pod]:
-        """The pods as last seen by the watch."""
         return self._as_model(self._cache.pods().values())
 
     def inform(self, record: HoldingsWatch, node: str) -> None:
@@ -86,7 +85,6 @@ class ClusterRecorder(Recorder):
         self._news.set()
 
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
-        """An event of the pod."""
         regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
         self._events.emit(Event(regarding, reason, message, warning=warning, key=key))
 
