@@ -10,7 +10,7 @@ from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.model.demand import STATIC_PODS, Pod
 from agent.model.ledger import PairMember, Reservation
 from agent.model.units import ResourcePair
-from agent.pairing.ports import Cause, PairRefused, PodSource, PodsUnavailable
+from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import Asker, PodKey, Records, askers, resource_of, same_outcome
 
 log = structlog.get_logger()

@@ -16,9 +16,9 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
-from agent.pairing.reducer import Rules
+from agent.pairing.pair_rules import Rules
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PodSource, Recorder
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins.inject import Injector
 from agent.settings import Settings

@@ -21,7 +21,7 @@ from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
-from agent.pairing.actor import Pairing
+from agent.pairing.pairing import Pairing
 from agent.plugins import shares_cdi
 from agent.plugins.context import PluginContext, pairing_of
 from agent.plugins.inject import Injector

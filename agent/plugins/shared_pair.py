@@ -16,9 +16,9 @@ from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import Cause, PairRefused
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import resource_of
 from agent.plugins import encode
 from agent.plugins.inject import Injector
