@@ -59,7 +59,6 @@ class State:
     prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
     def with_pools(self, pools: Collection[UnitPool]) -> "State":
-        """With what there is to give out now."""
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
         return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
 

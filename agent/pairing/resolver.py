@@ -24,8 +24,6 @@ RETRY = "create the pod again"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts at one moment of a call."""
-
     records: Records | None  # None: they cannot be read
     pods: Mapping[PodKey, Pod]
     unknown: frozenset[PodKey] = frozenset()  # listed pods whose spec cannot be read
@@ -33,8 +31,6 @@ class Facts:
 
 
 class RequesterResolver:
-    """Names the container behind a request."""
-
     def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
         self._pair = pair
         self._record = record
