@@ -23,9 +23,9 @@ from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.mps.upkeep import Upkeep
 from agent.plugins import mps
 from agent.plugins.inject import Injector

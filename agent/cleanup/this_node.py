@@ -27,10 +27,10 @@ from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
 from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread

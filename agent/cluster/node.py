@@ -13,8 +13,6 @@ CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed
 
 
 class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
-    """`status.nodeInfo`, as far as it is used."""
-
     kubelet_version: str = ""
     container_runtime_version: str = ""
 
@@ -68,13 +66,8 @@ class NodeObject:
             api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
         )
 
-    async def run(self) -> None:
-        """Follow the node until cancelled."""
-        await self.reflector.run()
-
     @property
     def value(self) -> Node | None:
-        """The node as last seen."""
         return next(iter(self.reflector.items.value.values()), None)
 
     @property

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodSpec, PodStatus
+from agent.cluster.pods import PodSpec, PodStatus, convert
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import BoundPod
 from agent.extender.free_capacity import Held, PodClaim
@@ -47,7 +46,16 @@ class _ContainerStatus(msgspec.Struct, rename="camel", frozen=True):
     allocated_resources_status: list[_Devices] = msgspec.field(default_factory=list)
 
 
+class Condition(msgspec.Struct, frozen=True):
+    """A condition of a pod, without its times."""
+
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+
+
 class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    conditions: list[Condition] = msgspec.field(default_factory=list)
     phase: str = "Pending"
     container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
@@ -137,7 +145,6 @@ def gang_of(pod: WatchedPod) -> str:
 
 
 def as_model(pod: WatchedPod) -> Pod:
-    """The pod as the model knows it."""
     return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
 
 
@@ -175,7 +182,6 @@ _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, p
 
 
 def asks_for_share(pod: Pod) -> bool:
-    """Whether any of its containers asks for a share of a GPU."""
     return any(_FRACTIONS & each.limits.keys() for each in pod.containers)
 
 

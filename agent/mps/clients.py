@@ -26,7 +26,7 @@ from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import effective_user
 from agent.mps.users import kept_apart, users_of
 
@@ -64,8 +64,6 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True)
 class MpsClient:
-    """A process that is a client of a GPU's server."""
-
     pid: int  # on the host
     server: int
     root: bool  # it may open the control socket as the daemon's owner
@@ -123,7 +121,6 @@ class ClientWatch:
     _deadlines: dict[str, tuple[dt.datetime, float]] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Look for ever."""
         self._ending.clear()
         async with anyio.create_task_group() as group:
             group.start_soon(self._end_clients_of_dying_pods, group)

@@ -12,7 +12,7 @@ import anyio.to_thread
 import structlog
 
 from agent.kit import atomic_file
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
@@ -41,7 +41,6 @@ class NvmlComputeModes:
         self._thread = thread
 
     async def get(self, uuid: str) -> ComputeMode | None:
-        """See ComputeModes."""
         try:
             return await self._thread.run(self._nvml.compute_mode, uuid)
         except (NvmlNotSupported, NvmlGpuLost):
@@ -50,7 +49,6 @@ class NvmlComputeModes:
             raise MpsError(f"the compute mode cannot be read: {error}") from error
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
-        """See ComputeModes."""
         try:
             await self._thread.run(self._nvml.set_compute_mode, uuid, mode)
         except NvmlError as error:
@@ -63,7 +61,6 @@ class NoComputeModes:
     """Leaves compute modes alone."""
 
     async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
-        """Nothing to hold."""
         return None
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:

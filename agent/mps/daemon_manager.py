@@ -18,11 +18,10 @@ from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_lock import Locked
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing, StartFailed
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 
 log = structlog.get_logger()
 
@@ -99,7 +98,6 @@ class DaemonManager:
         return refusal(gpu, driver, self._problem)
 
     def status(self, uuid: str) -> DaemonStatus:
-        """The daemon of a GPU."""
         return self.statuses.value.get(uuid, NOBODY)
 
     def unready(self, uuid: str) -> str:
@@ -116,7 +114,6 @@ class DaemonManager:
         return shared_memory_source(self.status(uuid), Directories.of(self._run, uuid))
 
     def daemon(self, uuid: str) -> Daemon | None:
-        """The supervisor of a GPU's daemon."""
         kept = self._kept.get(uuid)
         return kept.daemon if kept else None
 
@@ -268,7 +265,7 @@ class DaemonManager:
                 if await anyio.to_thread.run_sync(folders.existing):
                     continue  # there is more to clear up than the mode
                 if await exclusive.ours():
-                    async with Locked(folders):  # nobody begins to use it meanwhile
+                    async with folders.locked():  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:
                 self._tell(uuid, EventReason.LEFT, str(error))

@@ -3,7 +3,7 @@
 import re
 from enum import Enum
 
-from agent.mps.errors import CommandRefused, NotSupported
+from agent.mps.mps_errors import CommandRefused, NotSupported
 
 _PID = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")

@@ -17,10 +17,9 @@ from agent.mps import processes
 from agent.mps.control_commands import Survey
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
-from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
+from agent.mps.mps_errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.terminate import end
 
 log = structlog.get_logger()
 
@@ -251,7 +250,7 @@ class Prober:
         if servers and not (self._clients_known and await anyio.to_thread.run_sync(self._deserted)):
             return
         log.error("mps_daemon_hangs", gpu=self._uuid, pid=process.pid, seconds=HANG_SECONDS)
-        await end((process, *servers))
+        await processes.end((process, *servers))
 
     def _deserted(self) -> bool:
         """Whether all clients that were named last have ended: without its daemon a server gets no more."""

@@ -11,9 +11,8 @@ from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, EventReason
-from agent.mps.errors import StartFailed
+from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
-from agent.mps.terminate import end
 
 log = structlog.get_logger()
 
@@ -23,8 +22,6 @@ MOST_NAMED = 10  # of processes that are made to look like a daemon: any pod may
 
 
 class Starter:
-    """Adopts or starts the daemon of one GPU."""
-
     def __init__(
         self,
         program: Program,
@@ -133,7 +130,7 @@ class Starter:
             gpu=self._parts.publisher.uuid,
             waited_seconds=self._parts.options.orphan_seconds,
         )
-        await end(orphans)
+        await processes.end(orphans)
 
     async def _appeared(self) -> Process:
         with anyio.move_on_after(ANSWER_SECONDS):

@@ -67,7 +67,6 @@ class Pairing:
 
     @property
     def ledger(self) -> Ledger:
-        """Held and promised units now."""
         return self._state.ledger
 
     @property
@@ -99,7 +98,6 @@ class Pairing:
         self._forget_late()
 
     async def reconcile(self) -> None:
-        """Read who holds what now."""
         if records := await self._resolver.records():
             self._take_in(records)
 

@@ -80,11 +80,9 @@ class State:
         return replace(self, ledger=self.ledger.observed(records.held, over), refused=refused)
 
     def without(self, over: Callable[[Reservation], bool]) -> "State":
-        """Without the promises that are over."""
         return replace(self, ledger=self.ledger.without(over))
 
     def promised(self, promise: Reservation) -> "State":
-        """With a promise."""
         return replace(self, ledger=self.ledger.promised(promise))
 
     def second_member(self, call: Call) -> Reservation | None:

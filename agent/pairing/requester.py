@@ -36,7 +36,6 @@ class Asker:
 
     @property
     def holder(self) -> Holder:
-        """Its names."""
         return Holder(self.pod.namespace, self.pod.name, self.container.name)
 
     def needs(self, pair: ResourcePair) -> tuple[Demand, InitContainerGroup | None]:
@@ -69,12 +68,10 @@ class Records:
 
     @cached_property
     def pods(self) -> frozenset[PodKey]:
-        """Pods that the kubelet lists."""
         return frozenset(each.pod_key for each in self.containers)
 
 
 def resource_of(pair: ResourcePair, member: PairMember) -> str:
-    """The resource's name."""
     return pair.core if member is PairMember.CORE else pair.memory
 
 

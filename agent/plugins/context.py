@@ -26,8 +26,6 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class PluginContext:
-    """The node as plugins see it."""
-
     settings: Settings
     inventory: Cell[Snapshot]
     modes: Cell[Assignment]

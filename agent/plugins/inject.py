@@ -46,8 +46,6 @@ class NodeSoftware:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The way in use and why."""
-
     cdi: bool
     reason: str
 

@@ -87,7 +87,6 @@ class Conditions:
         return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
 
     def unready(self, uuid: str) -> str:
-        """Why pods of a GPU cannot start now, in words; empty: they can."""
         return self._advisory() or self._daemons.unready(uuid)
 
     def _advisory(self) -> str:
@@ -252,7 +251,6 @@ class MpsPlugin(SharedPairPlugin):
 def build(
     context: PluginContext, daemons: Daemons, root_check: RootCheck | None = None
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
-    """The two resources and what they share."""
     settings, inventory = context.settings, context.inventory
     pairing = pairing_of(context, MPS, settings.mps)
     conditions = Conditions(

@@ -67,17 +67,14 @@ class PgpuPlugin:
         self.lists: Cell[bytes] = Cell(self._encoded(modes.value))
 
     async def run(self) -> None:
-        """Keep the list true: one publication for each change that the kubelet would notice."""
         await follow(self.refresh, self._inventory, self._modes, self._record.cell)
 
     def refresh(self) -> None:
-        """Bring the list up to date now."""
         encoded = self._encoded(self._modes.value)
         if encoded != self.lists.value:
             self.lists.publish(encoded)
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
-        """Capacity and allocatable as the kubelet will count them under an assignment."""
         devices = list(self._devices(assignment))
         return len(devices), sum(healthy for _, healthy, _ in devices)
 

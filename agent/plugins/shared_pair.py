@@ -167,7 +167,6 @@ class SharedPairPlugin:
         self.lists: Cell[bytes] = Cell(self._encoded())
 
     async def run(self) -> None:
-        """Keep the list true: one publication for each change that the kubelet would notice."""
         shares = self._shares
         await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
 
@@ -189,7 +188,6 @@ class SharedPairPlugin:
         return tuple(cell.version for cell in (shares.inventory, shares.modes, shares.pairing.changes))
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
-        """Capacity and allocatable as the kubelet will count them under an assignment."""
         chunks = list(self._parts(assignment))
         return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
 

@@ -62,7 +62,6 @@ def build(
     fence: Fence = no_fence,
     grown: Callable[[str], frozenset[str]] = none_grown,
 ) -> tuple[SharedPair, list[VgpuPlugin]]:
-    """The two resources and what they share."""
     settings, inventory = context.settings, context.inventory
     configured = settings.vgpu
     pairing = pairing_of(context, VGPU, configured)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from agent.mps import parse
-from agent.mps.errors import MpsError
-from agent.mps.serverlog import ServerLog, Tail, writer
+from agent.mps.daemon_logs import ServerLog, Tail, writer
+from agent.mps.mps_errors import MpsError
 from tests.fuzz.campaign import Campaign
 
 ANSWERS = (

@@ -26,9 +26,9 @@ from agent.mps import processes
 from agent.mps.binary import Program
 from agent.mps.compute_mode import NoComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState, EventReason, shared_memory_source
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from tests.gpu.limits import Capped, capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 

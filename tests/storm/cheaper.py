@@ -25,7 +25,7 @@ from agent.isolation import library
 from agent.kit import inotify
 from agent.kubelet import endpoint
 from agent.modes import sources
-from agent.mps import following
+from agent.mps import daemon_logs
 from agent.plugins import inject
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources_server, registry
@@ -143,7 +143,7 @@ def install() -> None:
     """Put them in place, for this process."""
     for name in ("fsync", "fdatasync"):
         setattr(os, name, lambda _: None)
-    for room in (inotify, endpoint, following, reload, sources):
+    for room in (inotify, endpoint, daemon_logs, reload, sources):
         room.watching = _watching  # type: ignore[attr-defined]
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005

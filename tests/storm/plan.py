@@ -12,6 +12,7 @@ import msgspec
 
 from agent.model.modes import Mode
 from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
+from tests.storm.tempo import SPARSE, SPARSE_SHARE, tempo_of
 from tests.storm.world import Shape
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -28,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True):
     events: list[tuple[str, int]]  # name of the act, number of the event
     showed: str = ""  # what the storm found, for people
     families: list[str] = []  # of faults
+    tempo: str = SPARSE  # those that were kept before there were others
 
     def acts(self) -> list[tuple[int, Act]]:
         """The events by number. Raises KeyError for one that is not known any more."""
@@ -43,11 +45,21 @@ def read(file: Path) -> Plan:
     return msgspec.json.decode(file.read_bytes(), type=Plan)
 
 
-def planned(seed: int, steps: int, skip: Collection[int] = (), wanted: frozenset[str] | None = None) -> Plan:
-    """The storm of a seed, with so many events.
+def planned(
+    seed: int,
+    steps: int,
+    skip: Collection[int] = (),
+    wanted: frozenset[str] | None = None,
+    tempo: str | None = None,
+) -> Plan:
+    """The storm of a seed, with so many events; fewer where the seed makes it a sparse one.
 
-    `skip`: numbers of events to leave out. `wanted`: families of faults in place of the seed's choice.
+    `skip`: numbers of events to leave out. `wanted`, `tempo`: families of faults, and how quickly events
+    follow each other, in place of the seed's choice.
     """
+    if tempo is None:
+        tempo = tempo_of(seed)
+        steps = steps // SPARSE_SHARE if tempo == SPARSE else steps
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
     # One in four has no fault at all: then no pod that fits may be refused.
@@ -71,4 +83,6 @@ def planned(seed: int, steps: int, skip: Collection[int] = (), wanted: frozenset
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
     calm = rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
     events = [(name_of(act), number) for number, act in enumerate(acts) if number not in skip]
-    return Plan(seed, shape, label, pause, calm, events, families=[family.name for family in chosen])
+    return Plan(
+        seed, shape, label, pause, calm, events, families=[family.name for family in chosen], tempo=tempo
+    )

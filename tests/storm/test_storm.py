@@ -34,7 +34,7 @@ def _storms(report: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 @pytest.mark.timeout(300)
 def test_fixed_storms_find_nothing() -> None:
     REPORT.parent.mkdir(exist_ok=True)
-    limits = ("--seeds", "100", "--steps", "400", "--seconds", str(SECONDS), "--no-shrink")
+    limits = ("--seeds", "100", "--steps", "2000", "--seconds", str(SECONDS), "--no-shrink")
     code, said, figures = _storms(REPORT, *limits)
     print(json.dumps({key: value for key, value in figures.items() if key != "digests"}))
     assert code == 0, said[-12_000:]

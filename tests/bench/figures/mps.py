@@ -18,9 +18,9 @@ from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute_mode import NoComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.bench.conditions import Conditions, Node, short_folder

@@ -12,10 +12,10 @@ import anyio.to_thread
 from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
 from agent.nvml.port import ComputeMode
 

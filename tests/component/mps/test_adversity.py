@@ -18,7 +18,7 @@ from agent.mps.control_commands import Control
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import CommandRefused
+from agent.mps.mps_errors import CommandRefused
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 

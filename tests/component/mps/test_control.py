@@ -16,7 +16,7 @@ from agent.mps.binary import Program
 from agent.mps.control_commands import Control, environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState
-from agent.mps.errors import CommandRefused, Unanswered
+from agent.mps.mps_errors import CommandRefused, Unanswered
 from agent.mps.parse import ServerState
 from tests.component.mps.keeping import OPTIONS, Bench, reached
 

@@ -21,7 +21,7 @@ from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing
+from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.probing import Prober
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports

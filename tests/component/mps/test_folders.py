@@ -26,7 +26,7 @@ from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from tests.component.mps.keeping import Bench, daemons_of, reached
 from tests.component.mps.pods import NOBODY, Container, again_and_again
 from tests.unit.kit.test_trees import deep

@@ -15,7 +15,7 @@ import pytest
 from agent.mps import launch
 from agent.mps.binary import Program
 from agent.mps.daemon_status import DaemonState
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, reached
 

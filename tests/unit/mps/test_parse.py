@@ -3,7 +3,7 @@
 import pytest
 
 from agent.mps import parse as answers
-from agent.mps.errors import CommandRefused, NotSupported
+from agent.mps.mps_errors import CommandRefused, NotSupported
 from agent.mps.parse import ServerState
 
 

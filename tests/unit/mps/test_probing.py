@@ -8,14 +8,12 @@ import pytest
 
 from agent.mps import probing
 from agent.mps.control_commands import Survey
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_logs import ServerLog
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import DaemonState, EventReason, Publisher
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from agent.mps.parse import ServerState
 from agent.mps.probing import Prober
-from agent.mps.serverlog import ServerLog
-from agent.mps.status_publisher import Publisher
 
 PROBE_SECONDS = 0.4
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.kubelet.owners import container_of_process
-from agent.mps import processes, shm_sweep
+from agent.mps import processes
 from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods
 
@@ -75,7 +75,7 @@ def test_no_process_chooses_its_user_by_its_name(name: bytes) -> None:
         assert process.stdout
         assert process.stdout.readline()
         assert effective_user(process.pid) == 65534
-        assert shm_sweep._users(Path(f"/proc/{process.pid}/status")) == {65534}
+        assert set(processes.user_ids(process.pid)) == {65534}
     finally:
         process.kill()
         process.communicate()

@@ -7,13 +7,11 @@ import pytest
 
 from agent.mps import processes, starting
 from agent.mps.binary import NO_PROGRAM
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import EventReason, Publisher
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from agent.mps.processes import Process
 from agent.mps.starting import Starter
-from agent.mps.status_publisher import Publisher
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(

@@ -27,7 +27,3 @@ class NotSupported(CommandRefused):
 
 class StartFailed(MpsError):
     """The daemon could not be started."""
-
-
-class StillServed(MpsError):
-    """A daemon cannot be ended from here."""
