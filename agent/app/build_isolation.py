@@ -302,7 +302,7 @@ def _namespaces(cluster: ClusterAccess | None, tasks: Tasks) -> Callable[[str], 
     from agent.cluster.namespaces import LABEL, NamespaceLabels  # noqa: PLC0415  loads the client
 
     labels = NamespaceLabels(cluster.api)
-    tasks.start("namespace watch", labels.run)
+    tasks.start("namespace watch", labels.reflector.run)
     reported: dict[str, str] = {}
 
     def of(namespace: str) -> Policy | None:

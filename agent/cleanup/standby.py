@@ -62,8 +62,8 @@ async def stand_by(
 
             group.start_soon(stopped)
             await group.start(http.serve)
-            group.start_soon(supervisor.restarting, "node watch", own.run)
-            group.start_soon(supervisor.restarting, "pod watch", pods.run)
+            group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
+            group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
             await Standby(settings, nvml, api, own, pods).until_over(request)
             group.cancel_scope.cancel()
     finally:

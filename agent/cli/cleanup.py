@@ -128,8 +128,8 @@ async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
     pods = PodCache(api, own.name, lambda: own.uid)
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(own.run)
-            group.start_soon(pods.run)
+            group.start_soon(own.reflector.run)
+            group.start_soon(pods.reflector.run)
             yield _Access(api, own.name, pods)
             group.cancel_scope.cancel()
     finally:

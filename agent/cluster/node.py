@@ -66,10 +66,6 @@ class NodeObject:
             api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
         )
 
-    async def run(self) -> None:
-        """Follow the node until cancelled."""
-        await self.reflector.run()
-
     @property
     def value(self) -> Node | None:
         return next(iter(self.reflector.items.value.values()), None)

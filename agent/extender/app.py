@@ -165,10 +165,10 @@ async def _ledger_figures(fleet: Fleet, feed: Feed) -> LedgerFigures:
         held, there = held + some[0], there + some[1]
     return LedgerFigures(
         nodes=len(names),
-        without_inventory=fleet.without_inventory,
-        bad_inventories=len(feed.problems),
+        nodes_without_inventory=fleet.without_inventory,
+        nodes_bad_inventory=len(feed.problems),
         pods=fleet.pods,
-        assumed=fleet.waiting,
+        assumed_pods=fleet.waiting,
         sold_ratio=held / there if there else None,
         watch_ages=feed.ages,
     )

@@ -160,11 +160,6 @@ class Fleet:
             return UNKNOWN_NODE
         return _by_totals(node, demand, without)
 
-    def has_inventory(self, name: str) -> bool:
-        """Whether the node's agent has published its GPUs; without it the node is judged by totals."""
-        node = self._nodes.get(name)
-        return bool(node and node.inventory)
-
     def offers_by_totals(self, name: str, demand: PodDemand) -> bool:
         """Whether a node without an inventory offers some of every resource of a demand."""
         node = self._nodes.get(name)

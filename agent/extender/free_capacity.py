@@ -116,7 +116,7 @@ def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeC
             _capacity(mode, tuple(each.free() for each in usable if each.gpu.mode is mode)) for mode in modes
         ),
         tuple(
-            (tally.gpu.mode, tally.free(), _why(tally.gpu))
+            (tally.gpu.mode, tally.free(), "unhealthy" if tally.gpu.trouble else "draining")
             for tally in tallies.values()
             if not tally.gpu.usable
         ),
@@ -131,10 +131,6 @@ def _hold(tallies: Mapping[int, "_Tally"], slots: Sequence[Slot], chosen: Chosen
         for index in indices:
             if index in tallies:
                 tallies[index].hold(slot)
-
-
-def _why(gpu: GpuEntry) -> str:
-    return "unhealthy" if gpu.trouble else "draining"
 
 
 class _Tally:

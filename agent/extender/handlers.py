@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -31,12 +32,12 @@ LAG_SECONDS = 0.1
 MOST_LOOKS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
 class Serving:
     """The state that a leader answers from; a new one with each lease."""
 
-    def __init__(self, verdicts: Verdicts, binder: Binder) -> None:
-        self.verdicts = verdicts
-        self.binder = binder
+    verdicts: Verdicts
+    binder: Binder
 
 
 Act = Callable[[Request, Serving], Awaitable[tuple[Reply, str]]]
@@ -119,12 +120,7 @@ class Verbs:
         try:
             await serving.binder.bind(binding)
         except NotBound as error:
-            log.warning(
-                "pod_not_bound",
-                pod=f"{binding.pod_namespace}/{binding.pod_name}",
-                node=binding.node,
-                problem=str(error),
-            )
+            log.warning("pod_not_bound", pod=binding.pod, node=binding.node, problem=str(error))
             return _json(scheduler_protocol.bound(str(error))), "refused"
         return _json(scheduler_protocol.bound()), "ok"
 

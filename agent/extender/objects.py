@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodSpec, PodStatus
+from agent.cluster.pods import PodSpec, PodStatus, convert
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import BoundPod
 from agent.extender.free_capacity import Held, PodClaim
@@ -47,7 +46,16 @@ class _ContainerStatus(msgspec.Struct, rename="camel", frozen=True):
     allocated_resources_status: list[_Devices] = msgspec.field(default_factory=list)
 
 
+class Condition(msgspec.Struct, frozen=True):
+    """A condition of a pod, without its times."""
+
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+
+
 class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    conditions: list[Condition] = msgspec.field(default_factory=list)
     phase: str = "Pending"
     container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)

@@ -14,6 +14,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.checkpoint import Checkpoint, CheckpointUnreadable, Entries
+from agent.kubelet.kubelet_socket import Identity, KubeletSocket
 from agent.kubelet.podresources import (
     LIST_SECONDS,
     Holding,
@@ -75,7 +76,7 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
-        self._believed: tuple[int, int] | None = None  # the socket of a kubelet that has heard of its pods
+        self._believed: Identity | None = None  # the socket of a kubelet that has heard of its pods
         self._heard = False  # whether the last answer was of such a one
         self._record = Record()
         self._differs = False  # whether a call has read something else than what was published last
@@ -189,15 +190,11 @@ class HoldingsWatch:
         self._unreadable = None
         return entries
 
-    async def _kubelet(self) -> tuple[int, int] | None:
+    async def _kubelet(self) -> Identity | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
-        if self._checkpoint is not None:
-            with suppress(OSError):
-                stat = await anyio.Path(self.client.path).stat()
-                return stat.st_ino, stat.st_ctime_ns
-        return None
+        return await KubeletSocket(self.client.path).identity() if self._checkpoint else None
 
-    def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
+    def _young(self, kubelet: Identity, listed: PodList) -> bool:
         """Whether a kubelet may not have heard of all its pods yet."""
         if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
             # The API server names all pods at once: one of them is enough.

@@ -70,11 +70,6 @@ class PodList:
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
 
-    @classmethod
-    def parse(cls, data: bytes) -> "PodList":
-        """Read the message; raises wire.MalformedMessage."""
-        return _joined(_read_pod(data, start, end) for start, end in wire.submessages(data, 0, len(data), 1))
-
 
 class RecordReader(Protocol):
     """Who holds what (`agent.kubelet.holdings`)."""

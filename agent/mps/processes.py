@@ -98,12 +98,9 @@ def identify(pid: int, proc: Path = PROC) -> Process | None:
     return None if fields[0] in ("Z", "X") else Process(pid, int(fields[19]))
 
 
-def daemons(pipe: Path, below: bool = False) -> tuple[Process, ...]:
-    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment.
-
-    `below`: those in PID namespaces below ours and in any cgroup, too, for an observer outside.
-    """
-    return tuple(each for each in _found(CONTROL, pipe, _in_background) if below or _own(each.pid, root=True))
+def daemons(pipe: Path) -> tuple[Process, ...]:
+    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment."""
+    return tuple(each for each in _found(CONTROL, pipe, _in_background) if _own(each.pid, root=True))
 
 
 def impostors(pipe: Path) -> tuple[Process, ...]:

@@ -8,10 +8,9 @@ import anyio
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.conversion import convert
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodCache
+from agent.cluster.pods import PodCache, convert
 from agent.kit.backoff import Backoff
 from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.record import View

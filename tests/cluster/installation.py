@@ -55,7 +55,11 @@ class Node:
     def daemons(self) -> Mapping[str, tuple[Process, ...]]:
         """MPS control daemons of the agent's, by GPU."""
         run = Path("/run/gpu-node-agent/mps")  # as the daemons themselves know it
-        found = {uuid: processes.daemons(run / uuid / "pipe", below=True) for uuid in self.machine.uuids}
+        found = {}
+        for uuid in self.machine.uuids:
+            pipe = run / uuid / "pipe"
+            # They have a PID namespace and cgroups of their own.
+            found[uuid] = (*processes.daemons(pipe), *processes.impostors(pipe))
         return {uuid: each for uuid, each in found.items() if each}
 
 

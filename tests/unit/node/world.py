@@ -114,7 +114,7 @@ class World:
     async def running(self) -> AsyncIterator["World"]:
         """Its tasks run."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self.node.run)
+            group.start_soon(self.node.reflector.run)
             group.start_soon(self.inherited.run)
             group.start_soon(self.taint.run)
             group.start_soon(self.capacity.run)

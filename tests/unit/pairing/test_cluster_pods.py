@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
-from agent.cluster.conversion import convert
 from agent.cluster.event_recorder import Event
 from agent.cluster.pods import Pod as ApiPod
+from agent.cluster.pods import convert
 from agent.model.demand import Container, Pod, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
