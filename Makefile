@@ -79,7 +79,7 @@ docs: venv ## write the generated files: docs/metrics.md, the values in docs/ins
 	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform
 
-lock: venv ## resolve pyproject.toml anew into the two locks
+lock: venv ## resolve pyproject.toml again into the two locks
 	.ci/lock
 
 image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar (ARCH=arm64)
