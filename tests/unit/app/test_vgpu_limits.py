@@ -1,4 +1,4 @@
-"""Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
+"""Limits of vGPU containers that are built when they are first needed, once, whichever room asks for them."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
