@@ -1,26 +1,16 @@
 """Metrics of health: states, transitions, Xids, and how well the watching itself works."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
 from agent.model.health import HealthState
+from agent.nvml.event_watch import EventWatch
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add
 
 
-class Watch(Protocol):
-    """The event loop's own figures."""
-
-    failures: int
-
-    @property
-    def watched(self) -> frozenset[str]:
-        """GPUs whose events arrive."""
-
-
-def health_collector(inventory: Inventory, events: Watch) -> Callable[[], Callable[[Add], None]]:
+def health_collector(inventory: Inventory, events: EventWatch) -> Callable[[], Callable[[Add], None]]:
     """The metrics of health."""
 
     def read() -> Callable[[Add], None]:

@@ -1,54 +1,16 @@
 """Metrics of vGPU limits: how many containers each fence holds, and how many are above their caps."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
+from agent.isolation.publishing import Publisher
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add, Collector
 
 
-class ComputeShare(Protocol):
-    """The compute that a container is allotted, and what it waited for more."""
-
-    @property
-    def allotted(self) -> float:
-        """Percent of the GPU."""
-
-    @property
-    def throttled_seconds(self) -> float:
-        """How long launches waited."""
-
-
-class Limits(Protocol):
-    """Figures of containers with limits."""
-
-    def by_fence(self) -> Mapping[str, int]:
-        """Containers by the fences that hold for them."""
-
-    def above_cap(self) -> int:
-        """Containers that use more than they may."""
-
-    def without_library(self) -> int:
-        """Containers of which a process uses the GPU without the library that they were given."""
-
-    def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
-        """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
-
-    def grown(self) -> Mapping[str, int]:
-        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
-
-    def avoidable(self) -> int:
-        """Containers whose pods could get around their limits."""
-
-    @property
-    def ends(self) -> Mapping[str, int]:
-        """Containers above their caps that were to be ended since the agent began, by result."""
-
-
 def limits_collector(
-    limits: Limits, grown: Cell[Mapping[str, Growth]], indices: Callable[[], Mapping[str, int]]
+    limits: Publisher, grown: Cell[Mapping[str, Growth]], indices: Callable[[], Mapping[str, int]]
 ) -> Collector:
     """The metrics of limits. `grown`: by GPU; `indices` of the GPUs that are there."""
 

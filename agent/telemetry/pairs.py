@@ -1,23 +1,15 @@
 """Metrics of paired resources (vGPU, MPS): how many pairs were granted, refused, given up."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
+from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Add
 
 
-class PairStats(Protocol):
-    """Counts, as the pairing of a mode keeps them."""
-
-    granted: int
-    refused: int
-    expired: int
-
-
 def pairs_collector(
     mode: str,
-    stats: PairStats,
+    stats: PairingStats,
     enforced: Callable[[], Mapping[str, bool]],
     reserved: Callable[[], int] = lambda: 0,
 ) -> Callable[[], Callable[[Add], None]]:
