@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.app.mode_parts import ModeParts
+from agent.app.mode_parts import Limits, ModeParts
 from agent.app.parts import Core, Tasks
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.model.modes import Mode
@@ -29,7 +29,13 @@ def start_commands(
 ) -> None:
     """Serve the commands that people give the running agent."""
     switch, readiness = core.readiness.switch, core.readiness
-    limits = next((parts.limits for parts in modes.values() if parts.limits), None)
+
+    def limits() -> Limits | None:
+        return next((found for parts in modes.values() if (found := parts.limits())), None)
+
+    def allotted() -> Mapping[tuple[str, str, str, str], float]:
+        now = limits()
+        return now.allotted() if now else {}
 
     def injection() -> tuple[str, str]:
         return "cdi" if injector.choice.cdi else "envvar", injector.choice.reason
@@ -55,6 +61,6 @@ def start_commands(
         control,
         sources,
         lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus},
-        limits.allotted if limits else dict,
+        allotted,
     )
     tasks.start("control socket", control.serve)

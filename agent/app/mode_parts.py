@@ -12,6 +12,7 @@ from agent.model.growth import Growth
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
 from agent.plugins.context import PluginContext
+from agent.status.report import Limits as ShownLimits
 from agent.telemetry.container_use import Uses
 
 
@@ -29,28 +30,15 @@ class ModeContext:
     grown: Cell[Mapping[str, Growth]]
 
 
-class Limits(Protocol):
+class Limits(ShownLimits, Protocol):
     """Limits of containers, whose room is imported only where they are enforced."""
 
     @property
     def problem(self) -> str | None:
         """Why containers start without the library, though they should have it; None: they have it."""
 
-    def units_grown(self, uuid: str) -> frozenset[str]:
-        """Units of a GPU that containers have grown by: nobody else may be offered them."""
-
-    def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
-
-    @property
-    def computes(self) -> bool:
-        """Whether containers that start now are held to compute, where they get the library."""
-
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
-
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """The limits of a container, for `status`; None: it has none, and is not measured."""
 
 
 def _never_refused(_: GpuState) -> None:
@@ -71,7 +59,8 @@ class ModeParts:
     refusal: Callable[[GpuState], str | None] = _never_refused
     # The daemon of a GPU for `status`, by UUID; None: it has none.
     daemon: Callable[[str], dict[str, Any] | None] = _no_daemon
-    limits: Limits | None = None  # None: nothing of ours enforces them
+    # None: nothing of ours enforces limits, or no GPU was offered in it yet.
+    limits: Callable[[], Limits | None] = lambda: None
 
 
 class ModeModule(Protocol):

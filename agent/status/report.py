@@ -51,7 +51,7 @@ class StatusSources:
     mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
     remarks: Callable[[], Sequence[str]] = list
     cordons: CordonBook | None = None
-    limits: Limits | None = None  # of vGPU containers
+    limits: Callable[[], Limits | None] = lambda: None  # of vGPU containers; None: none are enforced
 
 
 def report(sources: StatusSources) -> Document:
@@ -124,13 +124,13 @@ def _gpu(
             "selling": bool(active and active.offered),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
-            "enforced": _enforced(active, mps, sources.limits),
+            "enforced": _enforced(active, mps, sources.limits()),
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.gpu_monitor.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
         "mps": mps,
-        "holders": [_holder(holder, state.uuid, sources.limits) for holder in holders],
+        "holders": [_holder(holder, state.uuid, sources.limits()) for holder in holders],
     }
 
 
