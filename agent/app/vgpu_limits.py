@@ -18,7 +18,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
 from agent.plugins.shared_pair import SharedPair
 
 if TYPE_CHECKING:

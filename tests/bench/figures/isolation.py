@@ -19,7 +19,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Recorder
+from agent.pairing.pod_access import Recorder
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
 

@@ -17,7 +17,7 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
 from agent.settings import Host, Modes, Settings, Vgpu
 
 if TYPE_CHECKING:

@@ -70,7 +70,12 @@ class Scene:
         )
         self._proc = proc
         self.watch = ClientWatch(
-            cast("DaemonManager", manager), Cell(PodList(held, ())), lambda: self.pods, proc=proc
+            cast("DaemonManager", manager),
+            Cell(PodList(held, ())),
+            lambda: self.pods,
+            dict,
+            lambda *_: None,
+            proc=proc,
         )
 
     def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
