@@ -129,6 +129,7 @@ async def build(context: ModeContext) -> ModeParts:
         MpsBackend(manager),
         refusal=lambda state: manager.refusal(state.gpu, snapshot.value.driver),
         daemon=partial(_report, manager, clients, conditions.ceiling, injector),
+        enforced=lambda: "no" if injector.caps_problem else "yes",
     )
 
 

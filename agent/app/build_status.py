@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.app.mode_parts import Limits, ModeParts
+from agent.app.mode_parts import ModeParts
 from agent.app.parts import Core, Tasks
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.model.modes import Mode
@@ -29,19 +29,16 @@ def start_commands(
 ) -> None:
     """Serve the commands that people give the running agent."""
     switch, readiness = core.readiness.switch, core.readiness
-
-    def limits() -> Limits | None:
-        return next((found for parts in modes.values() if (found := parts.limits())), None)
-
-    def allotted() -> Mapping[tuple[str, str, str, str], float]:
-        now = limits()
-        return now.allotted() if now else {}
+    limits = next((parts.limits for parts in modes.values() if parts.limits), None)
 
     def injection() -> tuple[str, str]:
         return "cdi" if injector.choice.cdi else "envvar", injector.choice.reason
 
     def daemon(uuid: str) -> dict[str, Any] | None:
         return next((found for parts in modes.values() if (found := parts.daemon(uuid))), None)
+
+    def enforced(mode: Mode) -> str | None:
+        return modes[mode].enforced() if mode in modes else None  # off is not in the table
 
     control = ControlServer(Path(core.settings.host.run) / CONTROL_SOCKET)
     status = StatusSources(
@@ -54,13 +51,14 @@ def start_commands(
         daemon,
         readiness.remarks,
         cordons,
-        limits,
+        enforced,
+        {mode: parts.limits.document for mode, parts in modes.items() if parts.limits},
     )
     Commands(status).add_to(control)
     top.add_to(
         control,
         sources,
         lambda: {one.uuid: one.active.mode.value for one in switch.value.gpus},
-        allotted,
+        limits.allotted if limits else dict,
     )
     tasks.start("control socket", control.serve)

@@ -12,7 +12,6 @@ from agent.model.growth import Growth
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
 from agent.plugins.context import PluginContext
-from agent.status.report import Limits as ShownLimits
 from agent.telemetry.container_use import Uses
 
 
@@ -30,15 +29,14 @@ class ModeContext:
     grown: Cell[Mapping[str, Growth]]
 
 
-class Limits(ShownLimits, Protocol):
+class Limits(Protocol):
     """Limits of containers, whose room is imported only where they are enforced."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why containers start without the library, though they should have it; None: they have it."""
 
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """The limits of a container, for `status`; None: it has none, and is not measured."""
 
 
 def _never_refused(_: GpuState) -> None:
@@ -46,6 +44,10 @@ def _never_refused(_: GpuState) -> None:
 
 
 def _no_daemon(_: str) -> None:
+    return None
+
+
+def _not_by_amounts() -> None:
     return None
 
 
@@ -59,8 +61,9 @@ class ModeParts:
     refusal: Callable[[GpuState], str | None] = _never_refused
     # The daemon of a GPU for `status`, by UUID; None: it has none.
     daemon: Callable[[str], dict[str, Any] | None] = _no_daemon
-    # None: nothing of ours enforces limits, or no GPU was offered in it yet.
-    limits: Callable[[], Limits | None] = lambda: None
+    # Whether containers are kept to their shares, see agent.status.report; None: it has no shares by amounts.
+    enforced: Callable[[], str | None] = _not_by_amounts
+    limits: Limits | None = None  # None: nothing of ours enforces them
 
 
 class ModeModule(Protocol):

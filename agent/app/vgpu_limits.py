@@ -4,11 +4,11 @@ A node whose GPUs are all in other modes does not import them. Where containers 
 agent started they are loaded at once: units that containers have grown by must be on no list.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
 
 # Building loads code and reads some small files; a disk that hangs would keep Allocate, and a stop, waiting.
 BUILD_SECONDS = 15.0
+NO_FENCES = dict.fromkeys(("driver", "library", "sweep"), False)
 
 
 class Grown(Protocol):
     """Units of memory that containers were resized to, beyond those of the kubelet."""
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """Those of a GPU: nobody else may be offered them."""
+        """Units of a GPU that containers have grown by: nobody else may be offered them."""
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
 
 
 class VgpuLimits:
-    """As the fence of agent.plugins.shared_pair."""
+    """As agent.app.mode_parts.Limits, and as the fence of agent.plugins.shared_pair."""
 
     def __init__(self, modes: Cell[Assignment], build: Callable[[], Awaitable["LimitParts"]]) -> None:
         """`build` makes the rooms, and starts their tasks."""
-        self.parts: LimitParts | None = None  # None: no GPU has been offered yet
+        self.parts: LimitParts | None = None
         self._modes = modes
         self._build = build
         self._turn = anyio.Lock()
@@ -82,7 +83,38 @@ class VgpuLimits:
             context.tasks.start("vgpu limits", follow)  # what cannot be loaded must not end the agent
 
     def units_grown(self, uuid: str) -> frozenset[str]:
+        """See Grown."""
         return self.parts.units_grown(uuid) if self.parts else frozenset()
+
+    # Nothing of the following is so before the first GPU is offered.
+
+    @property
+    def problem(self) -> str | None:
+        """Why containers start without the library, though they should have it; None: they have it."""
+        return self.parts.problem if self.parts else None
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences hold for containers that start now."""
+        return self.parts.fences() if self.parts else NO_FENCES
+
+    def enforced(self) -> str:
+        """Whether containers that start now are kept to their shares."""
+        return word_of(self.fences(), computes=self.parts is not None and self.parts.computes)
+
+    def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
+        """See agent.app.mode_parts.Limits."""
+        return self.parts.allotted() if self.parts else {}
+
+    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+        """See agent.app.mode_parts.Limits."""
+        return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+
+
+def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
+    """The word of agent.status.report for these fences; `computes`: the library enforces compute, too."""
+    if computes and fences["library"]:
+        return "yes"
+    return "memory" if fences["driver"] or fences["library"] else "no"
 
 
 async def build_limits(context: ModeContext) -> Grown | None:

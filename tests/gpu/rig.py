@@ -185,7 +185,7 @@ class Rig:
         assert not await anyio.to_thread.run_sync(processes.servers, folders.pipe)
 
     async def _served(self, daemon: Daemon) -> None:
-        """Wait until it serves; the first failure to is final, and told with what the logs say."""
+        """Wait until it serves; the first failure is final, and comes with the logs."""
         with anyio.move_on_after(SERVING_SECONDS):
             status = await daemon.status.wait_for(
                 lambda status: status.serving or status.restarts > 0 or NO_START in status.reason

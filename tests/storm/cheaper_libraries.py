@@ -1,7 +1,7 @@
 """Stand-ins in libraries that change nothing of what is seen in a storm, only what a step costs.
 
 anyio asks at each call which event loop runs: asyncio's. hpack packs headers that only this process reads, as
-both sides of gRPC are in it; hyperframe works out for each frame anew which flags its kind has.
+both sides of gRPC are in it; hyperframe works out again for each frame which flags its kind has.
 """
 
 import marshal

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.app.build_isolation import LimitParts
+from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -117,11 +117,12 @@ class Invariants:
 
     def _grown_units_are_nobody_elses(self) -> None:
         agent = self._world.running
-        limits = agent.modes[Mode.VGPU].limits() if agent else None
-        if not isinstance(limits, LimitParts) or not limits.isolation.grown:
+        limits = agent.modes[Mode.VGPU].limits if agent else None
+        parts = limits.parts if isinstance(limits, VgpuLimits) else None
+        if parts is None or not parts.isolation.grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
-        for ids in limits.isolation.grown.values():
+        for ids in parts.isolation.grown.values():
             if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
 

@@ -47,7 +47,7 @@ async def files(conditions: Conditions) -> Mapping[str, Taken]:
         "resize_memory_effective_ms",
         "ms",
         1000,
-        "the pod watch tells of a resize until the limit file says so; 99th percentile",
+        "the pod watch shows a resize until the limit file has it; 99th percentile",
     ),
 )
 async def resize(conditions: Conditions) -> Mapping[str, Taken]:

@@ -1,4 +1,4 @@
-"""Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
+"""Limits of vGPU containers that are built when they are first needed, once, whichever room asks for them."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -71,7 +71,8 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
         limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
-        assert limits.parts is None
+        assert (limits.problem, limits.enforced(), limits.allotted()) == (None, "no", {})
+        assert not any(limits.fences().values())
         modes.publish(Assignment({GPU: GpuMode(Mode.VGPU)}))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed) == (1, ["shares"])

@@ -220,7 +220,7 @@ async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path:
 async def test_without_the_api_server_nothing_is_said_of_pods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It alone tells which pod a UID is of."""
+    """It alone knows the pod of a UID."""
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
     scene = Scene(tmp_path, ["p1", "p2"])
     scene.process(101, 1)

@@ -119,7 +119,7 @@ def test_a_cgroup_s_name_need_not_be_text(tmp_path: Path) -> None:
 def test_a_command_line_without_end_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a process tells of itself is as long as it likes, by prctl(PR_SET_MM_MAP) without a privilege."""
+    """A process can make its own description of any length, by prctl(PR_SET_MM_MAP) without a privilege."""
     monkeypatch.setattr(processes, "PROC", tmp_path)
     process = tmp_path / "7"
     process.mkdir()

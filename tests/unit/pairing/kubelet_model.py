@@ -97,7 +97,7 @@ class KubeletModel(PodSource):
         self.taken_up: dict[Key, Admission] = {}
         self.api: dict[Key, Pod] = {}
         self.specs_readable = True
-        self.cached = True  # whether the watch told of pods before the kubelet asks
+        self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
         self.lists = 0
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.

@@ -48,7 +48,7 @@ class Kubelet(KubeletModel):
         return self.known[member]
 
     async def told(self) -> None:
-        """The pod watch has told of an end, or the record was read; the lists follow at once."""
+        """The pod watch has shown an end, or the record was read; the lists follow at once."""
         await self.refresh()
         self.read()
 

@@ -127,7 +127,7 @@ async def test_gpu_only_init_phase_then_agent_restart() -> None:
 
 
 async def test_static_pod_gets_its_share() -> None:
-    """It cannot: the API server tells of a static pod once it was admitted. The refusal says so."""
+    """It cannot: the API server shows a static pod once it was admitted. The refusal says so."""
     kubelet = KubeletModel(gpus=4)
     static = pod("etcd-node1", share("main", 30, 40))
 
