@@ -32,8 +32,8 @@ from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
-from agent.pairing.ports import PairRefused
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pod_access import PairRefused
 from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
 from agent.telemetry.attribution import Grade

@@ -81,9 +81,9 @@ async def build(context: ModeContext) -> ModeParts:
         manager,
         held,
         pod_facts(cluster.pods if cluster else None),
+        lambda: above_limit(context.uses.value, Mode.MPS),
+        events,
         proc=Path(settings.host.proc),
-        exceeding=lambda: above_limit(context.uses.value, Mode.MPS),
-        report=events,
     )
     root_check = RootCheck(cluster.pods if cluster else None)
     pairing, conditions, plugins = mps.build(
@@ -129,6 +129,7 @@ async def build(context: ModeContext) -> ModeParts:
         MpsBackend(manager),
         refusal=lambda state: manager.refusal(state.gpu, snapshot.value.driver),
         daemon=partial(_report, manager, clients, conditions.ceiling, injector),
+        enforced=lambda: "no" if injector.caps_problem else "yes",
     )
 
 

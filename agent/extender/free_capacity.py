@@ -134,8 +134,6 @@ def _hold(tallies: Mapping[int, "_Tally"], slots: Sequence[Slot], chosen: Chosen
 
 
 class _Tally:
-    """Used capacity of one GPU."""
-
     __slots__ = ("blocks", "clients", "cores", "gpu", "shut", "touched")
 
     def __init__(self, gpu: GpuEntry) -> None:

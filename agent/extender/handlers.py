@@ -63,7 +63,6 @@ class Verbs:
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
     async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """Nodes that the pod fits on, and why not the others."""
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))

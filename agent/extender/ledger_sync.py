@@ -115,7 +115,6 @@ class Feed:
         )
 
     async def run(self) -> None:
-        """Follow both until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._supervisor.restarting, "node watch", self.nodes.run)
             group.start_soon(self._supervisor.restarting, "pod watch", self.pods.run)

@@ -75,7 +75,6 @@ class LedgerCollector(Collector):
         self.figures: LedgerFigures | None = None
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """All families, without samples."""
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text)
         yield _watch_ages()

@@ -29,7 +29,6 @@ class Program:
 
     @property
     def inner(self) -> str:
-        """The path as seen inside `root`."""
         return _inner(self.path, self.root)
 
     def version(self) -> object:

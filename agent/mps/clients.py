@@ -91,14 +91,6 @@ Pods = Callable[[], Sequence[PodFacts]]
 Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
 
 
-def _not_measured() -> Mapping[str, AbstractSet[str]]:
-    return {}
-
-
-def _nobody(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
-    """The report of a watch that nobody reads."""
-
-
 @dataclass
 class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
@@ -106,10 +98,10 @@ class ClientWatch:
     manager: DaemonManager
     holdings: Cell[PodList | None]
     pods: Pods
+    exceeding: Exceeding
+    report: Reporter
     overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
     proc: Path = PROC
-    exceeding: Exceeding = _not_measured
-    report: Reporter = _nobody
     _seen: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: set[tuple[str, int]] = field(default_factory=set)
     _ending: set[str] = field(default_factory=set)  # GPUs whose clients are being ended

@@ -61,7 +61,6 @@ class Daemon:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """PIDs of its clients, as of the last probe."""
         return self._prober.clients
 
     async def run(self) -> None:

@@ -19,7 +19,7 @@ from agent.mps.binary import Program, find_any
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
+from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 
@@ -101,24 +101,22 @@ class DaemonManager:
         return self.statuses.value.get(uuid, NOBODY)
 
     def unready(self, uuid: str) -> str:
-        """Why pods of a GPU cannot start now, in words; empty: they can."""
         status = self.status(uuid)
         return "" if status.serving else status.reason or f"its MPS control daemon is {status.state.value}"
 
     def pipe(self, uuid: str) -> str:
-        """The host folder with the sockets of a GPU's daemon."""
         return str(Directories.of(self._run, uuid).pipe)
 
     def shared_memory(self, uuid: str) -> str:
-        """The host folder that pods of a GPU must have as /dev/shm."""
-        return shared_memory_source(self.status(uuid), Directories.of(self._run, uuid))
+        """The host folder that pods of a GPU must have as /dev/shm: the one that the daemon has."""
+        private = self.status(uuid).private_shm
+        return str(Directories.of(self._run, uuid).shm) if private else "/dev/shm"  # noqa: S108
 
     def daemon(self, uuid: str) -> Daemon | None:
         kept = self._kept.get(uuid)
         return kept.daemon if kept else None
 
     async def wait_serving(self, uuid: str) -> None:
-        """Return when pods of a GPU can start; bound it from outside."""
         await self.statuses.wait_for(lambda statuses: statuses.get(uuid, NOBODY).serving)
 
     async def set_up(self, gpu: Gpu) -> None:

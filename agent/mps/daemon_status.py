@@ -7,7 +7,6 @@ from typing import Protocol
 import structlog
 
 from agent.kit.cell import Cell
-from agent.mps.directories import Directories
 from agent.mps.parse import ServerState
 
 log = structlog.get_logger()
@@ -66,11 +65,6 @@ class Reporter(Protocol):
         self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
     ) -> None:
         """`pids` are processes that the message is about."""
-
-
-def shared_memory_source(status: DaemonStatus, folders: Directories) -> str:
-    """The host folder that pods must have as /dev/shm: the one that the daemon has."""
-    return str(folders.shm) if status.private_shm else "/dev/shm"  # noqa: S108
 
 
 class Publisher:

@@ -58,7 +58,6 @@ def percentage(answer: str) -> float | None:
 
 
 def server_state(answer: str) -> ServerState:
-    """The state that an answer names."""
     for word in re.findall(r"[A-Za-z]+", answer.upper()):
         if word in ServerState.__members__:
             return ServerState[word]

@@ -37,10 +37,7 @@ REPORT_SECONDS = 600.0  # a setting that is changed again and again is reported 
 class Prober:
     """Watches one running daemon; `clients` are the PIDs of its clients as of the last probe."""
 
-    def __init__(
-        self,
-        parts: DaemonParts,
-    ) -> None:
+    def __init__(self, parts: DaemonParts) -> None:
         self.clients: tuple[int, ...] = ()
         self._parts = parts
         self._clients_known = False  # whether this daemon has named them

@@ -95,7 +95,9 @@ def identify(pid: int, proc: Path = PROC) -> Process | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else Process(pid, int(fields[19]))
+    # One whose first thread has ended looks like a zombie, and its sockets live with the other threads.
+    ended = fields[0] in ("Z", "X") and int(fields[17]) <= 1
+    return None if ended else Process(pid, int(fields[19]))
 
 
 def daemons(pipe: Path) -> tuple[Process, ...]:

@@ -22,12 +22,7 @@ MOST_NAMED = 10  # of processes that are made to look like a daemon: any pod may
 
 
 class Starter:
-    def __init__(
-        self,
-        program: Program,
-        parts: DaemonParts,
-        multi_user: dict[object, bool],
-    ) -> None:
+    def __init__(self, program: Program, parts: DaemonParts, multi_user: dict[object, bool]) -> None:
         """`multi_user` remembers which versions have the flag, for all daemons that share it."""
         self._program = program
         self._parts = parts

@@ -15,7 +15,7 @@ from agent.kit.backoff import Backoff
 from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.record import View
 from agent.model.demand import Pod
-from agent.pairing.ports import PodSource, PodsUnavailable, Recorder
+from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 

@@ -55,7 +55,6 @@ class Records:
 
     @classmethod
     def of(cls, pair: ResourcePair, listed: PodList) -> "Records":
-        """The part of a record that concerns `pair`."""
         members = {resource_of(pair, member): member for member in PairMember}
         held = [
             Held(Holder(each.namespace, each.pod, each.container), member, each.id_set, not each.listed)

@@ -21,7 +21,7 @@ from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
-from agent.pairing.actor import Pairing
+from agent.pairing.pairing import Pairing
 from agent.plugins import shares_cdi
 from agent.plugins.context import PluginContext, pairing_of
 from agent.plugins.inject import Injector
@@ -168,8 +168,6 @@ class MpsPlugin(SharedPairPlugin):
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
             group.start_soon(follow, self.refresh, self._daemons.statuses, self._injector.looked)
-            if self._member is PairMember.CORE:
-                group.start_soon(self._shares.run)
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Wait until the daemon serves: a container without it would fail, or run without limits."""
@@ -252,7 +250,7 @@ def build(
     context: PluginContext, daemons: Daemons, root_check: RootCheck | None = None
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     settings, inventory = context.settings, context.inventory
-    pairing = pairing_of(context, MPS, settings.mps)
+    pairing = pairing_of(context, MPS, settings.mps.placement, settings.mps.reservation_seconds)
     conditions = Conditions(
         daemons,
         inventory,

@@ -3,7 +3,7 @@
 A GPU may be time-sliced instead: it is then listed as N replicas, here or as `nvidia.com/gpu.shared`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from time import monotonic
 
 import structlog
@@ -30,9 +30,6 @@ from agent.plugins.inject import Injector
 log = structlog.get_logger()
 
 RESOURCE, SHARED_RESOURCE = Mode.PGPU.resources
-
-# Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
-WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
 
 
 class PgpuPlugin:

@@ -66,7 +66,7 @@ def _sh(pattern: str, how: How, why: str = "", where: str = "") -> Rule:
 
 
 AGENT = r"gpu-node-agent "
-# What a move asks of any node, whoever was there before.
+# Steps of a move that do not depend on the other agent.
 OURS = (
     r"kubectl ((cordon|uncordon|wait node) |label node NODE "
     r"(nvidia-device-enable=(vgpu|pgpu|disable)( gpu-agent=moved)? --overwrite|gpu-agent(=moved|-))$)"

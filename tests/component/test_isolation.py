@@ -229,7 +229,7 @@ def reasons(rig: EmbeddedRig, pod: PodSpec) -> set[str]:
 
 
 def resize(rig: EmbeddedRig, pod: PodSpec, blocks: int) -> None:
-    """Ask for another size, as whoever the policy allows does."""
+    """Ask for another size, as an account that the policy allows does."""
     rig.kubelet.pod(pod).written["gpu-node-agent.io/resize"] = f'{{"main": {blocks}}}'
     rig.kubelet.api.changed()
 

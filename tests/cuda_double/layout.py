@@ -7,7 +7,7 @@ simulated machine is (`tests.nvml_double.header`).
 A process holds a POSIX record lock on one byte of the file behind the structures, `LOCK_BASE` plus
 the number of its slot, for as long as it lives. The kernel drops the lock when the process ends or
 calls exec, whatever way it ended, before its parent can wait for it: as the driver frees memory. And
-the kernel translates the holder's pid into the PID namespace of whoever asks.
+the kernel translates the holder's pid into the PID namespace of the caller.
 """
 
 import ctypes

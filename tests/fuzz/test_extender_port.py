@@ -1,4 +1,4 @@
-"""What kube-scheduler, or whoever passes for it, asks of the extender: nothing is bound or assumed."""
+"""Requests to the extender, from kube-scheduler or an impostor: nothing is bound or assumed."""
 
 import json
 from collections.abc import Mapping

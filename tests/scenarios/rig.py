@@ -13,7 +13,7 @@ What every rig does with a pod: plain init containers and `exits` containers end
 their `seconds`, all others run until deletion. Each container reports its environment and device nodes when
 it starts (a real one prints both into its log), so that they can be asked for after it has ended, too.
 
-Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that tells
+Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that says
 what was seen last.
 """
 
@@ -73,7 +73,7 @@ class Rig(Protocol):
 
     # The node.
     async def allocatable(self, resource: str = GPU) -> int | None:
-        """`status.allocatable` of the node, as the API tells it; None: the node has no such key."""
+        """`status.allocatable` of the node, as the API has it; None: the node has no such key."""
 
     async def capacity(self, resource: str = GPU) -> int | None:
         """`status.capacity` of the node; None: the node has no such key."""

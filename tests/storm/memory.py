@@ -6,7 +6,6 @@ machine keep in a storm is among it, and changes little in quiet.
 
 import gc
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 _ATOMS = (str, bytes, int, float, bool, type(None))
@@ -40,21 +39,13 @@ def measured() -> Memory:
     """What lives now and was not there at `ignore_what_is_there`."""
     gc.collect()
     objects = gc.get_objects()
-    seen: set[int] = set()
-    size = 0
-    for one in objects:
-        size += sys.getsizeof(one, 0)
-        for each in _untracked(one):
-            if id(each) not in seen:
-                seen.add(id(each))
-                size += sys.getsizeof(each, 0)
-    return Memory(len(objects), size)
-
-
-def _untracked(one: object) -> Iterator[object]:
-    """What the collector does not list by itself: texts and numbers, and containers of nothing else."""
-    for each in gc.get_referents(one):
-        if not gc.is_tracked(each):
-            yield each
-            if not isinstance(each, _ATOMS):
-                yield from _untracked(each)
+    # What the collector does not list by itself: texts and numbers, and containers of nothing else.
+    untracked: dict[int, object] = {}
+    fresh: list[object] = objects
+    while fresh:
+        found = {id(one): one for one in gc.get_referents(*fresh) if not gc.is_tracked(one)}
+        fresh = [one for key, one in found.items() if key not in untracked and not isinstance(one, _ATOMS)]
+        untracked |= found
+    return Memory(
+        len(objects), sum(sys.getsizeof(one, 0) for each in (objects, untracked.values()) for one in each)
+    )

@@ -1,7 +1,7 @@
 """MPS control daemons of a storm: processes that live in a table, since NVIDIA's know no virtual time.
 
 They answer what the simulator's stand-in answers, and start a server when they are asked to. A daemon
-outlives the agent that started it. It may die, hang, or turn away whoever asks; a pod may run one that looks
+outlives the agent that started it. It may die, hang, or turn callers away; a pod may run one that looks
 like it.
 """
 

@@ -12,7 +12,7 @@ import msgspec
 
 from agent.model.modes import Mode
 from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
-from tests.storm.tempo import SPARSE, SPARSE_SHARE, tempo_of
+from tests.storm.tempo import BUSY, SPARSE, SPARSE_SHARE, tempo_of
 from tests.storm.world import Shape
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -75,8 +75,8 @@ def planned(
         )
         known = (*families(shape), *later_families(shape))
         chosen = [family for family in known if family.name in wanted]
-    weights: dict[Act, int] = {}
-    for family in (USERS, *chosen):
+    weights = {act: weight * BUSY[tempo] for act, weight in USERS.weights.items()}
+    for family in chosen:
         weights |= family.weights
     label = rng.choice(("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ())))
     pause = rng.choice((0.0, 0.5, 3.0))

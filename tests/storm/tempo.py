@@ -15,6 +15,9 @@ PAUSES: dict[str, dict[float, int]] = {
     "bursts": {0.0: 100, 0.001: 60, 0.01: 40, 0.1: 20, 1.0: 4, 70.0: 2, 130.0: 1},
 }
 OFTEN = {"dense": 5, "bursts": 3, SPARSE: 2}
+# How much busier users are where pauses are short: faults are not that much more frequent in time, or else no
+# life of an agent would last.
+BUSY = {"dense": 3, "bursts": 3, SPARSE: 1}
 SPARSE_SHARE = 4  # a storm that is sparse has so many times fewer events: each takes the longer
 
 

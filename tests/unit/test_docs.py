@@ -221,7 +221,7 @@ def test_there_is_one_example_pod_for_each_mode() -> None:
         assert f"`{word}`" in text
 
 
-# Told by other programs; and what fills a message in.
+# Messages of other programs; and the gaps in messages.
 OTHERS = {
     'attribution="estimated"',
     "kubectl apply",

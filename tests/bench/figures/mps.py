@@ -43,7 +43,7 @@ VGPU_PODS, MPS_PODS, WHOLE_PODS = 45, 45, 10
 
 
 def _silent(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
-    """Nobody is told."""
+    """Events go nowhere."""
 
 
 @measurement(

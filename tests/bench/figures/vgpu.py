@@ -108,7 +108,7 @@ async def _admissions(
             spec = pod_spec(f"new-{n}")
             api.create(spec)
             records.newest = entry(spec.name, {})
-            # The watch tells of a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
+            # The watch shows a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
             await anyio.sleep(0.02)
             members = [PairMember.CORE, PairMember.MEMORY] if n % 2 else [PairMember.MEMORY, PairMember.CORE]
             seconds = await anyio.to_thread.run_sync(_pair, clients, free, members)

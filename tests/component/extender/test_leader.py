@@ -124,7 +124,7 @@ async def test_an_orderly_end_hands_over_at_once_and_nothing_is_sold_twice() -> 
     async with api.serving():
         slow = {"lease.durationSeconds": 60, "lease.renewSeconds": 30}
         async with replica(api, **slow) as second:
-            # A follower by chance first: whoever leads is stopped.
+            # A follower by chance first: the leader is stopped.
             await second.ready()
             async with replica(api, **slow) as third:
                 assert await second.bind(api.pod("p", 60, 10), "a") == ""

@@ -53,7 +53,7 @@ class Modes:
 
 @dataclass
 class Reports:
-    """What the supervisor told people."""
+    """Events of the supervisor."""
 
     told: list[tuple[EventReason, str, str, frozenset[int]]] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Word:
 
     @classmethod
     def of(cls, real: Program, folder: Path) -> Self:
-        """Of a real program of a version that tells the state; what is needed is written into `folder`."""
+        """Of a real program of a version that reports the state; its files are written into `folder`."""
         word = cls(Program(folder / CONTROL), folder / "state")
         word.say("ACTIVE")
         word.program.path.write_text(

@@ -65,7 +65,7 @@ async def test_a_daemon_whose_program_was_taken_away_is_ended_and_the_gpu_given_
 async def test_the_folder_stays_until_the_compute_mode_is_given_back(
     newest: Program, run_folder: Path
 ) -> None:
-    """It is what tells the next try, or the next agent, that there is something to clear up."""
+    """By it the next try, or the next agent, knows that there is something to clear up."""
     bench = Bench(run_folder, newest)
     daemon = bench.daemon()
     async with bench.kept(daemon):
@@ -155,7 +155,7 @@ async def test_a_hung_daemon_is_left_while_a_client_lives(
             await anyio.sleep(4)
             assert [each.pid for each in await daemons_of(daemon)] == [before.pid]
         assert (await reached(daemon, DaemonState.SERVING)).pid == before.pid
-        # It was not served for a while, which is no failure that people were told of.
+        # It was not served for a while, which is no failure that was reported.
         assert not bench.reports.told
     await daemon.stop()
 

@@ -257,7 +257,7 @@ async def test_fault_in_the_server_log_and_recovery(
 async def test_a_fault_is_told_without_a_look_at_the_clock(
     newest: Program, run_folder: Path, tmp_path: Path, stand_in_server: Path
 ) -> None:
-    """Neither probe nor poll comes within the test: the kernel tells of the write, so the daemon is asked."""
+    """Neither probe nor poll comes within the test: the kernel reports the write, so the daemon is asked."""
     word = Word.of(newest, tmp_path)
     bench = Bench(run_folder, word.program)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True, probe_seconds=600, log_seconds=600))

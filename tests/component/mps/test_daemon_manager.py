@@ -107,7 +107,7 @@ async def test_a_program_that_has_died_is_not_waited_for(tmp_path: Path, run_fol
         ):
             await manager.set_up(gpu(0))
         assert manager.statuses.value == {}
-    assert reports.kinds() == []  # the error tells of it, and once
+    assert reports.kinds() == []  # the error names it, and once
 
 
 async def test_a_set_up_that_is_cancelled_is_taken_back(newest: Program, run_folder: Path) -> None:

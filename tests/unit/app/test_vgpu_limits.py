@@ -1,4 +1,4 @@
-"""Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
+"""Limits of vGPU containers that are built when they are first needed, once, whichever room asks for them."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
 from agent.settings import Host, Modes, Settings, Vgpu
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
         limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
-        assert (limits.problem, limits.computes, limits.allotted()) == (None, False, {})
+        assert (limits.problem, limits.enforced(), limits.allotted()) == (None, "no", {})
         assert not any(limits.fences().values())
         modes.publish(Assignment({GPU: GpuMode(Mode.VGPU)}))
         await anyio.wait_all_tasks_blocked()

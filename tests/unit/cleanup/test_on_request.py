@@ -31,7 +31,7 @@ from agent.cluster.node import Node, NodeObject
 from agent.cluster.reflector import Metadata
 from agent.settings import Settings
 
-NOBODY: Any = None  # which pods there are is told by Obstacles
+NOBODY: Any = None  # Obstacles have the pods
 NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 
 

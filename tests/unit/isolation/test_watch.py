@@ -26,7 +26,7 @@ PLACE: Place = ("default", "a", "main", GPU)
 
 
 class Owners:
-    """What pods' owners were told."""
+    """Events for the owners of pods."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, Mapping[str, str]]] = []

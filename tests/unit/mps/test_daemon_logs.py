@@ -87,7 +87,7 @@ def test_a_large_file_is_begun_anew_and_its_words_are_kept(
 
 
 def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
-    """Whoever reaches the fifo of the log may leave out every line feed."""
+    """A writer of the fifo of the log may leave out every line feed."""
     path = tmp_path / "server.log"
     tail = Tail(path)
     for _ in range(8):

@@ -13,7 +13,7 @@ from agent.mps.parse import ServerState
         ("100.0", 100.0),
         ("Invalid percentage, expected between (0.0, 100.0]\n40.0", 40.0),
         ("", None),
-        ("Server 1 not found", 1.0),  # a refusal is told by `check`, before this
+        ("Server 1 not found", 1.0),  # `check` raises a refusal, before this
         ("1200", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""What people are told when a daemon is looked for."""
+"""Events while a daemon is looked for."""
 
 from pathlib import Path
 from typing import Any

@@ -100,7 +100,7 @@ class World:
         self.capacity.wake()
 
     async def stop(self) -> None:
-        """As an agent does that was told to end."""
+        """As an agent does at SIGTERM."""
         await self.withdrawals.stop(lambda: self.publish(NOTHING))
 
     async def publish(self, assignment: Assignment) -> None:

@@ -19,9 +19,9 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
-from agent.pairing.reducer import Grant, Rules
+from agent.pairing.pair_rules import Grant, Rules
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins.shared_pair import SharedPair, Sharing
@@ -97,7 +97,7 @@ class KubeletModel(PodSource):
         self.taken_up: dict[Key, Admission] = {}
         self.api: dict[Key, Pod] = {}
         self.specs_readable = True
-        self.cached = True  # whether the watch told of pods before the kubelet asks
+        self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
         self.lists = 0
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.

@@ -15,8 +15,8 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PodSource, Recorder
 from agent.plugins import mps
 from agent.plugins.context import PluginContext
 from agent.plugins.inject import Choice, Injector, NodeSoftware

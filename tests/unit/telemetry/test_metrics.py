@@ -17,7 +17,7 @@ from agent import __version__
 from agent.inventory.reducer import Unavailable, reduce
 from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
-from agent.pairing.actor import PairingStats
+from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
 from agent.telemetry import reference
 from agent.telemetry.pairs import pairs_collector

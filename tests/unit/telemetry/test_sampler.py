@@ -166,7 +166,7 @@ async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a
         machine.processes.work(77, 60)
         await work_becomes(parts.sampler, uuids[0], {77: 0.6})
         samples = await rounds(parts.sampler)
-        assert samples.taken[uuids[0]].work == {77: 0.6}  # though the driver told of it once
+        assert samples.taken[uuids[0]].work == {77: 0.6}  # though the driver reported it once
         assert asked[-1] == machine.mapping.state.processes[0].sampled_us
         machine.processes.stop(77)
         samples = await rounds(parts.sampler)
@@ -188,7 +188,7 @@ async def test_counters_are_read_less_often_and_told_all_the_same(monkeypatch: p
         fault = parts.machine.fail("nvmlDeviceGetUtilizationRates", NvmlCode.UNKNOWN, gpu=0)
         await rounds(parts.sampler)
         fault.release()
-        samples = await rounds(parts.sampler)  # after a failure nothing old is told
+        samples = await rounds(parts.sampler)  # after a failure nothing old is shown
         assert samples.taken[uuids[0]].sample.energy_joules == 7
 
 

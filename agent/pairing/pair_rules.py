@@ -1,4 +1,4 @@
-"""Pairing's decisions: pure functions of a state and a call. `agent.pairing.actor` runs them."""
+"""Pairing's decisions: pure functions of a state and a call. `agent.pairing.pairing` runs them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
 from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.model.units import ResourcePair
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
 
 # The second round of calls follows the first at once. Within this time, in seconds, it is recognised by its
@@ -59,7 +59,6 @@ class State:
     prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
     def with_pools(self, pools: Collection[UnitPool]) -> "State":
-        """With what there is to give out now."""
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
         return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
 

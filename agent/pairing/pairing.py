@@ -21,8 +21,8 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
 from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
-from agent.pairing.ports import Cause, PairRefused, Recorder
-from agent.pairing.reducer import Call, Grant, Rules, State
+from agent.pairing.pair_rules import Call, Grant, Rules, State
+from agent.pairing.pod_access import Cause, PairRefused, Recorder
 from agent.pairing.requester import PodKey, Records, resource_of
 from agent.pairing.resolver import RequesterResolver
 
