@@ -36,7 +36,7 @@ def ignore_what_is_there() -> None:
 
 
 def measured() -> Memory:
-    """What lives now and was not there at `ignore_what_is_there`."""
+    """Objects that live now and were not there at `ignore_what_is_there`."""
     gc.collect()
     objects = gc.get_objects()
     # What the collector does not list by itself: texts and numbers, and containers of nothing else.
