@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from agent.app.mode_parts import Limits, ModeContext, ModeParts
+from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
@@ -31,10 +31,10 @@ async def build(context: ModeContext) -> ModeParts:
             lambda: shares.pairing.waiting,
         )
     )
-    return ModeParts(plugins, limits=limits)
+    return ModeParts(plugins, enforced=limits.enforced if limits else lambda: "no", limits=limits)
 
 
-def _remarks(limits: Limits, assignment: Cell[Assignment]) -> list[str]:
+def _remarks(limits: VgpuLimits, assignment: Cell[Assignment]) -> list[str]:
     problem = limits.problem
     if problem and any(each.mode is Mode.VGPU for each in assignment.value.gpus.values()):
         return [f"vGPU containers start without the enforcement library: {problem}"]

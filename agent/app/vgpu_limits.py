@@ -24,14 +24,14 @@ from agent.plugins.shared_pair import SharedPair
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
 
-NO_FENCES: Mapping[str, bool] = dict.fromkeys(("driver", "library", "sweep"), False)
+NO_FENCES = dict.fromkeys(("driver", "library", "sweep"), False)
 
 
 class Grown(Protocol):
     """Units of memory that containers were resized to, beyond those of the kubelet."""
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
+        """Units of a GPU that containers have grown by: nobody else may be offered them."""
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
@@ -75,32 +75,38 @@ class VgpuLimits:
             context.tasks.start("vgpu limits", follow)  # what cannot be loaded must not end the agent
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
+        """See Grown."""
         return self.parts.units_grown(uuid) if self.parts else frozenset()
 
-    # As agent.app.mode_parts.Limits, too; nothing is so before the first GPU is offered.
+    # Nothing of the following is so before the first GPU is offered.
 
     @property
     def problem(self) -> str | None:
-        """See there."""
+        """Why containers start without the library, though they should have it; None: they have it."""
         return self.parts.problem if self.parts else None
 
     def fences(self) -> Mapping[str, bool]:
-        """See there."""
+        """Which fences hold for containers that start now."""
         return self.parts.fences() if self.parts else NO_FENCES
 
-    @property
-    def computes(self) -> bool:
-        """See there."""
-        return self.parts is not None and self.parts.computes
+    def enforced(self) -> str:
+        """Whether containers that start now are kept to their shares."""
+        return word_of(self.fences(), computes=self.parts is not None and self.parts.computes)
 
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
-        """See there."""
+        """See agent.app.mode_parts.Limits."""
         return self.parts.allotted() if self.parts else {}
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """See there."""
+        """See agent.app.mode_parts.Limits."""
         return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+
+
+def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
+    """The word of agent.status.report for these fences; `computes`: the library enforces compute, too."""
+    if computes and fences["library"]:
+        return "yes"
+    return "memory" if fences["driver"] or fences["library"] else "no"
 
 
 async def build_limits(context: ModeContext) -> Grown | None:

@@ -70,7 +70,7 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
         limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
-        assert (limits.problem, limits.computes, limits.allotted()) == (None, False, {})
+        assert (limits.problem, limits.enforced(), limits.allotted()) == (None, "no", {})
         assert not any(limits.fences().values())
         modes.publish(Assignment({GPU: GpuMode(Mode.VGPU)}))
         await anyio.wait_all_tasks_blocked()
