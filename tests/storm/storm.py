@@ -54,7 +54,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
     outcome.plan, outcome.families = plan, plan.families
     files = _open_files()
     with tempfile.TemporaryDirectory(prefix="gs-", dir=SCRATCH) as folder:
-        async with world(Path(folder), seed, plan.shape) as made:
+        async with world(Path(folder), seed, plan.shape, sockets=plan.sockets) as made:
             made.label(plan.label)
             await made.start_agent()
             await anyio.sleep(plan.pause)
