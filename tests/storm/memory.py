@@ -38,7 +38,7 @@ def ignore_what_is_there() -> None:
 
 
 def measured() -> Memory:
-    """What lives now and was not there at `ignore_what_is_there`."""
+    """Objects that live now and were not there at `ignore_what_is_there`."""
     gc.collect()
     objects = gc.get_objects()
     return Memory(len(objects), _size(objects))

@@ -1,4 +1,4 @@
-"""What a seed chooses for a storm, written out: so that one can be kept, and be the same storm later on.
+"""The choices of a seed for a storm, written out: so that one can be kept, and be the same storm later on.
 
 A seed names a storm for as long as nobody adds an event. What was found is kept in `seeds/` event by event:
 each by its name and its number, by which it makes its own choices.

@@ -1,4 +1,4 @@
-"""What stands in place of threads and of the network in a storm, and who is dead.
+"""The substitutes for threads and the network in a storm, and the processes that are dead.
 
 A process that was killed does nothing any more. Inside one process that is played so: the life of an agent is
 marked dead, and from then on its files, its API calls and its calls to NVML end in an error before they have

@@ -28,7 +28,7 @@ SCRATCH = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), Non
 
 @dataclass
 class Outcome:
-    """What became of a storm."""
+    """The outcome of a storm."""
 
     seed: int
     families: list[str] = field(default_factory=list)

@@ -54,7 +54,7 @@ API_SOCKET = "api.sock"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a world has beside the rest."""
+    """Optional parts of a world."""
 
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
