@@ -47,7 +47,7 @@ def measured() -> Memory:
 def _size(objects: list[object]) -> int:
     """Bytes of these, and of what the collector does not list by itself.
 
-    That is texts and numbers, and containers of nothing else. A function of its own, since what it keeps while
+    That is texts and numbers, and containers of nothing else. A function of its own, as what it keeps while
     it counts is then younger than the list, and not counted.
     """
     untracked: dict[int, object] = {}

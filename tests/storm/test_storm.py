@@ -60,10 +60,10 @@ def test_a_kept_storm_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_memory_counts_each_thing_once() -> None:
-    text, key = "text" * 100, "key of a dict"
-    inner = {key: text}  # which the collector does not list
+    text, other = "text" * 100, "other" * 100
+    inner = {"key": other}  # a dict of texts, which the collector does not list
     things: list[object] = [[text, inner], [text]]
-    assert _size(things) == sum(map(sys.getsizeof, (*things, text, key, inner)))
+    assert _size(things) == sum(map(sys.getsizeof, (*things, text, other, inner)))
 
 
 @pytest.mark.timeout(300)
