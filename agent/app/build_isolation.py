@@ -126,7 +126,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     tasks.start("limit sweep", _sweep, context.uses, watch, compute)
     tasks.start("limits published", publisher.follow, watch)
     indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
-    core.collectors.append(limits_collector(publisher, context.grown, indices))
+    core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
     driver = DriverFence(settings.host, snapshot, context.plugins.injector)
     await driver.start()
     tasks.start("driver fence", driver.run, context.plugins.injector.looked)
