@@ -59,7 +59,7 @@ class DriverFence:
 
     async def start(self) -> None:
         """Find out about the node, and write the devices where they are of use."""
-        self._unified = await anyio.to_thread.run_sync(is_unified, self._cgroups)
+        self._unified = await anyio.to_thread.run_sync(is_unified, self._cgroups, abandon_on_cancel=True)
         await self._keep()
 
     async def run(self, looked: Cell[Any]) -> None:
@@ -76,7 +76,9 @@ class DriverFence:
         most = max((VGPU.blocks(gpu.memory_bytes) for gpu in gpus), default=0)
         if most > self._most_units and self._node_obstacle() is None:
             try:
-                await anyio.to_thread.run_sync(memory_limits.write, self._folder, most)
+                await anyio.to_thread.run_sync(
+                    memory_limits.write, self._folder, most, abandon_on_cancel=True
+                )
             except OSError as error:
                 log.error("memory_limits_not_written", folder=str(self._folder), problem=str(error))
                 return False

@@ -24,6 +24,8 @@ from agent.plugins.shared_pair import SharedPair
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
 
+# Building loads code and reads some small files; a disk that hangs would keep Allocate, and a stop, waiting.
+BUILD_SECONDS = 15.0
 NO_FENCES = dict.fromkeys(("driver", "library", "sweep"), False)
 
 
@@ -48,21 +50,27 @@ class VgpuLimits:
         self._turn = anyio.Lock()
 
     async def begin(self) -> "LimitParts":
-        """Have the rooms now, if they are not there yet. An Allocate that is cut off does not stop it."""
+        """Have the rooms now, if they are not there yet. An Allocate that is cut off does not stop it.
+
+        Raises TimeoutError, and what building raises: the next call builds them again.
+        """
         async with self._turn:
             if self.parts is None:
-                with anyio.CancelScope(shield=True):
+                with anyio.move_on_after(BUILD_SECONDS, shield=True):
                     self.parts = await self._build()
-            assert self.parts
+            if self.parts is None:
+                raise TimeoutError(
+                    f"the limits of vGPU containers were not there within {BUILD_SECONDS:g} s; look whether "
+                    "the folders host.state and host.run answer"
+                )
             return self.parts
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing."""
         parts = self.parts or await self.begin()
         return await parts.fence(member, grant)
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
-        """See Grown; once a GPU is offered as vGPU."""
+        """Once a GPU is offered as vGPU."""
 
         async def follow() -> None:
             await self._modes.wait_for(lambda now: any(each.mode is Mode.VGPU for each in now.gpus.values()))
@@ -115,7 +123,8 @@ async def build_limits(context: ModeContext) -> Grown | None:
     before = await anyio.to_thread.run_sync(_limited_before, Path(host.state), Path(host.run))
 
     async def rooms() -> ModuleType:
-        return await anyio.to_thread.run_sync(import_module, "agent.app.build_isolation")
+        name = "agent.app.build_isolation"
+        return await anyio.to_thread.run_sync(import_module, name, abandon_on_cancel=True)
 
     async def build() -> "LimitParts":
         parts: LimitParts = await (await rooms()).build_isolation(context)

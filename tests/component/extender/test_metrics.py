@@ -1,4 +1,4 @@
-"""What the extender's /metrics says of leaders and followers, of answers, and of a watch that died."""
+"""The extender's /metrics, of leaders and followers, of answers, and of a watch that died."""
 
 from typing import Any
 

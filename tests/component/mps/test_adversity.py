@@ -1,4 +1,4 @@
-"""What goes wrong around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
+"""Faults around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
 
 import os
 import signal

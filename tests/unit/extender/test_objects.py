@@ -1,4 +1,4 @@
-"""What the ledger keeps of the API's nodes and pods, whatever stands in them."""
+"""The ledger's part of the API's nodes and pods, whatever is in them."""
 
 import json
 from typing import Any

@@ -71,7 +71,7 @@ class AgentKilled(Exception):
 
 @dataclass
 class Admission:
-    """What the kubelet knows of a pod that it took up."""
+    """The kubelet's knowledge of a pod that it admitted."""
 
     pod: Pod
     held: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)  # container, resource -> IDs

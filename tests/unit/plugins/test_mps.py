@@ -1,4 +1,4 @@
-"""What MPS adds to the pair of resources: caps, ceiling, daemons that must serve."""
+"""Additions of MPS to the pair of resources: caps, ceiling, daemons that must serve."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet

@@ -1,4 +1,4 @@
-"""What the two resources of a pair list, and what their containers get."""
+"""Lists of the two resources of a pair, and the answers for their containers."""
 
 from dataclasses import replace
 
