@@ -45,7 +45,7 @@ class Round:
 
 
 async def collect(api: KubeApi, namespace: str, daemonset: str, seconds: float, say: Say) -> int:
-    """Wait until each pod has looked at its node, and tell of all; the exit code. Raises ApiError."""
+    """Wait until each pod has looked at its node, and print the results; the exit code. Raises ApiError."""
     found = Round(None, {}, {})
     with anyio.move_on_after(seconds):
         while not found.complete:

@@ -92,7 +92,7 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
         )
     program, version = found
     if version is None:
-        text = f"{program} is there and does not tell its version"
+        text = f"{program} is there and does not report its version"
         if unneeded:
             return Look("toolkit", Grade.OK, f"{text}; {unneeded}")
         return Look("toolkit", Grade.UNKNOWN, f"{text}: run {program} --version there, 1.7.0 is needed")

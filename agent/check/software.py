@@ -21,7 +21,7 @@ class NodeFacts:
 
     software: NodeSoftware
     labels: Mapping[str, str] = field(default_factory=dict)
-    offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there, by whomever
+    offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there, of any agent
 
     @property
     def offered_by_others(self) -> tuple[str, ...]:
