@@ -7,7 +7,6 @@ mode are known to serve. Where the facts change the devices stay, since the kube
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import structlog
 
@@ -15,7 +14,7 @@ from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import keep_looking
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
 from agent.plugins.inject import Injector
@@ -37,7 +36,6 @@ class DriverFence:
         self._unified = False
         self._most_units = 0  # for which there are devices
         self._said: str | None = ""
-        self._wake = anyio.Event()
 
     def obstacle(self, uuid: str) -> str | None:
         """Why the driver cannot limit containers on a GPU; None: it can."""
@@ -65,16 +63,10 @@ class DriverFence:
 
     async def run(self, looked: Cell[Any]) -> None:
         """Keep the devices true to the GPUs, for ever. `looked` changes with how containers get GPUs."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, self._snapshot, looked)
-            while True:
-                self._wake = anyio.Event()
-                written = await self._keep()
-                with anyio.move_on_after(None if written else RETRY_SECONDS):
-                    await self._wake.wait()
+        await keep_looking(self._keep, self._snapshot, looked)
 
-    async def _keep(self) -> bool:
-        """Whether the devices are as they should be."""
+    async def _keep(self) -> float | None:
+        """Have the devices be as they should; seconds until the next try, where they are not."""
         gpus = [state.gpu for state in self._snapshot.value.gpus]
         most = max((VGPU.blocks(gpu.memory_bytes) for gpu in gpus), default=0)
         if most > self._most_units and self._node_obstacle() is None:
@@ -84,13 +76,13 @@ class DriverFence:
                 )
             except OSError as error:
                 log.error("memory_limits_not_written", folder=str(self._folder), problem=str(error))
-                return False
+                return RETRY_SECONDS
             self._most_units = most
         problem = next((why for gpu in gpus if (why := self.obstacle(gpu.uuid))), None)
         if gpus and problem != self._said:
             self._said = problem
             log.info("driver_limits", armed=problem is None, problem=problem)
-        return True
+        return None
 
     def _node_obstacle(self) -> str | None:
         driver = self._snapshot.value.driver
@@ -101,6 +93,3 @@ class DriverFence:
         if not self._unified:
             return f"{self._cgroups} is not the root of cgroup v2, which the driver's limits take"
         return None
-
-    def _wake_up(self) -> None:
-        self._wake.set()

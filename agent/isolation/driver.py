@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import anyio
 import anyio.to_thread
 import structlog
 
@@ -18,7 +17,7 @@ from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import keep_looking
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
@@ -69,30 +68,20 @@ class DriverLimits:
         self._report = report
         self._states: dict[str, _State] = {}
         self._problems: dict[str, str] = {}
-        self._wake = anyio.Event()
 
     async def run(self, pods: Cell[Any]) -> None:
         """Follow containers with limits, and the node's pods, for ever."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
-            while True:
-                self._wake = anyio.Event()
-                waits = await self.look()
-                with anyio.move_on_after(RETRY_SECONDS if waits else None):
-                    await self._wake.wait()
+        await keep_looking(self.look, pods, self._isolation.containers)
 
-    async def look(self) -> bool:
-        """Have the driver's limits be the containers'; whether something is to be tried again."""
+    async def look(self) -> float | None:
+        """Have the driver's limits be the containers'; seconds until something is to be tried again."""
         known = {key: each for key, each in self._isolation.containers.value.items() if each.about.driver}
         self._states = {key: each for key, each in self._states.items() if key in known}
         self._problems = {key: each for key, each in self._problems.items() if key in known}
         waits = False
         for key, limits in known.items():
             waits |= await self._keep(key, limits)
-        return waits
-
-    def _wake_up(self) -> None:
-        self._wake.set()
+        return RETRY_SECONDS if waits else None
 
     async def _keep(self, key: str, limits: ContainerLimits) -> bool:
         containers = frozenset(self._containers_of(limits.about))

@@ -11,7 +11,6 @@ an admission policy to say.
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Protocol
 
-import anyio
 import anyio.to_thread
 import msgspec
 import structlog
@@ -23,7 +22,7 @@ from agent.isolation.limits import ContainerLimits
 from agent.isolation.publishing import Publisher, place_of
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import keep_looking
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 
@@ -76,21 +75,14 @@ class Resizer:
         self._units = units
         self._publisher = publisher
         self._answered: dict[str, str] = {}  # by UID of the pod: what its owner was answered last
-        self._wake = anyio.Event()
 
     async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
         """Follow `pods`, for ever; `annotations` answers the pods' by UID."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
-            while True:
-                self._wake = anyio.Event()
-                waits = await self.look(annotations())
-                with anyio.move_on_after(RETRY_SECONDS if waits else None):
-                    await self._wake.wait()
+        await keep_looking(lambda: self.look(annotations()), pods, self._isolation.containers)
 
-    async def look(self, annotations: Mapping[str, str]) -> bool:
-        """Do what the annotations say; whether something of it waits for free units."""
-        waits = False
+    async def look(self, annotations: Mapping[str, str]) -> float | None:
+        """Do what the annotations say; seconds until the next look, where something waits for free units."""
+        pause = None
         known = self._isolation.containers.value
         uids = {limits.about.uid for limits in known.values()}
         self._answered = {uid: text for uid, text in self._answered.items() if uid in uids}
@@ -105,14 +97,11 @@ class Resizer:
                 if sizes.memory is not None:
                     await self._resize(key, self._isolation.containers.value.get(key, limits), sizes.memory)
             except NoUnits as error:
-                waits = True
+                pause = RETRY_SECONDS
                 self._refuse(limits.about, text, str(error))
             except IsolationError as error:
                 self._refuse(limits.about, text, str(error))
-        return waits
-
-    def _wake_up(self) -> None:
-        self._wake.set()
+        return pause
 
     async def _resize(self, key: str, limits: ContainerLimits, units: int) -> None:
         about = limits.about
