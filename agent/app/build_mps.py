@@ -29,7 +29,7 @@ from agent.mps.mps_errors import MpsError
 from agent.mps.upkeep import Upkeep
 from agent.plugins import mps
 from agent.plugins.inject import Injector
-from agent.plugins.shares_cdi import SpecificationKeeper
+from agent.plugins.shares_cdi import ShareSpecificationKeeper
 from agent.settings import Settings
 from agent.telemetry.container_use import above_limit
 from agent.telemetry.mps_metrics import mps_collector
@@ -100,7 +100,7 @@ async def build(context: ModeContext) -> ModeParts:
     def allowed() -> bool:
         return Mode.MPS in context.desired.catalog.modes
 
-    keeper = SpecificationKeeper(
+    keeper = ShareSpecificationKeeper(
         Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
     caps = AdvisoryCaps(settings, injector, context.plugins.modes, cluster.events if cluster else None)

@@ -12,7 +12,7 @@ from agent.model.node_inventory import GpuEntry, NodeInventory
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldUnits:
     """Units of one GPU that a pod holds by the kubelet's own records."""
 
     uuid: str
@@ -30,7 +30,7 @@ class PodClaim:
     """
 
     demand: PodDemand
-    held: tuple[Held, ...] | None = None
+    held: tuple[HeldUnits, ...] | None = None
     chosen: Chosen | None = None
     name: str = ""  # namespace/name, for people
 

@@ -33,20 +33,20 @@ MOST_LOOKS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingState:
     """The state that a leader answers from; a new one with each lease."""
 
     verdicts: Verdicts
     binder: Binder
 
 
-Act = Callable[[Request, Serving], Awaitable[tuple[Reply, str]]]
+Act = Callable[[Request, ServingState], Awaitable[tuple[Reply, str]]]
 
 
 class Verbs:
     """Routes that answer 503 unless `serving` gives something to answer from."""
 
-    def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
         self._serving = serving
         self._metrics = metrics
         self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second
@@ -62,7 +62,7 @@ class Verbs:
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+    async def filter(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))
@@ -92,7 +92,7 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+    async def prioritize(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))
@@ -101,7 +101,7 @@ class Verbs:
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
         return _json(scheduler_protocol.prioritized(asked.names, scores)), "ok"
 
-    async def preempt(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+    async def preempt(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
@@ -114,7 +114,7 @@ class Verbs:
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
         return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
 
-    async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+    async def bind(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
@@ -154,7 +154,7 @@ class Verbs:
 
 
 async def _kept_for_gang(
-    serving: Serving,
+    serving: ServingState,
     pod: WatchedPod,
     gang: str,
     wanted: PodRequest,

@@ -68,7 +68,7 @@ class _Pods:
         self._fleet.drop_pod(uid)
 
 
-class Feed:
+class LedgerSync:
     """Two watches into one ledger. It starts from nothing, with lists that are not older than its start."""
 
     def __init__(

@@ -16,7 +16,7 @@ from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
-from agent.extender.objects import Condition, WatchedPod, as_model, decode_pod, demand_for
+from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand
 from agent.extender.verdicts import Verdicts
 from agent.extender.waiting_reason import WaitingReason, waiting_reason
@@ -30,7 +30,7 @@ AGAIN_SECONDS = 60.0
 PODS_A_LOOK = 32
 
 
-UNSCHEDULABLE = Condition("PodScheduled", "False", "Unschedulable")
+UNSCHEDULABLE = PodCondition("PodScheduled", "False", "Unschedulable")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def annotations_of(demand: PodDemand, chosen: Chosen) -> dict[str, str]:
 
 
 def chosen_in(demand: PodDemand, annotations: Mapping[str, str]) -> Chosen | None:
-    """The choice that a pod's annotations tell; None where they do not tell it of every slot.
+    """The choice in a pod's annotations; None where they lack it for a slot.
 
     The node's agent writes each container's own GPUs, so the containers of a slot are read together.
     """

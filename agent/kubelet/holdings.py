@@ -42,7 +42,7 @@ NEW_KUBELET_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class GpuHolder:
     """A container that holds units of a GPU, and in which mode it got them."""
 
     mode: Mode
@@ -55,16 +55,16 @@ class Holder:
         return f"{self.holding.namespace}/{self.holding.pod}".removeprefix("/")
 
 
-def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
+def holders_by_gpu(pods: PodList) -> dict[str, list[GpuHolder]]:
     """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
-    found: dict[str, dict[Holder, None]] = {}
+    found: dict[str, dict[GpuHolder, None]] = {}
     for holding in pods.holdings:
         # A container may hold hundreds of units: one of each kind and GPU is taken apart.
         kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
         for text in kinds.values():
             with suppress(BadDeviceId):
                 device = parse(text)
-                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
+                holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
                 found.setdefault(device.gpu, {})[holder] = None
     return {gpu: list(holders) for gpu, holders in found.items()}
 

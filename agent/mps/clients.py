@@ -137,7 +137,7 @@ class ClientWatch:
         if found != before:
             self.overviews.publish(MappingProxyType(found))
             for uuid, overview in found.items():
-                _tell(uuid, before.get(uuid, Overview()), overview)
+                _log_changes(uuid, before.get(uuid, Overview()), overview)
                 if overview.apart - before.get(uuid, Overview()).apart:
                     self.report(EventReason.USERS, uuid, _waiting(overview.apart))
 
@@ -308,7 +308,7 @@ def _waiting(apart: frozenset[str]) -> str:
     )
 
 
-def _tell(uuid: str, before: Overview, after: Overview) -> None:
+def _log_changes(uuid: str, before: Overview, after: Overview) -> None:
     for pod in sorted(after.silent - before.silent):
         log.warning("mps_pod_without_client", gpu=uuid, pod=pod, quiet_seconds=QUIET_SECONDS)
     for pod in sorted(after.crowded - before.crowded):

@@ -23,7 +23,7 @@ from agent.model.mps_abilities import LOG_DIRECTORY, PIPE_DIRECTORY
 from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
-from agent.mps.mps_errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
+from agent.mps.mps_errors import DaemonRefused, NotSupported, ProgramMissing, Unanswered
 from agent.mps.parse import ServerState
 
 ANSWER_SECONDS = 2.0
@@ -62,7 +62,7 @@ class Survey:
 
 
 class Control:
-    """Talks to one daemon. Every method raises Unanswered, and CommandRefused where the daemon says no."""
+    """Talks to one daemon. Every method raises Unanswered, and DaemonRefused where the daemon says no."""
 
     def __init__(self, program: Program, folders: Directories, deadline: float = ANSWER_SECONDS) -> None:
         self._program = program
@@ -74,7 +74,7 @@ class Control:
         self._lacking: set[str] = set()  # commands that this version does not know
 
     @property
-    def tells_state(self) -> bool:
+    def gives_state(self) -> bool:
         """Whether this version says how its server is, as far as is known."""
         return "get_server_status" not in self._lacking
 
@@ -93,7 +93,7 @@ class Control:
         """
         commands = ["get_server_list"]
         percentage: float | None = None
-        if server is not None and self.tells_state:
+        if server is not None and self.gives_state:
             commands.append(f"get_server_status {server:d}")
         if server is not None and clients:
             commands.append(f"get_client_list {server:d}")
@@ -138,7 +138,7 @@ class Control:
         answer = await self._ask(command, deadline=TERMINATE_SECONDS)
         words = answer.split()
         if words and words[-1] not in ("0", str(client)):
-            raise CommandRefused(f"MPS control daemon on {command!r}: {' '.join(words)}")
+            raise DaemonRefused(f"MPS control daemon on {command!r}: {' '.join(words)}")
 
     async def quit(self, timeout_seconds: int | None = None) -> None:
         """End the daemon; `timeout_seconds` for its clients to leave. Its PID shows whether it went."""
@@ -203,13 +203,13 @@ class Control:
     def _percentage(answer: str) -> float:
         found = answers.percentage(answer)
         if found is None:
-            raise CommandRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
+            raise DaemonRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
         return found
 
     @staticmethod
     def _read_back(what: str, wanted: float, found: float | None) -> None:
         if found != wanted:
-            raise CommandRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
+            raise DaemonRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
 
 
 async def session(program: Path, text: str, environment: Mapping[str, str]) -> tuple[str, str]:

@@ -19,10 +19,10 @@ from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
 from agent.mps.daemon_parts import DaemonParts, Options
-from agent.mps.daemon_status import DaemonState, DaemonStatus, Publisher, Reporter
+from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
-from agent.mps.probing import Prober
+from agent.mps.probing import DaemonProber
 from agent.mps.starting import Starter
 
 log = structlog.get_logger()
@@ -49,11 +49,11 @@ class Daemon:
         self.control = Control(program, folders)
         self._exclusive = ExclusiveMode(uuid, compute, folders.root, options.exclusive)
         self._options = options
-        self._publisher = Publisher(uuid, report)
+        self._publisher = StatusPublisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
         parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
         self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
-        self._prober = Prober(parts)
+        self._prober = DaemonProber(parts)
 
     @property
     def status(self) -> Cell[DaemonStatus]:

@@ -137,7 +137,7 @@ class Logs:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Have the kernel tell of writes while the context is open."""
+        """Have the kernel report writes while the context is open."""
         try:
             async with watching(self._folder, growing=True) as self._watch:
                 yield

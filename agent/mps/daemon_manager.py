@@ -86,7 +86,7 @@ class DaemonManager:
             self._tasks = None
 
     async def look(self) -> None:
-        """Find the program, so that `refusal` can tell whether it is there."""
+        """Find the program, so that `refusal` knows whether it is there."""
         try:
             self.program = await anyio.to_thread.run_sync(lambda: self._find().version())
             self._problem = processes.kernel_problem()
@@ -183,7 +183,7 @@ class DaemonManager:
                 daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
             problem = await daemon.stop()
             self._publish()
-            self._tell(uuid, EventReason.LEFT, problem)
+            self._report_once(uuid, EventReason.LEFT, problem)
         finally:
             self._stopping.discard(uuid)
 
@@ -252,7 +252,7 @@ class DaemonManager:
                 await anyio.sleep(LEFTOVER_SECONDS if seen_off else min(SETTLED_SECONDS, LEFTOVER_SECONDS))
 
     async def _look_at_modes(self, assignment: Assignment) -> None:
-        """Put compute modes right on GPUs in other modes, where an earlier try failed; tell of others'."""
+        """Put compute modes right on GPUs in other modes, where an earlier try failed; report others'."""
         for uuid, mode in assignment.gpus.items():
             if mode.mode is Mode.MPS or uuid in self._kept or uuid in self._stopping:
                 self.leftovers.pop(uuid, None)
@@ -266,21 +266,21 @@ class DaemonManager:
                     async with folders.locked():  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:
-                self._tell(uuid, EventReason.LEFT, str(error))
+                self._report_once(uuid, EventReason.LEFT, str(error))
                 continue
             try:
                 others = await exclusive.others()
             except MpsError:
-                continue  # with the driver away there is nothing to tell of
+                continue  # with the driver away there is nothing to report
             text = None
             if others:
                 text = (
                     f"it is in compute mode {others.name}, which the agent did not set: processes of several "
                     "pods cannot use it at once; nvidia-smi -c DEFAULT ends that"
                 )
-            self._tell(uuid, EventReason.OTHERS_MODE, text)
+            self._report_once(uuid, EventReason.OTHERS_MODE, text)
 
-    def _tell(self, uuid: str, kind: EventReason, problem: str | None) -> None:
+    def _report_once(self, uuid: str, kind: EventReason, problem: str | None) -> None:
         """Report what stands in the way on a GPU, once."""
         before = self.leftovers.get(uuid)
         if problem is None:

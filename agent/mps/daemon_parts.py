@@ -6,7 +6,7 @@ from pathlib import Path
 from agent.mps.compute_mode import ExclusiveMode
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
-from agent.mps.daemon_status import Publisher
+from agent.mps.daemon_status import StatusPublisher
 from agent.mps.directories import Directories
 
 
@@ -19,7 +19,7 @@ class Options:
     exclusive: bool = True  # keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve
     prestart: bool = True  # start the server before the first client, and hold it to be up
     probe_seconds: float = 5.0
-    log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not tell of writes
+    log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not report writes
     orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
     quit_seconds: int = 5  # for clients to leave when the daemon is stopped
 
@@ -32,5 +32,5 @@ class DaemonParts:
     folders: Directories
     exclusive: ExclusiveMode
     logs: Logs
-    publisher: Publisher
+    publisher: StatusPublisher
     options: Options

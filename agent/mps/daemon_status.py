@@ -67,8 +67,8 @@ class Reporter(Protocol):
         """`pids` are processes that the message is about."""
 
 
-class Publisher:
-    """Publishes the status of one GPU's daemon in `status`, and reports what is worth an event."""
+class StatusPublisher:
+    """Publishes the status of one GPU's daemon in `status`, and reports its changes."""
 
     def __init__(self, uuid: str, report: Reporter) -> None:
         self.uuid = uuid

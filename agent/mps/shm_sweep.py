@@ -39,7 +39,7 @@ class User:
 
 
 @dataclass
-class Seen:
+class Usage:
     """Who uses a shared memory now; `inodes` are open or mapped."""
 
     users: list[User] = field(default_factory=list)
@@ -84,9 +84,9 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple
     return len(swept), sum(swept)
 
 
-def look(device: int, own: Collection[int], proc: Path) -> Seen:
+def look(device: int, own: Collection[int], proc: Path) -> Usage:
     """Which processes, `own` aside, have a file system as their /dev/shm, and what of it anybody uses."""
-    found = Seen()
+    found = Usage()
     number = f"{os.major(device)}:{os.minor(device)}"
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")

@@ -31,7 +31,7 @@ class Starter:
 
     async def adopted(self) -> Process | None:
         """The daemon of an earlier agent, if there is one on our pipe folder."""
-        await self._tell_of_impostors()
+        await self._report_impostors()
         process = await anyio.to_thread.run_sync(processes.daemon_of, self._parts.folders)
         if process is None:
             return None
@@ -95,7 +95,7 @@ class Starter:
         )
         return process
 
-    async def _tell_of_impostors(self) -> None:
+    async def _report_impostors(self) -> None:
         """Report processes that were made to look like this daemon, once each, and however many in one go."""
         found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._parts.folders.pipe))
         if pids := sorted(each.pid for each in found - self._impostors):

@@ -16,7 +16,7 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
-from agent.pairing.pair_rules import Rules
+from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.pairing.resolver import RequesterResolver
@@ -48,7 +48,7 @@ def pairing_of(
     def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         return choose(context.inventory.value.topology, free, must_include, size)
 
-    rules = Rules(
+    rules = PairRules(
         pair,
         Policy(placement),
         reservation_seconds,

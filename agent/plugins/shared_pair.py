@@ -105,7 +105,7 @@ class SharedPair:
         self._pools: dict[str, UnitPool] = {}
 
     def restock(self) -> None:
-        """Tell pairing what there is to offer now.
+        """Hand pairing the units that can be offered now.
 
         Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
         never offers fractions holds none.

@@ -53,7 +53,7 @@ def write(folder: Path, content: Mapping[str, object]) -> None:
     atomic_file.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())
 
 
-class SpecificationKeeper:
+class ShareSpecificationKeeper:
     """Keeps the file true to the GPUs of the node, whatever mode they are in: a container that the kubelet
     restarts needs its devices at once, even while the agent itself is starting.
     """

@@ -10,7 +10,7 @@ from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
+from agent.kubelet.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.model.health import HealthState, Rules
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
@@ -91,7 +91,7 @@ def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
 
 
 def _gpu(
-    sources: StatusSources, state: GpuState, switch: GpuSwitch | None, holders: Sequence[Holder]
+    sources: StatusSources, state: GpuState, switch: GpuSwitch | None, holders: Sequence[GpuHolder]
 ) -> Document:
     gpu = state.gpu
     active = switch.active if switch else None
@@ -143,7 +143,7 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     }
 
 
-def _holder(holder: Holder, uuid: str, limits: ContainerLimits | None) -> Document:
+def _holder(holder: GpuHolder, uuid: str, limits: ContainerLimits | None) -> Document:
     holding = holder.holding
     units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
     found: Document = {"pod": holder.pod, "container": holding.container, "units": dict(units)}

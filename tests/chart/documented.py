@@ -15,7 +15,7 @@ PROSE = ("text", "mermaid")  # blocks that nobody types
 
 
 class How(Enum):
-    """What becomes of a piece."""
+    """The way in which a piece is tested."""
 
     HERE = "executed here"
     CLUSTER = "executed on the cluster"

@@ -42,7 +42,7 @@ class AgentProcess:
 
     @property
     def log(self) -> Path:
-        """What the agent writes, of all its lives."""
+        """The agent's output, of all its lives."""
         return self._folder / "agent.log"
 
     @property

@@ -37,11 +37,11 @@ MIXED = [
     {"gpus": ["4-5"], "mode": "mps"},
 ]
 FOLDERS_ON_DISK = (Path("/var/lib/gpu-node-agent"), Path("/etc/cdi"))
-"""What the chart's pods make on the machine itself; the rest is in folders of the cluster's own."""
+"""Folders that the chart's pods make on the machine itself; the rest is in folders of the cluster's own."""
 
 
 class Node:
-    """What a GPU node brings along, for the cluster's one node."""
+    """Properties of a GPU node, for the cluster's one node."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.folder = folder

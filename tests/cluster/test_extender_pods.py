@@ -135,7 +135,7 @@ async def test_forged_annotation_changes_nothing(site: Site, replicas: Pair) -> 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What became of pods: by name those that died, with why; cores on each GPU; sizes that still wait."""
+    """Pods that died by name, with the reason; cores on each GPU; sizes that still wait."""
 
     died: Mapping[str, str]
     offered: Mapping[Place, int]

@@ -81,7 +81,7 @@ def command(installation: Installation, *words: str) -> str:
 
 
 def containers(cluster: Cluster) -> dict[str, Any]:
-    """What changes when a container is restarted."""
+    """The identity of a container, which changes when it is restarted."""
     found = {}
     for pod in cluster.find_all("Pod"):
         (status,) = pod["status"]["containerStatuses"]

@@ -36,7 +36,7 @@ async def started(rig: EmbeddedRig, **settings: object) -> None:
 
 
 def mounts(rig: EmbeddedRig, pod: PodSpec) -> Mapping[str, str]:
-    """What the limits of a container show it: path inside, path on the host."""
+    """The files of limits in a container: path inside, path on the host."""
     found = rig.kubelet.container(pod, "main").mounts
     return {inside: host for inside, host in found.items() if inside.startswith((LIBRARY_FOLDER, PRELOAD))}
 

@@ -1,4 +1,4 @@
-"""What MPS daemons and servers say. Tenants have a hand in it: names of processes, any line of a log."""
+"""Output of MPS daemons and servers. Tenants have a hand in it: names of processes, any line of a log."""
 
 from pathlib import Path
 

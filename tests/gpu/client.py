@@ -69,7 +69,7 @@ def memory(cuda: Cuda, _: list[int]) -> Report:
 
 
 def nvml(_: Cuda, __: list[int]) -> Report:
-    """What NVML says of the GPU here, as nvidia-smi asks it."""
+    """NVML's figures of the GPU here, as nvidia-smi reads them."""
     found = programs.binding()
     found.open()
     sample = found.sample(os.environ["CUDA_VISIBLE_DEVICES"])

@@ -46,7 +46,7 @@ NO_MPS = "/nonexistent"  # a pipe folder without a daemon: the process runs with
 
 @dataclass
 class Told:
-    """What the supervisor reported."""
+    """Reports of the supervisor."""
 
     kinds: list[EventReason] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""What a scenario may ask of a node: the seam between the scenario suite and the two kubelets.
+"""The interface of a node for scenarios: the seam between the scenario suite and the two kubelets.
 
 The functions of `tests/scenarios/*.py` are written against `Rig` alone. One implementation drives the
 embedded kubelet (`tests/component/embedded_rig.py`), one the real cluster (`tests/cluster/real_rig.py`), so
@@ -31,7 +31,7 @@ GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What the Node object says."""
+    """The state by the Node object."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -69,7 +69,7 @@ class Rig(Protocol):
         """From its next start on the agent writes down the lists it sends, for `tests.scenarios.lists`."""
 
     def agent_log(self) -> Path:
-        """What the agent writes, of all its lives: JSON lines."""
+        """The agent's output, of all its lives: JSON lines."""
 
     # The node.
     async def allocatable(self, resource: str = GPU) -> int | None:

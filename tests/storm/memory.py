@@ -6,9 +6,11 @@ machine keep in a storm is among it, and changes little in quiet.
 
 import gc
 import sys
+from types import CodeType, FrameType
 from typing import NamedTuple
 
-_ATOMS = (str, bytes, int, float, bool, type(None))
+# What refers to nothing that counts. Frames of what runs now, this module's among it, are no part of a storm.
+_LEAVES = (str, bytes, int, float, bool, type(None), FrameType, CodeType)
 
 
 class Memory(NamedTuple):
@@ -36,15 +38,15 @@ def ignore_what_is_there() -> None:
 
 
 def measured() -> Memory:
-    """What lives now and was not there at `ignore_what_is_there`."""
+    """Objects that live now and were not there at `ignore_what_is_there`."""
     gc.collect()
-    objects = gc.get_objects()
+    objects = [one for one in gc.get_objects() if not isinstance(one, FrameType)]
     # What the collector does not list by itself: texts and numbers, and containers of nothing else.
     untracked: dict[int, object] = {}
     fresh: list[object] = objects
     while fresh:
         found = {id(one): one for one in gc.get_referents(*fresh) if not gc.is_tracked(one)}
-        fresh = [one for key, one in found.items() if key not in untracked and not isinstance(one, _ATOMS)]
+        fresh = [one for key, one in found.items() if key not in untracked and not isinstance(one, _LEAVES)]
         untracked |= found
     return Memory(
         len(objects), sum(sys.getsizeof(one, 0) for each in (objects, untracked.values()) for one in each)

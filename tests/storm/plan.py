@@ -1,4 +1,4 @@
-"""What a seed chooses for a storm, written out: so that one can be kept, and be the same storm later on.
+"""The choices of a seed for a storm, written out: so that one can be kept, and be the same storm later on.
 
 A seed names a storm for as long as nobody adds an event. What was found is kept in `seeds/` event by event:
 each by its name and its number, by which it makes its own choices.
@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True):
     showed: str = ""  # what the storm found, for people
     families: list[str] = []  # of faults
     tempo: str = SPARSE  # those that were kept before there were others
+    sockets: bool = True  # between the API server and its clients; else `direct_http`
 
     def acts(self) -> list[tuple[int, Act]]:
         """The events by number. Raises KeyError for one that is not known any more."""
@@ -83,6 +84,6 @@ def planned(
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
     calm = rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
     events = [(name_of(act), number) for number, act in enumerate(acts) if number not in skip]
-    return Plan(
-        seed, shape, label, pause, calm, events, families=[family.name for family in chosen], tempo=tempo
-    )
+    sockets = tempo == SPARSE or random.Random(f"sockets of {seed}").random() < 0.2
+    names = [family.name for family in chosen]
+    return Plan(seed, shape, label, pause, calm, events, families=names, tempo=tempo, sockets=sockets)

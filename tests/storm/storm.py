@@ -28,7 +28,7 @@ SCRATCH = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), Non
 
 @dataclass
 class Outcome:
-    """What became of a storm."""
+    """The outcome of a storm."""
 
     seed: int
     families: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
     outcome.plan, outcome.families = plan, plan.families
     files = _open_files()
     with tempfile.TemporaryDirectory(prefix="gs-", dir=SCRATCH) as folder:
-        async with world(Path(folder), seed, plan.shape) as made:
+        async with world(Path(folder), seed, plan.shape, sockets=plan.sockets) as made:
             made.label(plan.label)
             await made.start_agent()
             await anyio.sleep(plan.pause)

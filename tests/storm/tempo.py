@@ -22,7 +22,7 @@ SPARSE_SHARE = 4  # a storm that is sparse has so many times fewer events: each 
 
 
 def tempo_of(seed: int) -> str:
-    """What a seed chooses."""
+    """The choices of a seed."""
     # By a draw of its own: all else is what it was when every storm was sparse.
     return random.Random(f"tempo of {seed}").choices(list(OFTEN), list(OFTEN.values()))[0]
 

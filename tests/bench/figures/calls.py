@@ -1,4 +1,4 @@
-"""What the kubelet waits for."""
+"""Calls that the kubelet waits for."""
 
 import random
 import time

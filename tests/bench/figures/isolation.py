@@ -1,4 +1,4 @@
-"""What limits of vGPU containers cost an admission, and how soon a resize holds."""
+"""The cost of vGPU limits for an admission, and the delay of a resize."""
 
 import os
 import tempfile

@@ -101,7 +101,7 @@ def filling(image: Image, tmp_path: Path, driver: Path) -> Image:
 
 @pytest.fixture
 def made(container: MakeContainer) -> Container:
-    """What is mounted."""
+    """The mounts."""
     made: Container = container(CAP, context=CHEAP_MIB)
     return made
 

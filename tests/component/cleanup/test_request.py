@@ -68,7 +68,7 @@ class Asked:
         return await anyio.to_thread.run_sync(get)
 
     def traces(self) -> dict[str, Any]:
-        """What is left of the agent on the node and its object, but for both annotations."""
+        """Traces of the agent on the node and its object, but for both annotations."""
         rig, http = self.rig, self.rig.http
         folders = (rig.kubelet.root / "plugins_registry", rig._folder / "state", rig._folder / "run")
         return {

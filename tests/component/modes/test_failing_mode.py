@@ -96,7 +96,7 @@ def offered(assignment: Assignment) -> Amounts:
 
 
 class OneResource(World):
-    """Whose kubelet takes in what is offered as whole GPUs."""
+    """A node whose kubelet takes in the list of whole GPUs."""
 
     async def _delivered(self) -> None:
         await anyio.sleep(READ_SECONDS)

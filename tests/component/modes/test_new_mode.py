@@ -40,7 +40,7 @@ def copy_with_the_mode(folder: Path) -> Path:
 
 
 def status(checkout: Path, run: str) -> dict[str, Any]:
-    """What `gpu-node-agent status --json` prints."""
+    """The output of `gpu-node-agent status --json`."""
     command = [sys.executable, "-m", "agent", "status", "--json", f"--set=host.run={run}"]
     answer = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True, timeout=30)
     found: dict[str, Any] = json.loads(answer.stdout)

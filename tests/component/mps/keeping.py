@@ -91,7 +91,7 @@ class Bench:
 
 @dataclass
 class Word:
-    """What a server says of its state, by way of its real daemon: no server runs without a GPU.
+    """The reports of a server about its state, through its real daemon: no server runs without a GPU.
 
     `program` is the daemon's own, with the one word replaced that it has for a stand-in server. That has no
     clients: asked for them, the daemon would wait for its answer for ever.

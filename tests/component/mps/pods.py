@@ -65,7 +65,7 @@ class Container:
         raise AssertionError(f"the container ended: {said}")
 
     def ask(self, question: str, user: int = 0) -> str:
-        """What the daemon answers to the control program in the container. Blocks.
+        """The daemon's answers to the control program in the container. Blocks.
 
         It turns other callers away while it answers one, as the agent.
         """

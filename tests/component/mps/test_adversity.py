@@ -1,4 +1,4 @@
-"""What goes wrong around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
+"""Faults around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from agent.mps.control_commands import Control
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
-from agent.mps.mps_errors import CommandRefused
+from agent.mps.mps_errors import DaemonRefused
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 
@@ -187,7 +187,7 @@ async def test_a_long_command_of_our_own_says_nothing_against_the_daemon(
 
 
 async def refused(control: Control) -> None:
-    with pytest.raises(CommandRefused, match="not found"):
+    with pytest.raises(DaemonRefused, match="not found"):
         await control.terminate_client(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What pods can do to the folders that they share with a daemon: nothing that reaches the node.
+"""Attacks of pods on the folders that they share with a daemon: nothing that reaches the node.
 
 Pods mount the pipe folder read-only. Those that started under an agent of before have it writable, and root
 in one of them plays the attacker here.

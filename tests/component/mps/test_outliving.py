@@ -1,4 +1,4 @@
-"""What lets a daemon outlive the agent and its pod: a session, a cgroup and a mount namespace of its own."""
+"""How a daemon outlives the agent and its pod: a session, a cgroup and a mount namespace of its own."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What tenants of an MPS node can reach: the log fifo, the control socket, the looks of a daemon."""
+"""Interfaces that tenants of an MPS node reach: the log fifo, the control socket, the looks of a daemon."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What programs have through the CUDA double shows in NVML, to the byte, and ends with them."""
+"""Memory of programs on the CUDA double shows in NVML, to the byte, and ends with them."""
 
 import ctypes
 import time

@@ -1,4 +1,4 @@
-"""What befalls the kubelet and its files."""
+"""Faults of the kubelet and its files."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an agent answers, and when it leaves service or comes back."""
+"""An agent's answers, and the times at which it leaves service or comes back."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -68,7 +68,7 @@ class OwnNode(NodeObject):
 
 
 class Obstacles:
-    """What stands in the way, look by look; nothing once the list is empty. Counts the clean-ups."""
+    """The obstacles, look by look; none once the list is empty. Counts the clean-ups."""
 
     def __init__(self) -> None:
         self.next: list[Exception] = []

@@ -61,7 +61,7 @@ class Site:
         return self.folders.create(self.held[pod])
 
     def launch(self, pod: str, *, next_ns: int = 1, waited_ns: int = 0) -> None:
-        """What the library writes when a container works."""
+        """The library's entries when a container works."""
         path = self.folders.path(key_of(self.held[pod].ids), "usage")
         at = layout.USAGE_HEADER_BYTES + layout.SHARE_AT
         with path.open("r+b") as file:

@@ -16,7 +16,7 @@ from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
-from agent.mps.mps_errors import CommandRefused
+from agent.mps.mps_errors import DaemonRefused
 from agent.mps.users import kept_apart
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
@@ -47,7 +47,7 @@ class Control:
         assert server == SERVER
         self.terminated.append(client)
         if self.stubborn:
-            raise CommandRefused("it does not want to")
+            raise DaemonRefused("it does not want to")
 
 
 class Scene:

@@ -1,4 +1,4 @@
-"""What the logs tell of faults. The lines follow NVIDIA's documentation on MPS error handling."""
+"""Faults in the logs. The lines follow NVIDIA's documentation on MPS error handling."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def lists(assignment: Assignment) -> Amounts:
 
 @dataclass
 class Kubelet:
-    """What it knows of, and which bound pods it has not served yet."""
+    """The pods that it knows, and the bound pods that it has not served yet."""
 
     known: dict[str, int] = field(default_factory=dict)
     unserved: set[str] = field(default_factory=set)

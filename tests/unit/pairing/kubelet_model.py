@@ -19,7 +19,7 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.model.units import ResourcePair
-from agent.pairing.pair_rules import Grant, Rules
+from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
@@ -71,7 +71,7 @@ class AgentKilled(Exception):
 
 @dataclass
 class Admission:
-    """What the kubelet knows of a pod that it took up."""
+    """The kubelet's knowledge of a pod that it admitted."""
 
     pod: Pod
     held: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)  # container, resource -> IDs
@@ -172,7 +172,7 @@ class KubeletModel(PodSource):
         """A new process that remembers nothing."""
         self._record = Record()
         resolver = RequesterResolver(self.pair, self, self)
-        self.pairing = Pairing(Rules(self.pair, self.policy), resolver, clock=lambda: self.now)
+        self.pairing = Pairing(PairRules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
         self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()

@@ -1,4 +1,4 @@
-"""What MPS adds to the pair of resources: caps, ceiling, daemons that must serve."""
+"""Additions of MPS to the pair of resources: caps, ceiling, daemons that must serve."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -19,7 +19,7 @@ from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.plugins import mps
 from agent.plugins.context import PluginContext
-from agent.plugins.inject import Choice, Injector, NodeSoftware
+from agent.plugins.inject import InjectionChoice, Injector, NodeSoftware
 from agent.plugins.mps import Conditions, MpsPlugin
 from agent.settings import Settings, load
 from tests.unit.pairing.kubelet_model import machine
@@ -127,7 +127,7 @@ def test_each_half_answers_its_own_caps_by_variables() -> None:
 def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> None:
     node = Node()
     node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
-    assert node.injector.choice == Choice(False, node.injector.choice.reason)
+    assert node.injector.choice == InjectionChoice(False, node.injector.choice.reason)
     answer = node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
     assert answer.cdi_devices == ("gpu-node-agent.io/share=mps-memory-4",)
     assert not answer.environment

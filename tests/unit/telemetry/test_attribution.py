@@ -1,4 +1,4 @@
-"""Whose use of a GPU it is: by process, by elimination, by limits."""
+"""The container that uses a GPU: by process, by elimination, by limits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
