@@ -139,7 +139,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     avoidance = Avoidance(settings, pods)
     parts = LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
 
-    core.collectors.append(limits_collector(publisher, context.grown, indices))
+    core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
     if labels:
         tasks.start("namespace watch", labels.reflector.run)
     if compute:

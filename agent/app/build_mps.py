@@ -1,7 +1,7 @@
 """Builds MPS: the daemons, their resources, what the switcher needs of them, and their events."""
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from agent.settings import Settings
 from agent.telemetry.container_use import above_limit
 from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
+from agent.telemetry.reading import Series
 
 if TYPE_CHECKING:
     from agent.cluster.event_recorder import EventRecorder
@@ -109,17 +110,12 @@ async def build(context: ModeContext) -> ModeParts:
     tasks.start("mps folders", upkeep.run)
     tasks.start("cdi specification", keeper.run)
     tasks.start("mps caps", caps.run)
-    core.collectors.extend(
-        [
-            pairs_collector(
-                "mps",
-                pairing.stats,
-                enforced=lambda: {"mps": injector.caps_problem is None},
-                reserved=lambda: pairing.waiting,
-            ),
-            mps_collector(manager.statuses, clients.overviews, conditions.ceiling),
-        ]
-    )
+
+    def pairs() -> Iterator[Series]:
+        return pairs_collector("mps", pairing.stats, pairing.waiting, {"mps": injector.caps_problem is None})
+
+    daemons = partial(mps_collector, manager.statuses, clients.overviews, conditions.ceiling)
+    core.collectors.extend([pairs, daemons])
     core.readiness.degradations.append(partial(remarks, settings, snapshot, manager, caps))
     return ModeParts(
         plugins,

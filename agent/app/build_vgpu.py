@@ -1,5 +1,6 @@
 """Builds vGPU: its resources, and the limits of containers where they are enforced."""
 
+from collections.abc import Iterator
 from functools import partial
 
 from agent.app.mode_parts import ModeContext, ModeParts
@@ -9,6 +10,7 @@ from agent.model.modes import Assignment, Mode
 from agent.plugins import vgpu
 from agent.plugins.shared_pair import no_fence, none_grown
 from agent.telemetry.pairs import pairs_collector
+from agent.telemetry.reading import Series
 
 
 async def build(context: ModeContext) -> ModeParts:
@@ -23,14 +25,14 @@ async def build(context: ModeContext) -> ModeParts:
         grown.follow_resizes(context, shares)
     if limits:
         core.readiness.degradations.append(partial(_remarks, limits, context.plugins.modes))
-    core.collectors.append(
-        pairs_collector(
-            "vgpu",
-            shares.pairing.stats,
-            limits.fences if limits else lambda: NO_FENCES,
-            lambda: shares.pairing.waiting,
+
+    def pairs() -> Iterator[Series]:
+        pairing = shares.pairing
+        return pairs_collector(
+            "vgpu", pairing.stats, pairing.waiting, limits.fences() if limits else NO_FENCES
         )
-    )
+
+    core.collectors.append(pairs)
     return ModeParts(plugins, enforced=limits.enforced if limits else lambda: "no", limits=limits)
 
 

@@ -3,7 +3,7 @@
 Safe to run again: each step looks for what is left.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,6 +38,7 @@ from agent.plugins import shares_cdi
 from agent.settings import Settings
 
 if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
     from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
@@ -174,6 +175,17 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
         remedy = "clean up again when they have ended"
         log.warning("gpu_specification_kept", file=str(gpus), folder=str(state), pods=pods, remedy=remedy)
     return not kept
+
+
+async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
+    """Remove what the agent wrote to the Node object but annotations in `keep`. Raises CleanupFailed."""
+    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
+    from agent.node.forget import forget  # noqa: PLC0415
+
+    try:
+        await forget(api, name, keep)
+    except ApiError as error:
+        raise CleanupFailed(f"node {name}: labels and condition cannot be removed: {error}") from error
 
 
 def _empty(root: Path, kept: AbstractSet[str]) -> None:

@@ -93,7 +93,7 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
         monkeypatch.setattr(where, "refuse_holders", made.look)
     monkeypatch.setattr(node_files, "stop_daemons", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
-    monkeypatch.setattr(standby, "forget", forget)
+    monkeypatch.setattr(node_files, "forget_node", forget)
     for where in (on_request, standby):
         monkeypatch.setattr(where, "RETRY_SECONDS", 0.01)
     yield made
