@@ -7,6 +7,7 @@ mode are known to serve. Where the facts change the devices stay, since the kube
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import structlog
 
@@ -14,7 +15,7 @@ from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
-from agent.kit.follow import keep_looking
+from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
 from agent.plugins.inject import Injector
@@ -63,10 +64,14 @@ class DriverFence:
 
     async def run(self, looked: Cell[Any]) -> None:
         """Keep the devices true to the GPUs, for ever. `looked` changes with how containers get GPUs."""
-        await keep_looking(self._keep, self._snapshot, looked)
 
-    async def _keep(self) -> float | None:
-        """Have the devices be as they should; seconds until the next try, where they are not."""
+        async def keep() -> float | None:
+            return None if await self._keep() else RETRY_SECONDS
+
+        await repeat(keep, self._snapshot, looked)
+
+    async def _keep(self) -> bool:
+        """Whether the devices are as they should be."""
         gpus = [state.gpu for state in self._snapshot.value.gpus]
         most = max((VGPU.blocks(gpu.memory_bytes) for gpu in gpus), default=0)
         if most > self._most_units and self._node_obstacle() is None:
@@ -76,13 +81,13 @@ class DriverFence:
                 )
             except OSError as error:
                 log.error("memory_limits_not_written", folder=str(self._folder), problem=str(error))
-                return RETRY_SECONDS
+                return False
             self._most_units = most
         problem = next((why for gpu in gpus if (why := self.obstacle(gpu.uuid))), None)
         if gpus and problem != self._said:
             self._said = problem
             log.info("driver_limits", armed=problem is None, problem=problem)
-        return None
+        return True
 
     def _node_obstacle(self) -> str | None:
         driver = self._snapshot.value.driver

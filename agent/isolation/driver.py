@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio
 import anyio.to_thread
 import structlog
 
@@ -17,7 +18,7 @@ from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
-from agent.kit.follow import keep_looking
+from agent.kit.follow import repeat
 from agent.model.cgroup import container_of
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
@@ -71,17 +72,21 @@ class DriverLimits:
 
     async def run(self, pods: Cell[Any]) -> None:
         """Follow containers with limits, and the node's pods, for ever."""
-        await keep_looking(self.look, pods, self._isolation.containers)
 
-    async def look(self) -> float | None:
-        """Have the driver's limits be the containers'; seconds until something is to be tried again."""
+        async def look() -> float | None:
+            return RETRY_SECONDS if await self.look() else None
+
+        await repeat(look, pods, self._isolation.containers)
+
+    async def look(self) -> bool:
+        """Have the driver's limits be the containers'; whether something is to be tried again."""
         known = {key: each for key, each in self._isolation.containers.value.items() if each.about.driver}
         self._states = {key: each for key, each in self._states.items() if key in known}
         self._problems = {key: each for key, each in self._problems.items() if key in known}
         waits = False
         for key, limits in known.items():
             waits |= await self._keep(key, limits)
-        return RETRY_SECONDS if waits else None
+        return waits
 
     async def _keep(self, key: str, limits: ContainerLimits) -> bool:
         containers = frozenset(self._containers_of(limits.about))

@@ -11,6 +11,7 @@ an admission policy to say.
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Protocol
 
+import anyio
 import anyio.to_thread
 import msgspec
 import structlog
@@ -22,7 +23,7 @@ from agent.isolation.limits import ContainerLimits
 from agent.isolation.publishing import Publisher, place_of
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
-from agent.kit.follow import keep_looking
+from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 
@@ -78,11 +79,15 @@ class Resizer:
 
     async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
         """Follow `pods`, for ever; `annotations` answers the pods' by UID."""
-        await keep_looking(lambda: self.look(annotations()), pods, self._isolation.containers)
 
-    async def look(self, annotations: Mapping[str, str]) -> float | None:
-        """Do what the annotations say; seconds until the next look, where something waits for free units."""
-        pause = None
+        async def look() -> float | None:
+            return RETRY_SECONDS if await self.look(annotations()) else None
+
+        await repeat(look, pods, self._isolation.containers)
+
+    async def look(self, annotations: Mapping[str, str]) -> bool:
+        """Do what the annotations say; whether something of it waits for free units."""
+        waits = False
         known = self._isolation.containers.value
         uids = {limits.about.uid for limits in known.values()}
         self._answered = {uid: text for uid, text in self._answered.items() if uid in uids}
@@ -97,11 +102,11 @@ class Resizer:
                 if sizes.memory is not None:
                     await self._resize(key, self._isolation.containers.value.get(key, limits), sizes.memory)
             except NoUnits as error:
-                pause = RETRY_SECONDS
+                waits = True
                 self._refuse(limits.about, text, str(error))
             except IsolationError as error:
                 self._refuse(limits.about, text, str(error))
-        return pause
+        return waits
 
     async def _resize(self, key: str, limits: ContainerLimits, units: int) -> None:
         about = limits.about

@@ -20,16 +20,19 @@ async def follow(action: Callable[[], None], *cells: Cell[Any]) -> None:
             group.start_soon(each, cell)
 
 
-async def keep_looking(look: Callable[[], Awaitable[float | None]], *cells: Cell[Any]) -> None:
-    """Look now, after each change of any of `cells`, and after as many seconds as `look` answers, for ever.
+async def repeat(action: Callable[[], Awaitable[float | None]], *cells: Cell[Any]) -> None:
+    """Call `action` now, after changes of any of `cells`, and after as many seconds as it answers, for ever.
 
-    None: after a change alone. One that falls into a look is looked at afterwards.
+    None waits for a change alone. Changes while it runs have it called once more.
     """
-    news = anyio.Event()
+    changed = anyio.Event()
+
+    def wake_up() -> None:
+        changed.set()
 
     async with anyio.create_task_group() as group:
-        group.start_soon(follow, lambda: news.set(), *cells)  # noqa: PLW0108  each time the newest
+        group.start_soon(follow, wake_up, *cells)
         while True:
-            news = anyio.Event()
-            with anyio.move_on_after(await look()):
-                await news.wait()
+            changed = anyio.Event()
+            with anyio.move_on_after(await action()):
+                await changed.wait()

@@ -20,7 +20,7 @@ from agent.cluster.own_node import OwnNode
 from agent.inventory.clock import boot_seconds
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import keep_looking
+from agent.kit.follow import repeat
 from agent.kit.timestamps import now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
@@ -107,7 +107,7 @@ class DriverUpgrade:
         async def look() -> float:
             return self.look()
 
-        await keep_looking(look, self._node.changes, self._inventory, self._switch, self._by_hand)
+        await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
     def look(self) -> float:
         """Do what the labels ask for now; after how many seconds to look again, whatever happens."""

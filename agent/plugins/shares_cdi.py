@@ -17,7 +17,7 @@ import structlog
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file
 from agent.kit.cell import Cell
-from agent.kit.follow import keep_looking
+from agent.kit.follow import repeat
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import PairMember
 from agent.model.mount import Mount
@@ -78,15 +78,16 @@ class ShareSpecificationKeeper:
 
     async def run(self) -> None:
         """Write the file whenever its content changes, until cancelled."""
-        await keep_looking(self._try, self._inventory, self._changes)
 
-    async def _try(self) -> float | None:
-        try:
-            await self.keep()
-        except OSError as error:
-            log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
-            return RETRY_SECONDS
-        return None
+        async def keep() -> float | None:
+            try:
+                await self.keep()
+            except OSError as error:
+                log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
+                return RETRY_SECONDS
+            return None
+
+        await repeat(keep, self._inventory, self._changes)
 
     async def keep(self) -> None:
         """Write the file now if it is not as it should be. Raises OSError."""

@@ -55,7 +55,7 @@ class Resizing(Node):
         self.resizer = Resizer(self.isolation, self.free, self.publisher)
 
     async def request(self, text: str) -> bool:
-        return await self.resizer.look({"uid-a": text}) is not None
+        return await self.resizer.look({"uid-a": text})
 
     async def cap(self) -> int:
         limits = await anyio.to_thread.run_sync(self.isolation.folders.limits, key_of(units()))
