@@ -11,6 +11,7 @@ also where no upgrade controller runs.
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -103,19 +104,14 @@ class DriverUpgrade:
         self._refused = False  # a person ended it: not again before the labels ask for nothing
 
     async def run(self) -> None:
-        """Follow the labels for ever."""
         async with anyio.create_task_group() as group:
-            wake = [anyio.Event()]
+            wake = Cell(None)
             cells = (self._node.changes, self._inventory, self._switch, self._by_hand)
-
-            def wake_up() -> None:
-                wake[0].set()
-
-            group.start_soon(follow, wake_up, *cells)
+            group.start_soon(follow, partial(wake.publish, None), *cells)
             while True:
-                wake[0] = anyio.Event()
+                seen = wake.version
                 with anyio.move_on_after(self.look()):
-                    await wake[0].wait()
+                    await wake.wait_change(seen)
 
     def look(self) -> float:
         """Do what the labels ask for now; after how many seconds to look again, whatever happens."""
