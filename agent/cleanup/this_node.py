@@ -25,7 +25,7 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
@@ -114,7 +114,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     thread = WorkerThread("cleanup")
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
-        compute: ComputeModes = NoComputeModes()
+        compute = ComputeModes()
         # It may have been set before the configuration said otherwise.
         if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await thread.run(nvml.open, deadline=30.0)

@@ -11,18 +11,16 @@ also where no upgrade controller runs.
 
 from collections.abc import Mapping
 from enum import Enum
-from functools import partial
 from types import MappingProxyType
 from typing import Final, Protocol
 
-import anyio
 import structlog
 
 from agent.cluster.own_node import OwnNode
 from agent.inventory.clock import boot_seconds
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.kit.timestamps import now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
@@ -104,14 +102,12 @@ class DriverUpgrade:
         self._refused = False  # a person ended it: not again before the labels ask for nothing
 
     async def run(self) -> None:
-        async with anyio.create_task_group() as group:
-            wake = Cell(None)
-            cells = (self._node.changes, self._inventory, self._switch, self._by_hand)
-            group.start_soon(follow, partial(wake.publish, None), *cells)
-            while True:
-                seen = wake.version
-                with anyio.move_on_after(self.look()):
-                    await wake.wait_change(seen)
+        """Follow the labels for ever."""
+
+        async def look() -> float:
+            return self.look()
+
+        await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
     def look(self) -> float:
         """Do what the labels ask for now; after how many seconds to look again, whatever happens."""

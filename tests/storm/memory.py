@@ -9,7 +9,7 @@ import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-# What refers to nothing that counts. Frames of what runs now, this module's among it, are no part of a storm.
+# What refers to nothing that counts; frames of what runs now are no part of a storm.
 _LEAVES = (str, bytes, int, float, bool, type(None), FrameType, CodeType)
 
 
@@ -40,14 +40,20 @@ def ignore_what_is_there() -> None:
 def measured() -> Memory:
     """Objects that live now and were not there at `ignore_what_is_there`."""
     gc.collect()
-    objects = [one for one in gc.get_objects() if not isinstance(one, FrameType)]
-    # What the collector does not list by itself: texts and numbers, and containers of nothing else.
+    objects = gc.get_objects()
+    return Memory(len(objects), _size(objects))
+
+
+def _size(objects: list[object]) -> int:
+    """Bytes of these, and of what the collector does not list by itself.
+
+    That is texts and numbers, and containers of nothing else. A function of its own, as what it keeps while
+    it counts is then younger than the list, and not counted.
+    """
     untracked: dict[int, object] = {}
-    fresh: list[object] = objects
+    fresh = objects
     while fresh:
         found = {id(one): one for one in gc.get_referents(*fresh) if not gc.is_tracked(one)}
         fresh = [one for key, one in found.items() if key not in untracked and not isinstance(one, _LEAVES)]
         untracked |= found
-    return Memory(
-        len(objects), sum(sys.getsizeof(one, 0) for each in (objects, untracked.values()) for one in each)
-    )
+    return sum(sys.getsizeof(one, 0) for each in (objects, untracked.values()) for one in each)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.storm.memory import _size
 from tests.storm.plan import SEEDS, planned, read
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,13 @@ def test_a_kept_storm_is_read_as_it_was_written(tmp_path: Path) -> None:
     file.write_text(plan.text(), encoding="utf-8")
     assert read(file) == plan
     assert [number for number, _ in plan.acts()] == [each for each in range(20) if each not in {3, 4}]
+
+
+def test_memory_counts_each_thing_once() -> None:
+    text, other = "text" * 100, "other" * 100
+    inner = {"key": other}  # a dict of texts, which the collector does not list
+    things: list[object] = [[text, inner], [text]]
+    assert _size(things) == sum(map(sys.getsizeof, (*things, text, other, inner)))
 
 
 @pytest.mark.timeout(300)
