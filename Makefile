@@ -47,7 +47,7 @@ test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (d
 
 storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),400) \
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),2000) \
 		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --report build/storm.json
 	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
@@ -61,7 +61,7 @@ lint: venv ## ruff, format, types, import contracts
 	mypy
 	lint-imports
 
-format: venv ## put the code into the house's format
+format: venv ## format the code
 	ruff check --fix .
 	ruff format .
 
@@ -79,7 +79,7 @@ docs: venv ## write the generated files: docs/metrics.md, the values in docs/ins
 	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform
 
-lock: venv ## resolve pyproject.toml anew into the two locks
+lock: venv ## resolve pyproject.toml again into the two locks
 	.ci/lock
 
 image: venv ## build the container image from the Dockerfile, without an engine: build/image.tar (ARCH=arm64)

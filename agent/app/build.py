@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -47,7 +48,7 @@ async def build(
     ending.callback(monitor.thread.end_within, NVML_SECONDS)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
-    core.collectors.append(health_collector(core.inventory, monitor.events))
+    core.collectors.append(partial(health_collector, core.inventory, monitor.events))
     cluster = await reach_cluster(settings)
     if cluster:
         closing.push_async_callback(cluster.api.close)

@@ -1,6 +1,7 @@
 """Builds what keeps our own CDI specification of the GPUs, where NVIDIA's programs are at hand."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from agent.app.parts import Core, Tasks
 from agent.cdi import nvidia_programs
 from agent.plugins.inject import Injector
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add
+from agent.telemetry.reading import Series
 
 if TYPE_CHECKING:
     from agent.cdi.keeper import SpecificationKeeper
@@ -55,7 +56,7 @@ async def build_cdi(core: Core) -> "tuple[Injector, SpecificationKeeper | None]"
 
 async def start_cdi(core: Core, tasks: Tasks, keeper: "SpecificationKeeper", injector: Injector) -> None:
     """Make the specification before the first list is sent, if it does not take too long, and keep it."""
-    core.collectors.append(_collector(keeper))
+    core.collectors.append(partial(_collector, keeper))
     core.readiness.degradations.append(lambda: specification(keeper.devices.value))
     with anyio.move_on_after(FIRST_SECONDS):
         await keeper.keep()
@@ -70,16 +71,7 @@ async def start_cdi(core: Core, tasks: Tasks, keeper: "SpecificationKeeper", inj
     tasks.start("gpu specification users", look_again)
 
 
-def _collector(keeper: "SpecificationKeeper") -> Callable[[], Callable[[Add], None]]:
-    def read() -> Callable[[Add], None]:
-        devices = len(keeper.devices.value.names)
-        made, failed = keeper.generations, keeper.failures
-
-        def add(to: Add) -> None:
-            to(d.CDI_DEVICES, devices)
-            to(d.CDI_GENERATIONS, made, ("ok",))
-            to(d.CDI_GENERATIONS, failed, ("failed",))
-
-        return add
-
-    return read
+def _collector(keeper: "SpecificationKeeper") -> Iterator[Series]:
+    yield d.CDI_DEVICES, len(keeper.devices.value.names), ()
+    yield d.CDI_GENERATIONS, keeper.generations, ("ok",)
+    yield d.CDI_GENERATIONS, keeper.failures, ("failed",)

@@ -9,7 +9,7 @@ import structlog
 from agent.app.degradations import api_server
 from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.kit.supervise import FatalError
-from agent.pairing.ports import PodSource, Recorder
+from agent.pairing.pod_access import PodSource, Recorder
 from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Settings
 from agent.status.node_events import node_events
@@ -48,9 +48,9 @@ def follow_cluster(cluster: ClusterAccess, core: Core, tasks: Tasks) -> None:
     """Watch the node and its pods, send events; the record of who holds what learns of the pods."""
     from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the client
 
-    tasks.start("node watch", cluster.node.run)
+    tasks.start("node watch", cluster.node.reflector.run)
     ClusterPods(cluster.pods).inform(core.holdings, cluster.node.name)
-    tasks.start("pod watch", cluster.pods.run)
+    tasks.start("pod watch", cluster.pods.reflector.run)
     tasks.start("events", cluster.events.run)
     core.readiness.degradations.append(lambda: api_server(cluster))
     core.inventory.counters.listeners.append(node_events(cluster.events.node))

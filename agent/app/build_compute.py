@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 import structlog
 
-from agent.app.parts import Tasks
 from agent.isolation.compute import Compute, ComputeRequest, Work, release
 from agent.isolation.compute_request import compute_request_of
 from agent.isolation.folders import About
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-async def build_compute(
-    settings: Vgpu, isolation: Isolation, pods: "PodCache | None", tasks: Tasks
-) -> Compute | None:
-    """Start to hold containers to their shares; None where nobody is to be held."""
+async def build_compute(settings: Vgpu, isolation: Isolation, pods: "PodCache | None") -> Compute | None:
+    """The shares of containers; None where nobody is to be held to one."""
     if settings.compute == "off":
-        await anyio.to_thread.run_sync(release, isolation)
+        await anyio.to_thread.run_sync(release, isolation, abandon_on_cancel=True)
         return None
     if settings.enforcement not in ("library", "strict"):
         log.warning(
@@ -38,9 +35,7 @@ async def build_compute(
             remedy="set vgpu.enforcement to library or strict",
         )
     request = partial(_request_of, pods, settings.resize) if pods else _none
-    compute = Compute(isolation, request, soft=settings.compute == "soft")
-    tasks.start("compute shares", compute.run)
-    return compute
+    return Compute(isolation, request, soft=settings.compute == "soft")
 
 
 def _request_of(pods: "PodCache", may_burst: bool, about: About) -> ComputeRequest:

@@ -32,8 +32,8 @@ from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
-from agent.pairing.ports import PairRefused
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pod_access import PairRefused
 from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
 from agent.telemetry.attribution import Grade
@@ -41,12 +41,28 @@ from agent.telemetry.container_use import Uses
 from agent.telemetry.limit_metrics import limits_collector
 
 if TYPE_CHECKING:
+    from agent.cluster.namespaces import NamespaceLabels
     from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
 
-class LimitParts:
+class KeptLimits:
+    """Limits that were given before: no container gets new ones."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self.isolation = isolation
+
+    def units_grown(self, uuid: str) -> frozenset[str]:
+        """Units of a GPU that containers have grown by."""
+        return self.isolation.grown.get(uuid, frozenset())
+
+    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
+        """Keep units that containers have grown by out of the pools until these are gone."""
+        context.tasks.start("grown units", _follow_growth, self.isolation, shares, context.grown)
+
+
+class LimitParts(KeptLimits):
     """The limits as the rest of the agent sees them."""
 
     def __init__(
@@ -59,7 +75,7 @@ class LimitParts:
         *,
         computes: bool,
     ) -> None:
-        self.isolation = isolation
+        super().__init__(isolation)
         self.fence = VgpuFence(isolation, driver, avoidance)
         self._driver = driver
         self._publisher = publisher
@@ -67,28 +83,20 @@ class LimitParts:
         self.computes = computes
 
     def allotted(self) -> Mapping[Place, float]:
-        """See agent.app.mode_parts.Limits."""
         return {place: share.allotted / 100 for place, share in self._publisher.shares().items()}
 
     @property
     def problem(self) -> str | None:
-        """Why containers start without the library, though they should have it; None: they have it."""
         return self.isolation.problem if self._policy.enforces else None
 
     def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
         library = self._policy.enforces and self.isolation.problem is None
         driver = self._policy.enforces and self._driver.holds
         return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
 
-    def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
-        return self.isolation.grown.get(uuid, frozenset())
-
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
-        """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
-        tasks = context.tasks
-        tasks.start("grown units", _follow_growth, self.isolation, shares, context.grown)
+        """Beside that, resize containers where it is allowed."""
+        super().follow_resizes(context, shares)
         if not context.core.settings.vgpu.resize:
             return
         if context.cluster is None:
@@ -96,63 +104,55 @@ class LimitParts:
             return
         pods = context.cluster.pods
         resizer = Resizer(self.isolation, GpuUnits(shares), self._publisher)
-        tasks.start("resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods))
+        context.tasks.start("resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods))
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """The limits of a container, for `status`; None: it has none, and is not measured."""
         return self._publisher.document((namespace, pod, container, gpu))
 
 
 async def build_isolation(context: ModeContext) -> LimitParts:
-    """Build the room, find what containers that run have, and start its tasks."""
+    """Build the room, and find what containers that run have.
+
+    Tasks start last, when nothing can fail any more: a failure leaves none behind for the next try.
+    """
     core, tasks, cluster = context.core, context.tasks, context.cluster
     settings, snapshot = core.settings, core.inventory.snapshot
     pods = cluster.pods if cluster else None
     policy = Policy(settings.vgpu.enforcement)
+    namespaces, labels = _namespaces(cluster)
     isolation = Isolation(
         LimitFolders(Path(settings.host.run)),
         Path(settings.vgpu.library or IMAGE_FILE),
         Path(settings.host.state),
         policy,
         core.holdings.cell,
-        _namespaces(cluster, tasks),
+        namespaces,
         compute=settings.vgpu.compute != "off",
     )
     await isolation.start()
-    compute = await build_compute(settings.vgpu, isolation, pods, tasks)
+    compute = await build_compute(settings.vgpu, isolation, pods)
     publisher = Publisher(isolation, context.plugins.recorder, compute.shares if compute else None)
-    tasks.start("limits", isolation.run)
     watch = LimitWatch(isolation, publisher, Path(settings.host.proc), settings.vgpu.above_cap == "end")
-    tasks.start("limit sweep", _sweep, context.uses, watch, compute)
-    tasks.start("limits published", publisher.follow, watch)
     indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
-    core.collectors.append(limits_collector(publisher, context.grown, indices))
     driver = DriverFence(settings.host, snapshot, context.plugins.injector)
     await driver.start()
+    avoidance = Avoidance(settings, pods)
+    parts = LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
+
+    core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
+    if labels:
+        tasks.start("namespace watch", labels.reflector.run)
+    if compute:
+        tasks.start("compute shares", compute.run)
+    tasks.start("limits", isolation.run)
+    tasks.start("limit sweep", _sweep, context.uses, watch, compute)
+    tasks.start("limits published", publisher.follow, watch)
     tasks.start("driver fence", driver.run, context.plugins.injector.looked)
     if pods:
-        cgroups = Path(settings.host.cgroups)
-        limits = DriverLimits(
-            isolation, (core.nvml, core.calls), cgroups, partial(_container_ids, pods), publisher
-        )
+        cgroups, ids = Path(settings.host.cgroups), partial(_container_ids, pods)
+        limits = DriverLimits(isolation, (core.nvml, core.calls), cgroups, ids, publisher)
         tasks.start("driver limits", limits.run, pods.reflector.items)
-    avoidance = Avoidance(settings, pods)
-    return LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
-
-
-class KeptLimits:
-    """Limits that were given before: no container gets new ones."""
-
-    def __init__(self, isolation: Isolation) -> None:
-        self._isolation = isolation
-
-    def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
-        return self._isolation.grown.get(uuid, frozenset())
-
-    def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
-        """Keep units that containers have grown by out of the pools until these are gone."""
-        context.tasks.start("grown units", _follow_growth, self._isolation, shares, context.grown)
+    return parts
 
 
 async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tasks) -> KeptLimits:
@@ -295,14 +295,15 @@ def round_of(uses: Uses) -> list[Measured]:
     ]
 
 
-def _namespaces(cluster: ClusterAccess | None, tasks: Tasks) -> Callable[[str], Policy | None]:
-    """Settings of namespaces; without the API server none."""
+def _namespaces(
+    cluster: ClusterAccess | None,
+) -> tuple[Callable[[str], Policy | None], "NamespaceLabels | None"]:
+    """Settings of namespaces, and the watch of them; without the API server none."""
     if cluster is None:
-        return lambda _: None
+        return lambda _: None, None
     from agent.cluster.namespaces import LABEL, NamespaceLabels  # noqa: PLC0415  loads the client
 
     labels = NamespaceLabels(cluster.api)
-    tasks.start("namespace watch", labels.run)
     reported: dict[str, str] = {}
 
     def of(namespace: str) -> Policy | None:
@@ -320,4 +321,4 @@ def _namespaces(cluster: ClusterAccess | None, tasks: Tasks) -> Callable[[str], 
                 )
             return None
 
-    return of
+    return of, labels

@@ -1,7 +1,7 @@
 """Builds MPS: the daemons, their resources, what the switcher needs of them, and their events."""
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,18 @@ from agent.mps.binary import Program, find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.mps.upkeep import Upkeep
 from agent.plugins import mps
 from agent.plugins.inject import Injector
-from agent.plugins.shares_cdi import SpecificationKeeper
+from agent.plugins.shares_cdi import ShareSpecificationKeeper
 from agent.settings import Settings
 from agent.telemetry.container_use import above_limit
 from agent.telemetry.mps_metrics import mps_collector
 from agent.telemetry.pairs import pairs_collector
+from agent.telemetry.reading import Series
 
 if TYPE_CHECKING:
     from agent.cluster.event_recorder import EventRecorder
@@ -81,9 +82,9 @@ async def build(context: ModeContext) -> ModeParts:
         manager,
         held,
         pod_facts(cluster.pods if cluster else None),
+        lambda: above_limit(context.uses.value, Mode.MPS),
+        events,
         proc=Path(settings.host.proc),
-        exceeding=lambda: above_limit(context.uses.value, Mode.MPS),
-        report=events,
     )
     root_check = RootCheck(cluster.pods if cluster else None)
     pairing, conditions, plugins = mps.build(
@@ -103,7 +104,7 @@ async def build(context: ModeContext) -> ModeParts:
     def allowed() -> bool:
         return Mode.MPS in context.desired.catalog.modes
 
-    keeper = SpecificationKeeper(
+    keeper = ShareSpecificationKeeper(
         Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
     )
     caps = AdvisoryCaps(settings, injector, context.plugins.modes, cluster.events if cluster else None)
@@ -112,23 +113,19 @@ async def build(context: ModeContext) -> ModeParts:
     tasks.start("mps folders", upkeep.run)
     tasks.start("cdi specification", keeper.run)
     tasks.start("mps caps", caps.run)
-    core.collectors.extend(
-        [
-            pairs_collector(
-                "mps",
-                pairing.stats,
-                enforced=lambda: {"mps": injector.caps_problem is None},
-                reserved=lambda: pairing.waiting,
-            ),
-            mps_collector(manager.statuses, clients.overviews, conditions.ceiling),
-        ]
-    )
+
+    def pairs() -> Iterator[Series]:
+        return pairs_collector("mps", pairing.stats, pairing.waiting, {"mps": injector.caps_problem is None})
+
+    daemons = partial(mps_collector, manager.statuses, clients.overviews, conditions.ceiling)
+    core.collectors.extend([pairs, daemons])
     core.readiness.degradations.append(partial(remarks, settings, snapshot, manager, caps))
     return ModeParts(
         plugins,
         MpsBackend(manager),
         refusal=lambda state: manager.refusal(state.gpu, snapshot.value.driver),
         daemon=partial(_report, manager, clients, conditions.ceiling, injector),
+        enforced=lambda: "no" if injector.caps_problem else "yes",
     )
 
 

@@ -37,6 +37,9 @@ def start_commands(
     def daemon(uuid: str) -> dict[str, Any] | None:
         return next((found for parts in modes.values() if (found := parts.daemon(uuid))), None)
 
+    def enforced(mode: Mode) -> str | None:
+        return modes[mode].enforced() if mode in modes else None  # off is not in the table
+
     control = ControlServer(Path(core.settings.host.run) / CONTROL_SOCKET)
     status = StatusSources(
         core.inventory,
@@ -48,7 +51,8 @@ def start_commands(
         daemon,
         readiness.remarks,
         cordons,
-        limits,
+        enforced,
+        {mode: parts.limits.document for mode, parts in modes.items() if parts.limits},
     )
     Commands(status).add_to(control)
     top.add_to(

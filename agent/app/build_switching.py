@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -110,7 +111,7 @@ async def build_switching(
     if own and follows_upgrades:
         upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
     writers = node.writers if node else {}
-    core.collectors.append(modes_collector(switcher.state, lambda: switcher.switches, writers))
+    core.collectors.append(partial(modes_collector, switcher.state, lambda: switcher.switches, writers))
     readiness.degradations += [
         lambda: degradations.writers(cluster, writers) if cluster else [],
         lambda: degradations.cordons(cordons),

@@ -1,14 +1,16 @@
 """Builds vGPU: its resources, and the limits of containers where they are enforced."""
 
+from collections.abc import Iterator
 from functools import partial
 
-from agent.app.mode_parts import Limits, ModeContext, ModeParts
+from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, Mode
 from agent.plugins import vgpu
 from agent.plugins.shared_pair import no_fence, none_grown
 from agent.telemetry.pairs import pairs_collector
+from agent.telemetry.reading import Series
 
 
 async def build(context: ModeContext) -> ModeParts:
@@ -23,18 +25,18 @@ async def build(context: ModeContext) -> ModeParts:
         grown.follow_resizes(context, shares)
     if limits:
         core.readiness.degradations.append(partial(_remarks, limits, context.plugins.modes))
-    core.collectors.append(
-        pairs_collector(
-            "vgpu",
-            shares.pairing.stats,
-            limits.fences if limits else lambda: NO_FENCES,
-            lambda: shares.pairing.waiting,
+
+    def pairs() -> Iterator[Series]:
+        pairing = shares.pairing
+        return pairs_collector(
+            "vgpu", pairing.stats, pairing.waiting, limits.fences() if limits else NO_FENCES
         )
-    )
-    return ModeParts(plugins, limits=limits)
+
+    core.collectors.append(pairs)
+    return ModeParts(plugins, enforced=limits.enforced if limits else lambda: "no", limits=limits)
 
 
-def _remarks(limits: Limits, assignment: Cell[Assignment]) -> list[str]:
+def _remarks(limits: VgpuLimits, assignment: Cell[Assignment]) -> list[str]:
     problem = limits.problem
     if problem and any(each.mode is Mode.VGPU for each in assignment.value.gpus.values()):
         return [f"vGPU containers start without the enforcement library: {problem}"]

@@ -32,20 +32,6 @@ class ModeContext:
 class Limits(Protocol):
     """Limits of containers, whose room is imported only where they are enforced."""
 
-    @property
-    def problem(self) -> str | None:
-        """Why containers start without the library, though they should have it; None: they have it."""
-
-    def units_grown(self, uuid: str) -> frozenset[str]:
-        """Units of a GPU that containers have grown by: nobody else may be offered them."""
-
-    def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
-
-    @property
-    def computes(self) -> bool:
-        """Whether containers that start now are held to compute, where they get the library."""
-
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
 
@@ -61,6 +47,10 @@ def _no_daemon(_: str) -> None:
     return None
 
 
+def _not_by_amounts() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ModeParts:
     """A mode, ready to be switched to."""
@@ -71,6 +61,8 @@ class ModeParts:
     refusal: Callable[[GpuState], str | None] = _never_refused
     # The daemon of a GPU for `status`, by UUID; None: it has none.
     daemon: Callable[[str], dict[str, Any] | None] = _no_daemon
+    # Whether containers are kept to their shares, see agent.status.report; None: it has no shares by amounts.
+    enforced: Callable[[], str | None] = _not_by_amounts
     limits: Limits | None = None  # None: nothing of ours enforces them
 
 

@@ -7,7 +7,6 @@ from typing import TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
-import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
@@ -127,7 +126,7 @@ async def _forgotten(cluster: ClusterAccess) -> None:
 
     try:
         await forget(cluster.api, cluster.node.name)
-    except (ApiError, msgspec.DecodeError) as error:
+    except ApiError as error:
         log.warning("node_not_cleared", problem=str(error), remedy="gpu-node-agent cleanup")
     else:
         log.info("node_cleared", reason="nothing is wanted of this node")

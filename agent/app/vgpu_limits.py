@@ -18,20 +18,22 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
 from agent.plugins.shared_pair import SharedPair
 
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
 
-NO_FENCES: Mapping[str, bool] = dict.fromkeys(("driver", "library", "sweep"), False)
+# Building loads code and reads some small files; a disk that hangs would keep Allocate, and a stop, waiting.
+BUILD_SECONDS = 15.0
+NO_FENCES = dict.fromkeys(("driver", "library", "sweep"), False)
 
 
 class Grown(Protocol):
     """Units of memory that containers were resized to, beyond those of the kubelet."""
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
+        """Units of a GPU that containers have grown by: nobody else may be offered them."""
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Start what keeps grown units out of the pools, and resizes containers where that is allowed."""
@@ -48,21 +50,27 @@ class VgpuLimits:
         self._turn = anyio.Lock()
 
     async def begin(self) -> "LimitParts":
-        """Have the rooms now, if they are not there yet. An Allocate that is cut off does not stop it."""
+        """Have the rooms now, if they are not there yet. An Allocate that is cut off does not stop it.
+
+        Raises TimeoutError, and what building raises: the next call builds them again.
+        """
         async with self._turn:
             if self.parts is None:
-                with anyio.CancelScope(shield=True):
+                with anyio.move_on_after(BUILD_SECONDS, shield=True):
                     self.parts = await self._build()
-            assert self.parts
+            if self.parts is None:
+                raise TimeoutError(
+                    f"the limits of vGPU containers were not there within {BUILD_SECONDS:g} s; look whether "
+                    "the folders host.state and host.run answer"
+                )
             return self.parts
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing."""
         parts = self.parts or await self.begin()
         return await parts.fence(member, grant)
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
-        """See Grown; once a GPU is offered as vGPU."""
+        """Once a GPU is offered as vGPU."""
 
         async def follow() -> None:
             await self._modes.wait_for(lambda now: any(each.mode is Mode.VGPU for each in now.gpus.values()))
@@ -75,32 +83,38 @@ class VgpuLimits:
             context.tasks.start("vgpu limits", follow)  # what cannot be loaded must not end the agent
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See agent.app.mode_parts.Limits."""
+        """See Grown."""
         return self.parts.units_grown(uuid) if self.parts else frozenset()
 
-    # As agent.app.mode_parts.Limits, too; nothing is so before the first GPU is offered.
+    # Nothing of the following is so before the first GPU is offered.
 
     @property
     def problem(self) -> str | None:
-        """See there."""
+        """Why containers start without the library, though they should have it; None: they have it."""
         return self.parts.problem if self.parts else None
 
     def fences(self) -> Mapping[str, bool]:
-        """See there."""
+        """Which fences hold for containers that start now."""
         return self.parts.fences() if self.parts else NO_FENCES
 
-    @property
-    def computes(self) -> bool:
-        """See there."""
-        return self.parts is not None and self.parts.computes
+    def enforced(self) -> str:
+        """Whether containers that start now are kept to their shares."""
+        return word_of(self.fences(), computes=self.parts is not None and self.parts.computes)
 
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
-        """See there."""
+        """See agent.app.mode_parts.Limits."""
         return self.parts.allotted() if self.parts else {}
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """See there."""
+        """See agent.app.mode_parts.Limits."""
         return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+
+
+def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
+    """The word of agent.status.report for these fences; `computes`: the library enforces compute, too."""
+    if computes and fences["library"]:
+        return "yes"
+    return "memory" if fences["driver"] or fences["library"] else "no"
 
 
 async def build_limits(context: ModeContext) -> Grown | None:
@@ -109,7 +123,8 @@ async def build_limits(context: ModeContext) -> Grown | None:
     before = await anyio.to_thread.run_sync(_limited_before, Path(host.state), Path(host.run))
 
     async def rooms() -> ModuleType:
-        return await anyio.to_thread.run_sync(import_module, "agent.app.build_isolation")
+        name = "agent.app.build_isolation"
+        return await anyio.to_thread.run_sync(import_module, name, abandon_on_cancel=True)
 
     async def build() -> "LimitParts":
         parts: LimitParts = await (await rooms()).build_isolation(context)

@@ -7,7 +7,7 @@ import anyio
 import msgspec
 
 from agent.check.look import GOOD, NOT_SEEN, WRONG
-from agent.check.pod_objects import Pod, PodList, State
+from agent.check.pod_objects import Pod, PodList, State, reasons_of
 from agent.cluster.api import ApiUnavailable, KubeApi
 
 Say = Callable[[str], None]
@@ -90,7 +90,7 @@ async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
         if state := _ended(pod):
             ended[pod.spec.node_name] = state
         else:
-            waiting[pod.spec.node_name or pod.metadata.name] = _reasons(pod)
+            waiting[pod.spec.node_name or pod.metadata.name] = reasons_of(pod.status)
     seen = owner.status.observed_generation >= owner.metadata.generation
     return Round(owner.status.desired_number_scheduled if seen else None, ended, waiting)
 
@@ -100,10 +100,3 @@ def _ended(pod: Pod) -> State | None:
     for container in pod.status.container_statuses:
         return container.state.terminated or container.last_state.terminated
     return None
-
-
-def _reasons(pod: Pod) -> str:
-    states = [each.state.waiting for each in pod.status.container_statuses if each.state.waiting]
-    given = [(pod.status.reason, pod.status.message), *((each.reason, each.message) for each in states)]
-    words = [": ".join(part for part in each if part) for each in given]
-    return "; ".join(word for word in words if word) or pod.status.phase

@@ -66,13 +66,10 @@ async def _from_cluster(kubeconfig: Path | None) -> list[Found]:
     from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
 
     try:
-        api = await connect(kubeconfig)
+        async with await connect(kubeconfig) as api:
+            data = await api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps")
     except NoClusterAccess as error:
         raise Unreadable(f"{error}; name one with --kubeconfig") from error
-    try:
-        data = await api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps")
     except ApiError as error:
         raise Unreadable(str(error)) from error
-    finally:
-        await api.close()
     return [Found("cluster", content) for content in _objects(msgspec.json.decode(data)) if concerns(content)]

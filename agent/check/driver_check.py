@@ -9,7 +9,7 @@ from agent.model.compat import hooked, vgpu_warning
 from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, dotted
 from agent.model.gpu import Driver, Gpu
 from agent.mps.binary import find
-from agent.mps.errors import ProgramMissing
+from agent.mps.mps_errors import ProgramMissing
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings

@@ -1,16 +1,8 @@
-"""Pods and nodes as the API server shows them, as far as `check nodes` and `try` look at them."""
+"""Pods as the API server shows them, as far as `check nodes` and `try` look at them."""
 
 from collections.abc import Iterator
 
 import msgspec
-
-from agent.cluster.node import Node
-
-
-class NodeList(msgspec.Struct):
-    """Nodes."""
-
-    items: list[Node]
 
 
 class State(msgspec.Struct, rename="camel"):
@@ -97,8 +89,9 @@ class PodList(msgspec.Struct):
 
 
 def reasons_of(status: Status) -> str:
-    """The reasons that Kubernetes gives, in one line."""
-    return "; ".join(dict.fromkeys(" ".join(text.split()) for text in _reasons(status) if text.strip(": ")))
+    """The reasons that Kubernetes gives, in one line; the phase where it gives none."""
+    found = dict.fromkeys(" ".join(text.split()) for text in _reasons(status) if text.strip(": "))
+    return "; ".join(found) or status.phase
 
 
 def _reasons(status: Status) -> Iterator[str]:
@@ -110,4 +103,3 @@ def _reasons(status: Status) -> Iterator[str]:
         for state in (container.state.waiting, container.state.terminated):
             if state:
                 yield f"{state.reason}: {state.message}".strip(": ")
-    yield status.phase

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.cluster.node import Node
+from agent.cluster.node import Node, read_node
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
 from agent.plugins.inject import NodeSoftware
@@ -35,30 +33,19 @@ class NodeNotRead(Exception):
     """The Node object cannot be read; the text says why."""
 
 
-class _NodeList(msgspec.Struct):
-    items: list[Node]
-
-
 async def node_facts(cluster: Cluster) -> NodeFacts:
     """Ask the API server. Raises NodeNotRead."""
     if cluster.access == "off":
         raise NodeNotRead("cluster.access is off")
     name = cluster.own_node
     try:
-        api = await connect(Path(cluster.kubeconfig) if cluster.kubeconfig else None)
-    except NoClusterAccess as error:
+        async with await connect(Path(cluster.kubeconfig) if cluster.kubeconfig else None) as api:
+            node = await read_node(api, name)
+    except (NoClusterAccess, ApiError) as error:
         raise NodeNotRead(str(error)) from error
-    try:
-        # A list of one: the agent's account may list nodes and needs no right to get them.
-        data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
-        items = msgspec.json.decode(data, type=_NodeList).items
-    except (ApiError, msgspec.DecodeError) as error:
-        raise NodeNotRead(str(error)) from error
-    finally:
-        await api.close()
-    if not items:
+    if node is None:
         raise NodeNotRead(f"there is no node {name}; cluster.nodeName names another one")
-    return facts_of(items[0])
+    return facts_of(node)
 
 
 def facts_of(node: Node) -> NodeFacts:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
-from agent.check.pod_objects import NodeList, Pod, PodList, reasons_of
+from agent.check.pod_objects import Pod, PodList, reasons_of
 from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM
 from agent.check.share_pod import CONTAINER, NothingOffered, Share, TrialOptions, choose, manifest, share_of
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
-from agent.cluster.node import Node
+from agent.cluster.node import Node, NodeList
 from agent.node.labels import SIMULATED_LABEL
 
 Say = Callable[[str], None]

@@ -14,7 +14,6 @@ import structlog
 from agent.cleanup import request as exchange
 from agent.cleanup import this_node as node_files
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.node_object import forget
 from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now
 from agent.cleanup.request import Exchange, Request, State
 from agent.cluster.api import ApiError, KubeApi, connect
@@ -62,8 +61,8 @@ async def stand_by(
 
             group.start_soon(stopped)
             await group.start(http.serve)
-            group.start_soon(supervisor.restarting, "node watch", own.run)
-            group.start_soon(supervisor.restarting, "pod watch", pods.run)
+            group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
+            group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
             await Standby(settings, nvml, api, own, pods).until_over(request)
             group.cancel_scope.cancel()
     finally:
@@ -137,7 +136,7 @@ class Standby:
         users = await node_files.refuse_holders(self._settings, self._pods)
         await node_files.stop_daemons(self._settings, self._nvml)
         await anyio.to_thread.run_sync(node_files.remove_files, self._settings, users)
-        await forget(self._api, self._node.name, keep=exchange.NOTHING.keys())
+        await node_files.forget_node(self._api, self._node.name, keep=exchange.NOTHING.keys())
 
     async def _answer(self, request: Request, error: Exception) -> None:
         state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED

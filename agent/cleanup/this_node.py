@@ -3,7 +3,7 @@
 Safe to run again: each step looks for what is left.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,12 +25,12 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.nvml.errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
@@ -38,6 +38,7 @@ from agent.plugins import shares_cdi
 from agent.settings import Settings
 
 if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
     from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
@@ -113,7 +114,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     thread = WorkerThread("cleanup")
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
-        compute: ComputeModes = NoComputeModes()
+        compute = ComputeModes()
         # It may have been set before the configuration said otherwise.
         if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await thread.run(nvml.open, deadline=30.0)
@@ -174,6 +175,17 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
         remedy = "clean up again when they have ended"
         log.warning("gpu_specification_kept", file=str(gpus), folder=str(state), pods=pods, remedy=remedy)
     return not kept
+
+
+async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
+    """Remove what the agent wrote to the Node object but annotations in `keep`. Raises CleanupFailed."""
+    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
+    from agent.node.forget import forget  # noqa: PLC0415
+
+    try:
+        await forget(api, name, keep)
+    except ApiError as error:
+        raise CleanupFailed(f"node {name}: labels and condition cannot be removed: {error}") from error
 
 
 def _empty(root: Path, kept: AbstractSet[str]) -> None:

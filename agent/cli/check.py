@@ -6,27 +6,20 @@ could be looked at (node, nodes).
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import anyio
 
-from agent.cli.interrupting import until_interrupted
+from agent.cli.arguments import add_configuration, load, nvml_of
+from agent.cli.running import until_interrupted
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
-from agent.nvml.port import NvmlPort
-from agent.settings import Settings
 
-Arguments = Callable[[argparse.ArgumentParser], None]
-Load = Callable[[argparse.Namespace], Settings]
-MakeNvml = Callable[[Settings], NvmlPort]
 CODES = {cuda.Level.ALLOWED: 0, cuda.Level.UNSTABLE: 3, cuda.Level.BLOCKED: 1}
 
 
-def add_commands(
-    check: argparse.ArgumentParser, configuration: Arguments, load: Load, nvml: MakeNvml
-) -> None:
+def add_commands(check: argparse.ArgumentParser) -> None:
     """Add the parts of `check`; without a part it checks the configuration alone."""
     parts = check.add_subparsers(metavar="PART")
 
@@ -45,11 +38,11 @@ def add_commands(
         "--mode", choices=[mode.value for mode in OFFERED_MODES], default="pgpu", help="default: %(default)s"
     )
     compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
-    configuration(compat)
-    compat.set_defaults(command=lambda options: _compat(options, load, nvml))
+    add_configuration(compat)
+    compat.set_defaults(command=_compat)
 
     node = parts.add_parser("node", help="what of this node stands in the way")
-    configuration(node)
+    add_configuration(node)
     node.add_argument(
         "--host-root",
         type=Path,
@@ -64,7 +57,7 @@ def add_commands(
     nodes.add_argument("--daemonset", required=True, metavar="NAME")
     nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
     nodes.set_defaults(command=_nodes)
-    node.set_defaults(command=lambda options: _node(options, load(options), nvml))
+    node.set_defaults(command=_node)
 
 
 def _version(text: str) -> cuda.Version:
@@ -101,13 +94,13 @@ def _configmaps(options: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
+def _compat(options: argparse.Namespace) -> int:
     from agent.nvml.errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
 
     settings = load(options)
     driver: cuda.DriverFacts | None = options.driver
     if driver is None:
-        library = nvml(settings)
+        library = nvml_of(settings)
         try:
             found = library.open()
         except NvmlError as error:
@@ -127,18 +120,19 @@ def _compat(options: argparse.Namespace, load: Load, nvml: MakeNvml) -> int:
     return CODES[verdict]
 
 
-def _node(options: argparse.Namespace, settings: Settings, nvml: MakeNvml) -> int:
+def _node(options: argparse.Namespace) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
     from agent.check.look import Grade, verdict  # noqa: PLC0415
     from agent.check.node_check import look, observe  # noqa: PLC0415
 
+    settings = load(options)
     root: Path | None = options.host_root
     if root is not None and not (root / "etc").is_dir():
         print(f"--host-root={root}: no root of a node is mounted there", file=sys.stderr)
         return 2
     seen = anyio.run(observe, settings, host_of(settings, root.absolute() if root else None))
     looks = []
-    for each in look(settings, nvml(settings), seen):
+    for each in look(settings, nvml_of(settings), seen):
         print(each.line(), flush=True)
         looks.append(each)
     result = verdict(looks)
@@ -155,19 +149,13 @@ def _nodes(options: argparse.Namespace) -> int:
         from agent.cluster.api import ApiError, connect  # noqa: PLC0415
         from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
 
+        say = partial(print, flush=True)
         try:
-            api = await connect(None)
-        except NoClusterAccess as error:
+            async with await connect(None) as api:
+                return await collect(api, options.namespace, options.daemonset, options.timeout, say)
+        except (NoClusterAccess, ApiError) as error:
             print(error, file=sys.stderr)
             return 1
-        try:
-            say = partial(print, flush=True)
-            return await collect(api, options.namespace, options.daemonset, options.timeout, say)
-        except ApiError as error:
-            print(error, file=sys.stderr)
-            return 1
-        finally:
-            await api.close()
 
     code = anyio.run(until_interrupted, act)
     return 130 if code is None else code

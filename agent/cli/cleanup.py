@@ -14,34 +14,24 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cli.interrupting import until_interrupted
+from agent.cli.arguments import Commands, add_configuration, load, nvml_of
+from agent.cli.running import until_interrupted
 from agent.kit import logs
-from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.cluster.api import KubeApi
     from agent.cluster.pods import PodCache
 
-Arguments = Callable[[argparse.ArgumentParser], None]
-Load = Callable[[argparse.Namespace], Settings]
-MakeNvml = Callable[[Settings], NvmlPort]
 
-
-def add_commands(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    configuration: Arguments,
-    load: Load,
-    nvml: MakeNvml,
-) -> None:
-    """Add `cleanup` and its parts."""
+def add_commands(commands: Commands) -> None:
     cleanup = commands.add_parser("cleanup", help="take from nodes what the agent put there")
     parts = cleanup.add_subparsers(required=True, metavar="PART")
 
     node = parts.add_parser("node", help="this node; no agent may run on it")
-    configuration(node)
+    add_configuration(node)
     node.add_argument("--wait", type=float, default=60.0, help="seconds for an agent to leave (default: 60)")
-    node.set_defaults(command=lambda options: _node(load(options), options.wait, nvml))
+    node.set_defaults(command=lambda options: _node(load(options), options.wait))
 
     cluster = parts.add_parser("cluster", help="all nodes: what helm uninstall runs first")
     cluster.add_argument("--namespace", required=True, help="where the agents are")
@@ -61,7 +51,7 @@ def _failed(error: CleanupFailed) -> int:
     return 3 if isinstance(error, CleanupRefused) else 1
 
 
-def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
+def _node(settings: Settings, wait: float) -> int:
     logs.configure(settings.logging.level, settings.logging.format)
 
     async def clean() -> CleanupFailed | None:
@@ -71,7 +61,7 @@ def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
             try:
                 async with this_node.without_agent(settings, wait):
                     users = await this_node.refuse_holders(settings, access.pods if access else None)
-                    await this_node.stop_daemons(settings, nvml(settings))
+                    await this_node.stop_daemons(settings, nvml_of(settings))
                     all_removed = await anyio.to_thread.run_sync(this_node.remove_files, settings, users)
                     if not all_removed:
                         print(
@@ -79,9 +69,7 @@ def _node(settings: Settings, wait: float, nvml: MakeNvml) -> int:
                             f"{', '.join(sorted(users))}; run this again when these have ended"
                         )
                 if access:
-                    from agent.cleanup.node_object import forget  # noqa: PLC0415  loads the API client
-
-                    await forget(access.api, access.name)
+                    await this_node.forget_node(access.api, access.name)
             except CleanupFailed as error:
                 return error
         return None
@@ -126,14 +114,11 @@ async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
         return
     own = NodeObject(api, configured.own_node)
     pods = PodCache(api, own.name, lambda: own.uid)
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(own.run)
-            group.start_soon(pods.run)
-            yield _Access(api, own.name, pods)
-            group.cancel_scope.cancel()
-    finally:
-        await api.close()
+    async with api, anyio.create_task_group() as group:
+        group.start_soon(own.reflector.run)
+        group.start_soon(pods.reflector.run)
+        yield _Access(api, own.name, pods)
+        group.cancel_scope.cancel()
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -144,15 +129,12 @@ def _cluster(options: argparse.Namespace) -> int:
         from agent.cluster.api import connect  # noqa: PLC0415
         from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
 
+        release = Release(options.namespace, options.agents, options.release_record)
         try:
-            api = await connect(None)
+            async with await connect(None) as api:
+                return await ClusterCleanup(api, release).run(options.timeout)
         except NoClusterAccess as error:
             raise CleanupFailed(str(error)) from error
-        try:
-            release = Release(options.namespace, options.agents, options.release_record)
-            return await ClusterCleanup(api, release).run(options.timeout)
-        finally:
-            await api.close()
 
     try:
         count = anyio.run(unless_interrupted, clean)

@@ -4,15 +4,13 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 
-from agent.cli.arguments import add_kubeconfig, kubeconfig
-from agent.cli.serving import exit_code
+from agent.cli.arguments import Commands, add_configuration, add_kubeconfig, configuration_file, kubeconfig
+from agent.cli.running import exit_code
 from agent.kit import logs
 
 if TYPE_CHECKING:
@@ -21,10 +19,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def add_commands(commands: Any, configuration: Callable[[argparse.ArgumentParser], None]) -> None:  # noqa: ANN401
-    """Add both to argparse's subparsers."""
+def add_commands(commands: Commands) -> None:
     extender = commands.add_parser("extender", help="tell kube-scheduler which GPUs of which node a pod gets")
-    configuration(extender)
+    add_configuration(extender)
     extender.set_defaults(command=_extender)
     explain = commands.add_parser("explain", help="say why a pod waits or died at admission")
     explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
@@ -36,8 +33,8 @@ def add_commands(commands: Any, configuration: Callable[[argparse.ArgumentParser
 def _extender(options: argparse.Namespace) -> int:
     from agent.extender import settings  # noqa: PLC0415  the node agent never loads the extender
 
-    named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
-    loaded = settings.load(options.config or (Path(named) if named else None), os.environ, options.set)
+    file = configuration_file(options, settings.ENVIRONMENT_PREFIX)
+    loaded = settings.load(file, os.environ, options.set)
     logs.configure(loaded.logging.level, loaded.logging.format)
     return exit_code("extender_failed", _serve, loaded)
 

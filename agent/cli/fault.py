@@ -8,20 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agent.settings import Settings
+from agent.cli.arguments import Commands, add_configuration, load
 
 if TYPE_CHECKING:
     from agent.simulator.machine import SimulatedMachine
 
-Arguments = Callable[[argparse.ArgumentParser], None]
-Load = Callable[[argparse.Namespace], Settings]
 Act = Callable[["SimulatedMachine", int, argparse.Namespace], None]
 
 
-def add_commands(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", configuration: Arguments, load: Load
-) -> None:
-    """Add `fault` and its kinds."""
+def add_commands(commands: Commands) -> None:
     fault = commands.add_parser("fault", help="let a simulated GPU fail (simulator.profile)")
     kinds = fault.add_subparsers(required=True, metavar="KIND")
     xid = kinds.add_parser("xid", help="the driver reports an Xid, such as 79 (fallen off the bus)")
@@ -42,12 +37,12 @@ def add_commands(
         ),
     )
     for parser, act in actions:
-        configuration(parser)
+        add_configuration(parser)
         parser.add_argument("--gpu", required=True, help="index or UUID")
-        parser.set_defaults(command=_on_machine(act, load))
+        parser.set_defaults(command=_on_machine(act))
 
 
-def _on_machine(act: Act, load: Load) -> Callable[[argparse.Namespace], int]:
+def _on_machine(act: Act) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         from agent.simulator.on_node import NotSimulated, attached  # noqa: PLC0415  not for other commands
 

@@ -4,18 +4,16 @@
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agent import __version__, settings
 from agent.cli import check as checks
-from agent.cli import cleanup, extender, fault, try_share
-from agent.cli import status as shell
-from agent.cli.run import Start, run_command
+from agent.cli import cleanup, extender, fault, status, try_share
+from agent.cli.arguments import add_configuration, configuration_file, load, nvml_of
+from agent.cli.serve import Start, run_command
 from agent.kit.supervise import FatalError
-from agent.nvml.port import NvmlPort
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="serve this node until a signal ends it")
-    _configuration_arguments(run)
+    add_configuration(run)
     run.add_argument(
         "--mode-file",
         type=Path,
@@ -54,16 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
 
     check = commands.add_parser("check", help="say what is wrong with a configuration, a node, ConfigMaps")
-    _configuration_arguments(check)
+    add_configuration(check)
     check.set_defaults(command=_check)
-    checks.add_commands(check, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
-
-    shell.add_commands(commands, _configuration_arguments, _load)
-    extender.add_commands(commands, _configuration_arguments)
-    cleanup.add_commands(commands, _configuration_arguments, _load, lambda loaded: _nvml(loaded, None))
-
-    fault.add_commands(commands, _configuration_arguments, _load)
-    try_share.add_commands(commands)
+    checks.add_commands(check)
+    for each in (status, extender, cleanup, fault, try_share):
+        each.add_commands(commands)
 
     simulate = commands.add_parser(
         "simulate", help="run the agent on a simulated machine and show what happens"
@@ -76,32 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="configuration file (YAML)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="one key, wins over file and environment",
-    )
-
-
-def _load(options: argparse.Namespace) -> settings.Settings:
-    flags = list(options.set)
-    if mode_file := getattr(options, "mode_file", None):
-        flags.append(f"modeFile={mode_file.absolute()}")
-    return settings.load(_file(options), os.environ, flags)
-
-
-def _file(options: argparse.Namespace) -> Path | None:
-    named = os.environ.get(settings.ENVIRONMENT_PREFIX + "CONFIG")
-    given: Path | None = options.config
-    return given or (Path(named) if named else None)
-
-
 def _check(options: argparse.Namespace) -> int:
-    _load(options)
+    load(options)
     print("the configuration is good")
     return 0
 
@@ -119,29 +88,9 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     return run_command(
-        Start(lambda: _load(options), lambda loaded: _nvml(loaded, options.simulated_machine), _file(options))
-    )
-
-
-def _nvml(loaded: settings.Settings, simulated: Path | None) -> NvmlPort:
-    if loaded.simulator.profile is not None:
-        from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415  as above
-        from agent.simulator.on_node import NotSimulated, machine_of  # noqa: PLC0415
-
-        try:
-            return SimulatedNvml(machine_of(loaded))
-        except NotSimulated as error:
-            raise FatalError(str(error)) from error
-    if simulated is not None:
-        from agent.simulator.machine import SimulatedMachine  # noqa: PLC0415  as above
-        from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415
-
-        return SimulatedNvml(SimulatedMachine.attach(simulated))
-    from agent.nvml.binding import Binding  # noqa: PLC0415  pynvml is not needed under the simulator
-
-    library = loaded.driver.library
-    return Binding(
-        path=Path(library) if library else None,
-        roots=(Path(loaded.driver.root),),
-        sysfs=Path(loaded.host.sysfs),
+        Start(
+            lambda: load(options),
+            lambda loaded: nvml_of(loaded, options.simulated_machine),
+            configuration_file(options),
+        )
     )

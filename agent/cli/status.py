@@ -7,23 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from agent.cli.arguments import Commands, add_configuration, load
 from agent.cli.arguments import duration as as_seconds
-from agent.settings import Settings
 from agent.status import client, top_table
 from agent.status.table import duration, render
 from agent.web.control import NAME
 
-Load = Callable[[argparse.Namespace], Settings]
 
-
-def add_commands(
-    commands: Any,  # noqa: ANN401  argparse names no type for it
-    configuration_arguments: Callable[[argparse.ArgumentParser], None],
-    load: Load,
-) -> None:
-    """Add the commands to the parser."""
+def add_commands(commands: Commands) -> None:
     status = commands.add_parser("status", help="show the GPUs of this node, their health and their holders")
     status.add_argument("--json", action="store_true", help="the whole report as JSON")
     clear = commands.add_parser("clear-health", help="declare an unhealthy GPU healthy, after it was reset")
@@ -55,13 +47,11 @@ def add_commands(
         *((cordon, _cordon), (uncordon, _uncordon)),
     )
     for parser, action in actions:
-        configuration_arguments(parser)
-        parser.set_defaults(command=_over_socket(action, load))
+        add_configuration(parser)
+        parser.set_defaults(command=_over_socket(action))
 
 
-def _over_socket(
-    action: Callable[[Path, argparse.Namespace], str], load: Load
-) -> Callable[[argparse.Namespace], int]:
+def _over_socket(action: Callable[[Path, argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         path = Path(load(options).host.run) / NAME
         try:

@@ -7,12 +7,12 @@ Exit codes: 0 the container saw its share, 1 it did not or it could not be tried
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.cli.arguments import add_kubeconfig, duration, kubeconfig, namespace
-from agent.cli.interrupting import until_interrupted
+from agent.cli.arguments import Commands, add_kubeconfig, duration, kubeconfig, namespace
+from agent.cli.running import until_interrupted
 from agent.model.modes import OFFERED_MODES, Mode
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def add_commands(commands: Any) -> None:  # noqa: ANN401  argparse names no type for it
-    """Add `try`."""
+def add_commands(commands: Commands) -> None:
     parser = commands.add_parser("try", help="have a pod ask for a share, and say what it sees")
     modes = [mode.value for mode in OFFERED_MODES]
     parser.add_argument("--mode", choices=modes, help="default: the first that a node offers")
@@ -78,15 +77,12 @@ async def _attempt(chosen: "TrialOptions", config: Path | None) -> int:
     from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
 
     try:
-        api = await connect(config)
+        async with await connect(config) as api:
+            await attempt(api, chosen, lambda line: print(line, flush=True))
     except NoClusterAccess as error:
         print(f"{error}; name a kubeconfig with --kubeconfig", file=sys.stderr)
         return 1
-    try:
-        await attempt(api, chosen, lambda line: print(line, flush=True))
     except (TrialFailed, ApiError, msgspec.DecodeError) as error:
         print(error, file=sys.stderr)
         return 1
-    finally:
-        await api.close()
     return 0

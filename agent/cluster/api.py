@@ -2,10 +2,10 @@
 
 import inspect
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -13,6 +13,8 @@ import msgspec
 
 from agent.cluster import lean
 from agent.kit.lean_aiohttp import aiohttp
+
+Query = Mapping[str, str] | None
 
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
@@ -46,41 +48,34 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """A connection to the API server."""
+    """Each call answers the body. Raises ApiRefused or ApiUnavailable, at the latest after its deadline."""
 
     def __init__(self, configured: Any, rest: Any) -> None:  # noqa: ANN401  the client's untyped classes
         self._configured = configured
         self._rest = rest
 
-    async def get(
-        self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
-    ) -> bytes:
-        """GET; the body."""
-        return await self._call("GET", path, query, None, "application/json", deadline)
+    async def get(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
+        return await self._call("GET", path, deadline, query)
 
     async def post(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
-        """POST a JSON object; the body of the answer."""
-        return await self._call("POST", path, None, body, "application/json", deadline)
+        return await self._call("POST", path, deadline, body=body)
 
     async def merge_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
         """PATCH as a JSON merge patch (RFC 7386); the body of the answer."""
-        return await self._call("PATCH", path, None, body, "application/merge-patch+json", deadline)
+        return await self._call("PATCH", path, deadline, None, body, "merge-patch+json")
 
     async def json_patch(
         self, path: str, operations: Sequence[Mapping[str, object]], deadline: float = CALL_SECONDS
     ) -> bytes:
         """PATCH as a JSON patch (RFC 6902); the body of the answer. A `test` that fails is a 422."""
-        return await self._call("PATCH", path, None, operations, "application/json-patch+json", deadline)
+        return await self._call("PATCH", path, deadline, None, operations, "json-patch+json")
 
     async def strategic_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
         """PATCH with Kubernetes' strategic merge, which merges lists by key; the body of the answer."""
-        return await self._call("PATCH", path, None, body, "application/strategic-merge-patch+json", deadline)
+        return await self._call("PATCH", path, deadline, None, body, "strategic-merge-patch+json")
 
-    async def delete(
-        self, path: str, query: Mapping[str, str] | None = None, deadline: float = CALL_SECONDS
-    ) -> bytes:
-        """DELETE; the body of the answer."""
-        return await self._call("DELETE", path, query, None, "application/json", deadline)
+    async def delete(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
+        return await self._call("DELETE", path, deadline, query)
 
     @asynccontextmanager
     async def stream(
@@ -90,7 +85,7 @@ class KubeApi:
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence)
         with _translated(path):
             with anyio.fail_after(HEADERS_SECONDS):
-                response = await self._request("GET", path, query, None, "application/json", timeout)
+                response = await self._request("GET", path, timeout, query)
             try:
                 _keep_alive(response)
                 if not 200 <= response.status <= 299:
@@ -99,8 +94,13 @@ class KubeApi:
             finally:
                 response.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        """Drop all connections."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(1):
             await self._rest.close()
 
@@ -108,14 +108,14 @@ class KubeApi:
         self,
         method: str,
         path: str,
-        query: Mapping[str, str] | None,
-        body: object,
-        content: str,
         deadline: float,
+        query: Query = None,
+        body: object = None,
+        kind: str = "json",
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=deadline)
         with _translated(path):
-            response = await self._request(method, path, query, body, content, timeout)
+            response = await self._request(method, path, timeout, query, body, kind)
             async with response:
                 data: bytes = await response.read()
                 if not 200 <= response.status <= 299:
@@ -126,12 +126,12 @@ class KubeApi:
         self,
         method: str,
         path: str,
-        query: Mapping[str, str] | None,
-        body: object,
-        content: str,
         timeout: aiohttp.ClientTimeout,
+        query: Query,
+        body: object = None,
+        kind: str = "json",
     ) -> Any:  # noqa: ANN401  aiohttp's response
-        headers = {"Accept": "application/json", "Content-Type": content}
+        headers = {"Accept": "application/json", "Content-Type": f"application/{kind}"}
         headers |= await self._credentials()
         return await self._rest.request(
             method,
@@ -161,19 +161,15 @@ async def connect(kubeconfig: Path | None) -> KubeApi:
     return KubeApi(configured, lean.rest_client(configured))
 
 
-class _translated:  # noqa: N801  reads as a statement
+@contextmanager
+def _translated(path: str) -> Iterator[None]:
     """Turns the HTTP library's errors into this room's."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TimeoutError):
-            raise ApiUnavailable(f"the API server did not answer {self._path} in time") from error
-        if isinstance(error, (aiohttp.ClientError, OSError)):
-            raise ApiUnavailable(f"the API server cannot be reached for {self._path}: {error}") from error
+    try:
+        yield
+    except TimeoutError as error:
+        raise ApiUnavailable(f"the API server did not answer {path} in time") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ApiUnavailable(f"the API server cannot be reached for {path}: {error}") from error
 
 
 _REMEDIES = {

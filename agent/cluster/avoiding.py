@@ -7,7 +7,7 @@ to itself is not among it (docs/vgpu.md): that cannot be seen from here.
 from collections.abc import Collection, Iterator
 from posixpath import normpath
 
-from agent.cluster.pods import Container, Pod, SecurityContext
+from agent.cluster.pods import Pod, SecurityContext
 
 # Each of them is enough to unmount, or to reach the host.
 CAPABILITIES = frozenset({"ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_RAWIO"})
@@ -22,7 +22,7 @@ def ways_around(pod: Pod, resource: str, files: Collection[str], folders: Collec
     host that nobody else may change. For the host any container of the pod counts: it is one tenant's.
     """
     found: list[str] = ["the pod has hostPID"] if pod.spec.host_pid else []
-    containers = _containers(pod)
+    containers = (*pod.spec.init_containers, *pod.spec.containers)
     for each in containers:
         found += [f"container {each.name} {why}" for why in _rights(each.security_context)]
     used = {mount.name for each in containers for mount in each.volume_mounts}
@@ -39,10 +39,6 @@ def ways_around(pod: Pod, resource: str, files: Collection[str], folders: Collec
     ]
     more = [f"and {len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
     return tuple(found[:MOST_NAMED] + more)
-
-
-def _containers(pod: Pod) -> tuple[Container, ...]:
-    return (*pod.spec.init_containers, *pod.spec.containers)
 
 
 def _rights(context: SecurityContext | None) -> Iterator[str]:

@@ -72,5 +72,5 @@ class DeltaReflector(Reflector[Kept[T]], Generic[T]):
             self.on_change()
 
     def _changed(self, item: Kept[T], *, gone: bool) -> None:
-        tell = self._listener.removed if gone else self._listener.changed
-        tell(item.metadata.uid, item.value)
+        pass_on = self._listener.removed if gone else self._listener.changed
+        pass_on(item.metadata.uid, item.value)

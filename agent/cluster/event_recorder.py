@@ -25,8 +25,6 @@ WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server st
 
 @dataclass(frozen=True, slots=True)
 class Regarding:
-    """The object that an event is about."""
-
     kind: Literal["Node", "Pod"]
     name: str
     namespace: str = ""
@@ -65,7 +63,6 @@ class EventRecorder:
         return self._mailbox.dropped + self._crowded
 
     def node(self, reason: str, message: str, warning: bool = False) -> None:
-        """An event about the own node."""
         # The kubelet uses the node's name as its UID in events; kubectl describe looks for that.
         self.emit(Event(Regarding("Node", self._node, uid=self._node), reason, message, warning))
 

@@ -4,24 +4,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
-import structlog
 
 from agent.cluster.api import KubeApi
 from agent.cluster.reflector import Metadata, Reflector
-
-log = structlog.get_logger()
 
 LABEL = "gpu-node-agent.io/enforcement"
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """A namespace; its metadata are all that is looked at."""
-
     metadata: Metadata
 
 
 class NamespaceLabels:
-    """The namespaces that carry the label; others are not even listed. `run` keeps them true."""
+    """The namespaces that carry the label; others are not even listed."""
 
     def __init__(self, api: KubeApi) -> None:
         self.reflector = Reflector(
@@ -29,10 +24,6 @@ class NamespaceLabels:
         )
         self._seen: Mapping[str, Namespace] = {}
         self._labels: Mapping[str, str] = MappingProxyType({})
-
-    async def run(self) -> None:
-        """Follow the namespaces until cancelled."""
-        await self.reflector.run()
 
     def of(self, namespace: str) -> str | None:
         """The label's value, as last seen; None: the namespace has none."""

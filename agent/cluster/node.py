@@ -13,8 +13,6 @@ CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed
 
 
 class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
-    """`status.nodeInfo`, as far as it is used."""
-
     kubelet_version: str = ""
     container_runtime_version: str = ""
 
@@ -52,8 +50,19 @@ class Node(msgspec.Struct, frozen=True):
     status: NodeStatus = NodeStatus()
 
 
-class _NodeList(msgspec.Struct):
+class NodeList(msgspec.Struct):
     items: list[Node]
+
+
+async def read_node(api: KubeApi, name: str) -> Node | None:
+    """One node now; None: there is none of that name. Raises ApiError."""
+    # A list of one: the agent's account may list nodes and needs no right to get them.
+    data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
+    try:
+        found = msgspec.json.decode(data, type=NodeList).items
+    except msgspec.DecodeError as error:
+        raise ApiError(f"node {name} cannot be understood: {error}") from error
+    return found[0] if found else None
 
 
 class NodeObject:
@@ -68,13 +77,8 @@ class NodeObject:
             api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
         )
 
-    async def run(self) -> None:
-        """Follow the node until cancelled."""
-        await self.reflector.run()
-
     @property
     def value(self) -> Node | None:
-        """The node as last seen."""
         return next(iter(self.reflector.items.value.values()), None)
 
     @property
@@ -132,15 +136,10 @@ class NodeObject:
             self.reflector.answered(node)
 
     async def _read(self) -> Node:
-        # A list of one: the agent's account may list nodes and needs no right to get them.
-        data = await self._api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={self.name}"})
-        try:
-            found = msgspec.json.decode(data, type=_NodeList).items
-        except msgspec.DecodeError as error:
-            raise ApiError(f"node {self.name} cannot be understood: {error}") from error
-        if not found:
+        node = await read_node(self._api, self.name)
+        if node is None:
             raise ApiError(f"there is no node {self.name}")
-        return found[0]
+        return node
 
     async def patch_resources(self, figures: Mapping[str, tuple[int, int]]) -> None:
         """Write capacity and allocatable of resources into the status, as the kubelet will at its next tick.

@@ -9,6 +9,7 @@ import msgspec
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.cgroup_uids import CgroupUids, cgroup_uids
 from agent.cluster.reflector import Metadata, Reflector
+from agent.model import demand
 
 FINISHED = ("Succeeded", "Failed")
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
@@ -36,15 +37,11 @@ class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
 
 
 class VolumeMount(msgspec.Struct, rename="camel", frozen=True):
-    """A volume of the pod in a container."""
-
     name: str
     mount_path: str
 
 
 class HostPath(msgspec.Struct, frozen=True):
-    """A path of the node."""
-
     path: str
 
 
@@ -56,8 +53,6 @@ class Volume(msgspec.Struct, rename="camel", frozen=True):
 
 
 class Container(msgspec.Struct, rename="camel", frozen=True):
-    """A container of a pod's spec."""
-
     name: str
     resources: Resources = Resources()
     restart_policy: str | None = None  # "Always" makes an init container a sidecar
@@ -66,8 +61,6 @@ class Container(msgspec.Struct, rename="camel", frozen=True):
 
 
 class PodSpec(msgspec.Struct, rename="camel", frozen=True):
-    """The parts of a pod's spec that placement and limits need."""
-
     containers: list[Container] = msgspec.field(default_factory=list)
     init_containers: list[Container] = msgspec.field(default_factory=list)
     node_name: str = ""
@@ -84,8 +77,6 @@ class ContainerStatus(msgspec.Struct, frozen=True):
 
 
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
-    """The parts of a pod's status that placement and metrics need."""
-
     phase: str = "Pending"
     reason: str = ""
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
@@ -152,8 +143,42 @@ class Pod(msgspec.Struct, frozen=True):
         )
 
 
+def convert(pod: Pod) -> demand.Pod:
+    """The API's pod as the model knows it; limits that are not whole numbers of units are left out."""
+    spec = pod.spec
+    containers = [
+        demand.Container(
+            each.name,
+            _limits(each.resources.limits),
+            demand.Stage.SIDECAR if each.restart_policy == "Always" else demand.Stage.INIT,
+        )
+        for each in spec.init_containers
+    ]
+    containers += [demand.Container(each.name, _limits(each.resources.limits)) for each in spec.containers]
+    return demand.Pod(
+        pod.metadata.namespace,
+        pod.metadata.name,
+        tuple(containers),
+        pod.metadata.uid,
+        pod.metadata.annotations,
+        pod.status.phase,
+        pod.metadata.deletion_timestamp is not None,
+    )
+
+
+def _limits(limits: Mapping[str, str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for resource, quantity in limits.items():
+        if "/" in resource:  # extended resources alone: those count whole units
+            try:
+                found[resource] = demand.units(quantity)
+            except ValueError:
+                continue
+    return found
+
+
 class PodCache:
-    """Pods bound to one node; `run` keeps them true."""
+    """Pods bound to one node, as `reflector` keeps them."""
 
     def __init__(self, api: KubeApi, node: str, node_uid: Callable[[], str | None] = lambda: None) -> None:
         """`node_uid`: the UID of the Node object; None: not known yet."""
@@ -164,10 +189,6 @@ class PodCache:
         self.reflector = Reflector(
             api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"}, Pod, "pods"
         )
-
-    async def run(self) -> None:
-        """Follow the pods of the node until cancelled."""
-        await self.reflector.run()
 
     def pods(self) -> Mapping[str, Pod]:
         """The pods as last seen, by UID."""
@@ -185,7 +206,6 @@ class PodCache:
         return self._by_cgroup[2]
 
     def find(self, namespace: str, name: str) -> Pod | None:
-        """A pod as last seen."""
         for pod in self.pods().values():
             if pod.metadata.name == name and pod.metadata.namespace == namespace:
                 return pod

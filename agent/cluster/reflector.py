@@ -32,8 +32,6 @@ INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
 class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
-    """The object that another one belongs to."""
-
     api_version: str = ""
     kind: str = ""
     name: str = ""
@@ -42,8 +40,6 @@ class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
 
 
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
-    """ObjectMeta, as far as it is used."""
-
     name: str = ""
     namespace: str = ""
     uid: str = ""

@@ -17,9 +17,9 @@ from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
 from agent.extender.certificates import AllowedNames, Certificates
 from agent.extender.fleet import Fleet
-from agent.extender.handlers import Serving, Verbs
+from agent.extender.handlers import ServingState, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election
-from agent.extender.ledger_sync import Feed
+from agent.extender.ledger_sync import LedgerSync
 from agent.extender.metrics import LedgerFigures, Metrics
 from agent.extender.pending_pods import PendingPods
 from agent.extender.serving_label import ServingLabel
@@ -44,8 +44,6 @@ TLS_LIMITS = Limits(connections=256, connections_per_address=192, requests=128, 
 
 
 class Extender:
-    """One replica."""
-
     def __init__(self, settings: Settings, api: KubeApi, namespace: str) -> None:
         self._settings = settings
         self._api = api
@@ -59,15 +57,15 @@ class Extender:
         self._label = (
             ServingLabel(api, settings.serving, pod, namespace, lambda: self.election.holds) if pod else None
         )
-        self.feed: Feed | None = None
+        self.sync: LedgerSync | None = None
         self.fleet: Fleet | None = None
-        self._serving: Serving | None = None
+        self._serving: ServingState | None = None
         self.stopping = False
 
     @property
-    def serving(self) -> Serving | None:
+    def serving(self) -> ServingState | None:
         """The source of answers; None: not leader, or not complete."""
-        ready = self.feed is not None and self.feed.complete.value and self.election.holds
+        ready = self.sync is not None and self.sync.complete.value and self.election.holds
         return self._serving if ready else None
 
     def blockers(self) -> list[str]:
@@ -78,7 +76,7 @@ class Extender:
             problem = f" ({self.election.problem})" if self.election.problem else ""
             return [f"another replica leads: {self.election.holder or 'not known yet'}{problem}"]
         if not self.serving:
-            return [self.feed.waits_for if self.feed else "it has just become leader"]
+            return [self.sync.waits_for if self.sync else "it has just become leader"]
         unfound = self._label.problem if self._label else ""
         return [f"the Service does not find it, its label cannot be written: {unfound}"] if unfound else []
 
@@ -103,7 +101,8 @@ class Extender:
         policy = Policy(settings.placement)
         try:
             # In the lists from here on stands all that a former leader bound: its last write is over.
-            self.feed, self.fleet = Feed(self._api, fleet, self.supervisor, self.metrics.expired.inc), fleet
+            self.sync = LedgerSync(self._api, fleet, self.supervisor, self.metrics.expired.inc)
+            self.fleet = fleet
             binder = Binder(
                 self._api,
                 fleet,
@@ -113,25 +112,25 @@ class Extender:
                 gang_seconds=settings.gang_seconds,
             )
             verdicts = Verdicts(fleet)
-            self._serving = Serving(verdicts, binder)
+            self._serving = ServingState(verdicts, binder)
             events = EventRecorder(self._api, self.election.identity, REPORTER)
-            complete = self.feed.complete
+            complete = self.sync.complete
             pending = PendingPods(self._api, fleet, verdicts, events, self.supervisor, lambda: complete.value)
             async with anyio.create_task_group() as group:
-                group.start_soon(self._log_completeness, self.feed, fleet)
+                group.start_soon(self._log_completeness, self.sync, fleet)
                 if self._label:
-                    group.start_soon(self._label.keep, self.feed.complete)
+                    group.start_soon(self._label.keep, self.sync.complete)
                 group.start_soon(pending.run)
-                await self.feed.run()
+                await self.sync.run()
         finally:
-            self.feed = self.fleet = self._serving = None
+            self.sync = self.fleet = self._serving = None
 
-    async def _log_completeness(self, feed: Feed, fleet: Fleet) -> None:
+    async def _log_completeness(self, sync: LedgerSync, fleet: Fleet) -> None:
         while True:
-            await feed.complete.wait_for(bool)
+            await sync.complete.wait_for(bool)
             log.info("ledger_complete", nodes=sum(1 for _ in fleet.names), pods=fleet.pods)
-            await feed.complete.wait_for(lambda complete: not complete)
-            log.warning("ledger_incomplete", problem=feed.waits_for)
+            await sync.complete.wait_for(lambda complete: not complete)
+            log.warning("ledger_incomplete", problem=sync.waits_for)
 
     def add_routes(self) -> None:
         """Probes and metrics, and the verbs where they are wanted."""
@@ -152,12 +151,12 @@ class Extender:
     async def _metrics_page(self, request: Request) -> Reply:
         self.metrics.leader.set(self.election.holds)
         self.metrics.ready.set(not self.blockers())
-        fleet, feed = self.fleet, self.feed
-        figures = await _ledger_figures(fleet, feed) if fleet and feed and self.election.holds else None
+        fleet, sync = self.fleet, self.sync
+        figures = await _ledger_figures(fleet, sync) if fleet and sync and self.election.holds else None
         return await self.metrics.reply(request, figures)
 
 
-async def _ledger_figures(fleet: Fleet, feed: Feed) -> LedgerFigures:
+async def _ledger_figures(fleet: Fleet, sync: LedgerSync) -> LedgerFigures:
     names = list(fleet.names)
     held = there = 0
     for start in range(0, len(names), NODES_AT_ONCE):
@@ -167,12 +166,12 @@ async def _ledger_figures(fleet: Fleet, feed: Feed) -> LedgerFigures:
         held, there = held + some[0], there + some[1]
     return LedgerFigures(
         nodes=len(names),
-        without_inventory=fleet.without_inventory,
-        bad_inventories=len(feed.problems),
+        nodes_without_inventory=fleet.without_inventory,
+        nodes_bad_inventory=len(sync.problems),
         pods=fleet.pods,
-        assumed=fleet.waiting,
+        assumed_pods=fleet.waiting,
         sold_ratio=held / there if there else None,
-        watch_ages=feed.ages,
+        watch_ages=sync.ages,
     )
 
 

@@ -31,8 +31,6 @@ BIND_SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """The known facts of a pod that is being scheduled."""
-
     demand: PodDemand
     policy: Policy
 
@@ -92,7 +90,7 @@ class Binder:
         self._open.pop(binding.pod_uid, None)
         log.info(
             "pod_bound",
-            pod=f"{binding.pod_namespace}/{binding.pod_name}",
+            pod=binding.pod,
             node=binding.node,
             gpu=";".join(",".join(map(str, one)) for one in claim.chosen or ()),
         )
@@ -108,7 +106,7 @@ class Binder:
                 raise NotBound(f"the pod is bound to {where}, or about to be; nothing was done")
             return former[1]  # the same once more: the first write may have been lost
         self._open.pop(uid, None)
-        claim = self.choose(binding.node, request, f"{binding.pod_namespace}/{binding.pod_name}")
+        claim = self.choose(binding.node, request, binding.pod)
         if claim is None:
             reason = self._fleet.verdict(binding.node, request.demand)
             raise NotBound(f"{binding.node} has no room any more: {reason}")
@@ -119,7 +117,7 @@ class Binder:
         found = self._fleet.pick(node, request.demand, request.policy)
         if found is None:
             return None
-        chosen = found.chosen if self._fleet.has_inventory(node) else None
+        chosen = found.chosen if self._fleet.inventory(node) else None
         return PodClaim(request.demand, chosen=chosen, name=name)
 
     def _forget(self, uid: str) -> None:

@@ -9,7 +9,7 @@ from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.free_gpu import FreeGpu
-from agent.model.modes import PAIRS, Mode
+from agent.model.modes import PAIRS
 from agent.model.placement import Policy, order, unusable
 from agent.model.topology import Topology
 
@@ -67,7 +67,6 @@ def _is_decided_by_widest(mode: ModeCapacity, slot: Slot) -> bool:
 
 
 def fits(free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work) -> bool:
-    """Whether there is a choice at all."""
     if demand.gpus > free.units:
         return False
     slots = demand.slots
@@ -154,7 +153,7 @@ def _slot_refusal(free: FreeCapacity, slot: Slot) -> str:
     elif blocked:
         return _blocked_by(blocked)
     if not mine:
-        return f"no GPU offered as {_name(slot.mode)}"
+        return f"no GPU offered as {PAIRS[slot.mode].name}"
     if free.unknown:
         return f"GPUs of {free.unknown} bound pod{'s' if free.unknown > 1 else ''} not known yet"
     return f"{untouched} of {whole} GPUs wholly free" if whole else _share_refusal(mine, slot)
@@ -174,7 +173,3 @@ def _share_refusal(mine: Sequence[FreeGpu], slot: Slot) -> str:
 def _blocked_by(blocked: Sequence[tuple[FreeGpu, str]]) -> str:
     index, why = blocked[0][0].index, blocked[0][1]
     return f"GPU {index} {why}" + (f" and {len(blocked) - 1} more" if len(blocked) > 1 else "")
-
-
-def _name(mode: Mode) -> str:
-    return PAIRS[mode].name

@@ -91,7 +91,6 @@ class Fleet:
         self._claim(pod.uid)
 
     def drop_pod(self, uid: str) -> None:
-        """A pod has ended or is gone."""
         for known in (self._pods.pop(uid, None), self._assumed.pop(uid, None)):
             if known:
                 self._unclaim(known.node, uid)
@@ -161,11 +160,6 @@ class Fleet:
             return UNKNOWN_NODE
         return _by_totals(node, demand, without)
 
-    def has_inventory(self, name: str) -> bool:
-        """Whether the node's agent has published its GPUs; without it the node is judged by totals."""
-        node = self._nodes.get(name)
-        return bool(node and node.inventory)
-
     def offers_by_totals(self, name: str, demand: PodDemand) -> bool:
         """Whether a node without an inventory offers some of every resource of a demand."""
         node = self._nodes.get(name)
@@ -174,7 +168,6 @@ class Fleet:
         )
 
     def free(self, name: str) -> FreeCapacity:
-        """Free capacity of the GPUs of a node."""
         node = self._nodes[name]
         if node.free is None:
             node.free = free_capacity(node.inventory or NodeInventory(), node.claims.values())

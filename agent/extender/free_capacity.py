@@ -12,7 +12,7 @@ from agent.model.node_inventory import GpuEntry, NodeInventory
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldUnits:
     """Units of one GPU that a pod holds by the kubelet's own records."""
 
     uuid: str
@@ -30,7 +30,7 @@ class PodClaim:
     """
 
     demand: PodDemand
-    held: tuple[Held, ...] | None = None
+    held: tuple[HeldUnits, ...] | None = None
     chosen: Chosen | None = None
     name: str = ""  # namespace/name, for people
 
@@ -116,7 +116,7 @@ def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeC
             _capacity(mode, tuple(each.free() for each in usable if each.gpu.mode is mode)) for mode in modes
         ),
         tuple(
-            (tally.gpu.mode, tally.free(), _why(tally.gpu))
+            (tally.gpu.mode, tally.free(), "unhealthy" if tally.gpu.trouble else "draining")
             for tally in tallies.values()
             if not tally.gpu.usable
         ),
@@ -133,13 +133,7 @@ def _hold(tallies: Mapping[int, "_Tally"], slots: Sequence[Slot], chosen: Chosen
                 tallies[index].hold(slot)
 
 
-def _why(gpu: GpuEntry) -> str:
-    return "unhealthy" if gpu.trouble else "draining"
-
-
 class _Tally:
-    """Used capacity of one GPU."""
-
     __slots__ = ("blocks", "clients", "cores", "gpu", "shut", "touched")
 
     def __init__(self, gpu: GpuEntry) -> None:

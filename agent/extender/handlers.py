@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -31,21 +32,21 @@ LAG_SECONDS = 0.1
 MOST_LOOKS = 5.0
 
 
-class Serving:
+@dataclass(frozen=True, slots=True)
+class ServingState:
     """The state that a leader answers from; a new one with each lease."""
 
-    def __init__(self, verdicts: Verdicts, binder: Binder) -> None:
-        self.verdicts = verdicts
-        self.binder = binder
+    verdicts: Verdicts
+    binder: Binder
 
 
-Act = Callable[[Request, Serving], Awaitable[tuple[Reply, str]]]
+Act = Callable[[Request, ServingState], Awaitable[tuple[Reply, str]]]
 
 
 class Verbs:
     """Routes that answer 503 unless `serving` gives something to answer from."""
 
-    def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
         self._serving = serving
         self._metrics = metrics
         self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second
@@ -61,8 +62,7 @@ class Verbs:
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """Nodes that the pod fits on, and why not the others."""
+    async def filter(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))
@@ -92,8 +92,7 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """A score for each node."""
+    async def prioritize(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(as_model(asked.pod))
@@ -102,7 +101,7 @@ class Verbs:
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
         return _json(scheduler_protocol.prioritized(asked.names, scores)), "ok"
 
-    async def preempt(self, request: Request, serving: Serving) -> tuple[Reply, str]:
+    async def preempt(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
@@ -115,18 +114,12 @@ class Verbs:
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
         return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
 
-    async def bind(self, request: Request, serving: Serving) -> tuple[Reply, str]:
-        """Choose GPUs and bind."""
+    async def bind(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
         except NotBound as error:
-            log.warning(
-                "pod_not_bound",
-                pod=f"{binding.pod_namespace}/{binding.pod_name}",
-                node=binding.node,
-                problem=str(error),
-            )
+            log.warning("pod_not_bound", pod=binding.pod, node=binding.node, problem=str(error))
             return _json(scheduler_protocol.bound(str(error))), "refused"
         return _json(scheduler_protocol.bound()), "ok"
 
@@ -161,7 +154,7 @@ class Verbs:
 
 
 async def _kept_for_gang(
-    serving: Serving,
+    serving: ServingState,
     pod: WatchedPod,
     gang: str,
     wanted: PodRequest,

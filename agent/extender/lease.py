@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.reflector import Metadata
 from agent.extender.settings import Lease as LeaseSettings
 from agent.kit.cell import Cell
 
@@ -23,20 +24,14 @@ CONFLICT, MISSING = 409, 404
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
-class _Metadata(msgspec.Struct, rename="camel"):
-    resource_version: str = ""
-
-
 class _Spec(msgspec.Struct, rename="camel"):
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
-    acquire_time: str | None = None
-    renew_time: str | None = None
     lease_transitions: int | None = None
 
 
 class _Lease(msgspec.Struct):
-    metadata: _Metadata
+    metadata: Metadata
     spec: _Spec = msgspec.field(default_factory=_Spec)
 
 

@@ -68,7 +68,7 @@ class _Pods:
         self._fleet.drop_pod(uid)
 
 
-class Feed:
+class LedgerSync:
     """Two watches into one ledger. It starts from nothing, with lists that are not older than its start."""
 
     def __init__(
@@ -115,7 +115,6 @@ class Feed:
         )
 
     async def run(self) -> None:
-        """Follow both until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._supervisor.restarting, "node watch", self.nodes.run)
             group.start_soon(self._supervisor.restarting, "pod watch", self.pods.run)

@@ -4,7 +4,7 @@ Figures of the ledger are there only while this replica leads: a former leader's
 with those of its successor.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import anyio.to_thread
@@ -23,10 +23,10 @@ class LedgerFigures:
     """The ledger of a leader, as one scrape shows it. `watch_ages`: seconds by resource."""
 
     nodes: int
-    without_inventory: int
-    bad_inventories: int
+    nodes_without_inventory: int
+    nodes_bad_inventory: int
     pods: int
-    assumed: int
+    assumed_pods: int
     sold_ratio: float | None  # None: no node has an inventory
     watch_ages: Mapping[str, float]
 
@@ -75,8 +75,7 @@ class LedgerCollector(Collector):
         self.figures: LedgerFigures | None = None
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """All families, without samples."""
-        for name, text, _ in _GAUGES:
+        for name, text in _GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text)
         yield _watch_ages()
 
@@ -85,9 +84,8 @@ class LedgerCollector(Collector):
         figures = self.figures
         if figures is None:
             return
-        for name, text, value_of in _GAUGES:
-            value = value_of(figures)
-            if value is not None:
+        for name, text in _GAUGES.items():
+            if (value := getattr(figures, name)) is not None:
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         ages = _watch_ages()
         for resource, age in figures.watch_ages.items():
@@ -95,30 +93,17 @@ class LedgerCollector(Collector):
         yield ages
 
 
-_GAUGES: Sequence[tuple[str, str, Callable[[LedgerFigures], float | None]]] = (
-    ("nodes", "Nodes of the cluster.", lambda figures: figures.nodes),
-    (
-        "nodes_without_inventory",
-        "Nodes that offer GPU resources and have no usable inventory: judged by totals alone.",
-        lambda figures: figures.without_inventory,
+# By the field of LedgerFigures that has the value.
+_GAUGES = {
+    "nodes": "Nodes of the cluster.",
+    "nodes_without_inventory": (
+        "Nodes that offer GPU resources and have no usable inventory: judged by totals alone."
     ),
-    (
-        "nodes_bad_inventory",
-        "Nodes whose inventory cannot be understood.",
-        lambda figures: figures.bad_inventories,
-    ),
-    (
-        "pods",
-        "Bound pods with GPUs, those about to be bound included.",
-        lambda figures: figures.pods,
-    ),
-    ("assumed_pods", "Choices that the watch has not shown yet.", lambda figures: figures.assumed),
-    (
-        "sold_ratio",
-        "Share of all GPUs that is held, on nodes with an inventory.",
-        lambda figures: figures.sold_ratio,
-    ),
-)
+    "nodes_bad_inventory": "Nodes whose inventory cannot be understood.",
+    "pods": "Bound pods with GPUs, those about to be bound included.",
+    "assumed_pods": "Choices that the watch has not shown yet.",
+    "sold_ratio": "Share of all GPUs that is held, on nodes with an inventory.",
+}
 
 
 def _watch_ages() -> GaugeMetricFamily:

@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.cluster.conversion import convert
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodSpec, PodStatus
+from agent.cluster.pods import PodSpec, PodStatus, convert
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import BoundPod
-from agent.extender.free_capacity import Held, PodClaim
+from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.ids import BadDeviceId, parse
@@ -47,7 +46,16 @@ class _ContainerStatus(msgspec.Struct, rename="camel", frozen=True):
     allocated_resources_status: list[_Devices] = msgspec.field(default_factory=list)
 
 
+class PodCondition(msgspec.Struct, frozen=True):
+    """A condition of a pod, without its times."""
+
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+
+
 class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    conditions: list[PodCondition] = msgspec.field(default_factory=list)
     phase: str = "Pending"
     container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
@@ -137,7 +145,6 @@ def gang_of(pod: WatchedPod) -> str:
 
 
 def as_model(pod: WatchedPod) -> Pod:
-    """The pod as the model knows it."""
     return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
 
 
@@ -175,11 +182,10 @@ _FRACTIONS = frozenset(name for pair in PAIRS.values() for name in (pair.core, p
 
 
 def asks_for_share(pod: Pod) -> bool:
-    """Whether any of its containers asks for a share of a GPU."""
     return any(_FRACTIONS & each.limits.keys() for each in pod.containers)
 
 
-def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:
+def _held(pod: WatchedPod, demand: PodDemand) -> tuple[HeldUnits, ...] | None:
     """Units that the pod holds by the kubelet's records; None while they do not show all of them."""
     statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
     if not demand.slots or not any(each.allocated_resources_status for each in statuses):
@@ -196,7 +202,7 @@ def _held(pod: WatchedPod, demand: PodDemand) -> tuple[Held, ...] | None:
     ):
         return None
     return tuple(
-        Held(uuid, mode, len(one[0]), len(one[1]), len(one[2])) for (uuid, mode), one in held.items()
+        HeldUnits(uuid, mode, len(one[0]), len(one[1]), len(one[2])) for (uuid, mode), one in held.items()
     )
 
 

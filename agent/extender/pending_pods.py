@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
-from agent.extender.objects import WatchedPod, as_model, decode_pod, demand_for
+from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand
 from agent.extender.verdicts import Verdicts
 from agent.extender.waiting_reason import WaitingReason, waiting_reason
@@ -31,21 +30,7 @@ AGAIN_SECONDS = 60.0
 PODS_A_LOOK = 32
 
 
-class _Condition(msgspec.Struct, frozen=True):
-    type: str = ""
-    status: str = ""
-    reason: str = ""
-
-
-class _Status(msgspec.Struct, frozen=True):
-    conditions: list[_Condition] = msgspec.field(default_factory=list)
-
-
-class _Unbound(msgspec.Struct, frozen=True):
-    status: _Status = _Status()
-
-
-_unbound = msgspec.json.Decoder(_Unbound)
+UNSCHEDULABLE = PodCondition("PodScheduled", "False", "Unschedulable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +45,7 @@ class PendingPod:
 def read_pending(raw: bytes) -> tuple[Metadata, PendingPod | None]:
     """An unbound pod's JSON; None: it does not wait for GPUs. Raises msgspec.DecodeError."""
     pod = decode_pod(raw)
-    return pod.metadata, _pending(pod) if _unschedulable(raw) else None
-
-
-def _unschedulable(raw: bytes) -> bool:
-    return any(
-        each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable"
-        for each in _unbound.decode(raw).status.conditions
-    )
+    return pod.metadata, _pending(pod) if UNSCHEDULABLE in pod.status.conditions else None
 
 
 def _pending(pod: WatchedPod) -> PendingPod | None:
@@ -125,14 +103,12 @@ class PendingPods:
         )
 
     def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
-        """See agent.cluster.deltas.Listener."""
         for uid in self._waiting.keys() - values.keys():
             del self._waiting[uid]
         for uid, pod in values.items():
             self.changed(uid, pod)
 
     def changed(self, uid: str, value: PendingPod | None) -> None:
-        """See agent.cluster.deltas.Listener."""
         if value is None:
             self._waiting.pop(uid, None)
         elif (known := self._waiting.get(uid)) is None:
@@ -141,7 +117,6 @@ class PendingPods:
             known.pod = value
 
     def removed(self, uid: str, value: PendingPod | None) -> None:
-        """See agent.cluster.deltas.Listener."""
         del value
         self._waiting.pop(uid, None)
 

@@ -4,12 +4,12 @@ A slot is what must lie together: the share, or the whole GPUs, of one container
 inherit units from init containers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent.model.demand import Demand, Pod, Stage, demand_of, init_group_of
 from agent.model.modes import PAIRS, Mode
-from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.placement import ASSIGNED, HINT, indices_in, places
 from agent.model.units import ResourcePair
 
 WHOLE_GPU = "nvidia.com/gpu"
@@ -41,7 +41,6 @@ class PodDemand:
 
     @property
     def nothing(self) -> bool:
-        """Whether it asks for no GPU."""
         return not self.totals
 
 
@@ -106,7 +105,7 @@ def annotations_of(demand: PodDemand, chosen: Chosen) -> dict[str, str]:
 
 
 def chosen_in(demand: PodDemand, annotations: Mapping[str, str]) -> Chosen | None:
-    """The choice that a pod's annotations tell; None where they do not tell it of every slot.
+    """The choice in a pod's annotations; None where they lack it for a slot.
 
     The node's agent writes each container's own GPUs, so the containers of a slot are read together.
     """
@@ -114,18 +113,8 @@ def chosen_in(demand: PodDemand, annotations: Mapping[str, str]) -> Chosen | Non
     for slot in demand.slots:
         indices: dict[int, None] = {}
         for place in slot.places:
-            indices |= dict.fromkeys(_indices(annotations.get(f"{HINT}{place}", "")))
+            indices |= dict.fromkeys(indices_in(annotations.get(f"{HINT}{place}", "")))
         if len(indices) != max(1, slot.demand.whole):
             return None
         found.append(tuple(indices))
     return tuple(found)
-
-
-def _indices(text: str) -> Sequence[int]:
-    parts = [part.strip() for part in text.split(",")]
-    # Some thousand digits are legal in an annotation, and no GPU's index.
-    return [int(part) for part in parts] if all(_is_index(part) for part in parts) else []
-
-
-def _is_index(part: str) -> bool:
-    return part.isascii() and part.isdigit() and len(part) <= 4

@@ -52,6 +52,10 @@ class _Uid(msgspec.Struct):
 class _VictimPod(msgspec.Struct):
     metadata: _Uid
 
+    @property
+    def uid(self) -> str:
+        return self.metadata.uid
+
 
 class _Victims(msgspec.Struct, rename="pascal"):
     pods: list[_VictimPod] = msgspec.field(default_factory=list)
@@ -65,12 +69,15 @@ class _PreemptionArgs(msgspec.Struct, rename="pascal"):
 
 
 class Binding(msgspec.Struct, rename="pascal", frozen=True):
-    """A pod and the node to bind it to."""
-
     pod_name: str
     pod_namespace: str
     node: str
     pod_uid: str = msgspec.field(name="PodUID")
+
+    @property
+    def pod(self) -> str:
+        """namespace/name."""
+        return f"{self.pod_namespace}/{self.pod_name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +125,12 @@ def preemption(body: bytes) -> Preemption:
     """The arguments of preempt. Raises BadRequest."""
     found = _decoded(_preemptions.decode, body)
     pod, only_gpus = _decoded(decode_pod, found.pod), _decoded(only_gpus_matter, found.pod)
-    if found.node_name_to_meta_victims is not None:
-        named = found.node_name_to_meta_victims
-        victims = {node: [each.uid for each in one.pods] for node, one in named.items()}
-        return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in named.items()})
-    if found.node_name_to_victims is None:
+    whole, named = found.node_name_to_victims, found.node_name_to_meta_victims
+    proposed: Mapping[str, _Victims | _MetaVictims] | None = whole if named is None else named
+    if proposed is None:
         raise BadRequest("there are neither NodeNameToVictims nor NodeNameToMetaVictims; nothing was done")
-    whole = found.node_name_to_victims
-    victims = {node: [each.metadata.uid for each in one.pods] for node, one in whole.items()}
-    return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in whole.items()})
+    victims = {node: [each.uid for each in one.pods] for node, one in proposed.items()}
+    return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in proposed.items()})
 
 
 def binding(body: bytes) -> Binding:
@@ -169,7 +173,6 @@ def filtered(
 
 
 def prioritized(names: Sequence[str], scores: Sequence[int]) -> bytes:
-    """The answer to prioritize."""
     return msgspec.json.encode(
         [{"Host": name, "Score": score} for name, score in zip(names, scores, strict=True)]
     )
@@ -188,5 +191,4 @@ def preempted(request: Preemption, victims: Mapping[str, Sequence[str]]) -> byte
 
 
 def bound(error: str = "") -> bytes:
-    """The answer to bind."""
     return msgspec.json.encode({"Error": error})

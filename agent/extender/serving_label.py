@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, KubeApi
+from agent.cluster.reflector import Metadata
 from agent.extender.settings import Serving
 from agent.kit.cell import Cell
 
@@ -21,13 +22,8 @@ RETRY_SECONDS = 1.0
 WITHDRAW_SECONDS = 1.0
 
 
-class _Metadata(msgspec.Struct):
-    name: str
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-
-
 class _Pod(msgspec.Struct):
-    metadata: _Metadata
+    metadata: Metadata
 
 
 class _Pods(msgspec.Struct):

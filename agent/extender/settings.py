@@ -111,5 +111,4 @@ def load(
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the file."""
     return configuration.schema(Settings)

@@ -34,8 +34,6 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class _Shape:
-    """Known verdicts for one demand."""
-
     by_node: dict[str, str] = field(default_factory=dict)
     alike: dict[Summary, str] = field(default_factory=dict)
 

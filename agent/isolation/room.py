@@ -93,7 +93,7 @@ class Isolation:
                 await self._install()
             except LibraryUnusable as error:
                 log.warning("enforcement_library_unusable", problem=str(error))
-        found, self._strays = await anyio.to_thread.run_sync(self._found)
+        found, self._strays = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
         self.containers.publish(MappingProxyType(found))
@@ -138,7 +138,10 @@ class Isolation:
 
     async def _install(self) -> None:
         try:
-            self._library = await anyio.to_thread.run_sync(libraries.install, self._source, self._state)
+            # Cut off, its thread ends by itself: each file is put in place in one step, or is there already.
+            self._library = await anyio.to_thread.run_sync(
+                libraries.install, self._source, self._state, abandon_on_cancel=True
+            )
         except LibraryUnusable as error:
             self.problem = str(error)
             raise

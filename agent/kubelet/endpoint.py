@@ -90,8 +90,8 @@ class Endpoint:
         # Each is logged once until the kubelet listens: two that take turns would fill the log.
         if obstacle not in self._logged:
             self._logged.add(obstacle)
-            tell = log.info if usual else log.warning
-            tell("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
+            write = log.info if usual else log.warning
+            write("registration_waits", resource=self.plugin.resource, obstacle=obstacle)
 
     async def _folder_exists(self) -> None:
         """Wait for the kubelet's folder: before its first start there is none, and we make none for it."""
@@ -146,7 +146,7 @@ class Endpoint:
                 await streams.wait_for(lambda open_now: open_now > 0)
                 continue
             lived = before is not None and await self._kubelet.serves() == before
-            if lived or await self._kubelet.identity() is None:  # without kubelet.sock nobody can tell
+            if lived or await self._kubelet.identity() is None:  # without kubelet.sock nobody knows
                 log.warning("kubelet_silent", resource=self.plugin.resource, silent_seconds=SILENCE_SECONDS)
                 done.cancel()
                 return

@@ -65,8 +65,6 @@ class _Connection(H2Protocol):
 
 
 class _TrackingServer(Server):
-    """Remembers the connections that it accepted."""
-
     def __init__(self, handlers: Handlers) -> None:
         super().__init__([handlers], codec=Codec())
         self.connections: set[_Connection] = set()

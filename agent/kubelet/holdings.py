@@ -14,6 +14,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.checkpoint import Checkpoint, CheckpointUnreadable, Entries
+from agent.kubelet.kubelet_socket import Identity, KubeletSocket
 from agent.kubelet.podresources import (
     LIST_SECONDS,
     Holding,
@@ -41,7 +42,7 @@ NEW_KUBELET_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class GpuHolder:
     """A container that holds units of a GPU, and in which mode it got them."""
 
     mode: Mode
@@ -54,16 +55,16 @@ class Holder:
         return f"{self.holding.namespace}/{self.holding.pod}".removeprefix("/")
 
 
-def holders_by_gpu(pods: PodList) -> dict[str, list[Holder]]:
+def holders_by_gpu(pods: PodList) -> dict[str, list[GpuHolder]]:
     """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
-    found: dict[str, dict[Holder, None]] = {}
+    found: dict[str, dict[GpuHolder, None]] = {}
     for holding in pods.holdings:
         # A container may hold hundreds of units: one of each kind and GPU is taken apart.
         kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
         for text in kinds.values():
             with suppress(BadDeviceId):
                 device = parse(text)
-                holder = Holder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
+                holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
                 found.setdefault(device.gpu, {})[holder] = None
     return {gpu: list(holders) for gpu, holders in found.items()}
 
@@ -75,7 +76,7 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
-        self._believed: tuple[int, int] | None = None  # the socket of a kubelet that has heard of its pods
+        self._believed: Identity | None = None  # the socket of a kubelet that has heard of its pods
         self._heard = False  # whether the last answer was of such a one
         self._record = Record()
         self._differs = False  # whether a call has read something else than what was published last
@@ -97,7 +98,6 @@ class HoldingsWatch:
         self._allocations.publish(self._allocations.value + 1)
 
     async def run(self) -> None:
-        """Refresh for ever."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_pods)
             with self.client.keeping_connection():
@@ -190,15 +190,11 @@ class HoldingsWatch:
         self._unreadable = None
         return entries
 
-    async def _kubelet(self) -> tuple[int, int] | None:
+    async def _kubelet(self) -> Identity | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
-        if self._checkpoint is not None:
-            with suppress(OSError):
-                stat = await anyio.Path(self.client.path).stat()
-                return stat.st_ino, stat.st_ctime_ns
-        return None
+        return await KubeletSocket(self.client.path).identity() if self._checkpoint else None
 
-    def _young(self, kubelet: tuple[int, int], listed: PodList) -> bool:
+    def _young(self, kubelet: Identity, listed: PodList) -> bool:
         """Whether a kubelet may not have heard of all its pods yet."""
         if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
             # The API server names all pods at once: one of them is enough.

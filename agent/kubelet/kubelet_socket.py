@@ -1,9 +1,9 @@
 """`kubelet.sock`: whether a kubelet serves there, and whether it is still the same one."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 CONNECT_SECONDS = 1.0
 
@@ -19,25 +19,15 @@ class KubeletSocket:
 
     async def identity(self) -> Identity | None:
         """Which socket file lies there; None: none. The kubelet leaves it behind when it ends."""
-
-        def look() -> Identity | None:
-            try:
-                found = self.path.stat()
-            except OSError:
-                return None
+        with suppress(OSError):
+            found = await anyio.Path(self.path).stat()
             return found.st_ino, found.st_ctime_ns
-
-        return await anyio.to_thread.run_sync(look)
+        return None
 
     async def serves(self) -> Identity | None:
         """The identity of the socket file if somebody accepts connections there, else None."""
         before = await self.identity()
-        if before is None:
-            return None
-        with anyio.move_on_after(CONNECT_SECONDS):
-            try:
-                async with await anyio.connect_unix(self.path):
-                    return before
-            except OSError:
-                return None
+        with anyio.move_on_after(CONNECT_SECONDS), suppress(OSError):
+            async with await anyio.connect_unix(self.path):
+                return before
         return None

@@ -55,7 +55,6 @@ class Holding:
 
     @cached_property
     def id_set(self) -> frozenset[str]:
-        """The IDs, to look up in."""
         return frozenset(self.ids)
 
 
@@ -70,11 +69,6 @@ class PodList:
     ended: frozenset[str] = frozenset()
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
-
-    @classmethod
-    def parse(cls, data: bytes) -> "PodList":
-        """Read the message; raises wire.MalformedMessage."""
-        return _joined(_read_pod(data, start, end) for start, end in wire.submessages(data, 0, len(data), 1))
 
 
 class RecordReader(Protocol):
@@ -100,7 +94,6 @@ class Reader:
         self._known: dict[bytes, _Part] = {}
 
     def parse(self, data: bytes) -> PodList:
-        """Read the message; raises wire.MalformedMessage."""
         fresh: dict[bytes, _Part] = {}
         parts: list[_Part] = []
         for start, end in wire.submessages(data, 0, len(data), 1):
@@ -121,7 +114,6 @@ class AllocatableReader:
     """AllocatableResourcesResponse: how many different healthy IDs there are of each resource."""
 
     def parse(self, data: bytes) -> Mapping[str, int]:
-        """Read the message; raises wire.MalformedMessage."""
         # An ID with two NUMA nodes has two entries.
         _, found = _read_entries(data, 0, len(data), entries=1)
         return {resource: len(set(ids)) for resource, ids in found.items()}

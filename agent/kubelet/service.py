@@ -51,7 +51,6 @@ class ServiceStats:
     seconds: dict[str, float] = field(default_factory=dict)  # RPC -> sum of durations
 
     def count(self, call: str, outcome: str, seconds: float) -> None:
-        """One finished RPC."""
         self.calls[call, outcome] = self.calls.get((call, outcome), 0) + 1
         self.seconds[call] = self.seconds.get(call, 0.0) + seconds
 
@@ -74,7 +73,6 @@ class DevicePluginService:
         self._draining = False
 
     def handlers(self) -> Handlers:
-        """All RPCs of this resource's socket."""
         plugin, registration = "/v1beta1.DevicePlugin/", "/pluginregistration.Registration/"
         unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
         api, watcher = v1beta1, pluginregistration

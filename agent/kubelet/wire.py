@@ -24,7 +24,7 @@ class Readable(Protocol):
 
     @classmethod
     def parse(cls, data: bytes) -> object:
-        """Decode one message."""
+        """Decode one message. Raises MalformedMessage."""
 
 
 class Codec(CodecBase):
@@ -33,11 +33,9 @@ class Codec(CodecBase):
     __content_subtype__ = "proto"
 
     def encode(self, message: object, message_type: object) -> bytes:  # noqa: ARG002  grpclib's signature
-        """Bytes as they are, messages encoded."""
         return message if isinstance(message, bytes) else bytes(message)  # type: ignore[call-overload]
 
     def decode(self, data: bytes, message_type: type[Readable]) -> object:
-        """One message of `message_type`."""
         return message_type.parse(data)
 
 
@@ -49,7 +47,6 @@ class PreferenceRequests:
 
     @classmethod
     def parse(cls, data: bytes) -> "PreferenceRequests":
-        """Read the message; raises MalformedMessage."""
         return cls(tuple(_preference(data, a, b) for a, b in submessages(data, 0, len(data), 1)))
 
 
@@ -61,7 +58,6 @@ class AllocationRequests:
 
     @classmethod
     def parse(cls, data: bytes) -> "AllocationRequests":
-        """Read the message; raises MalformedMessage."""
         return cls(tuple(_ids(data, start, end) for start, end in submessages(data, 0, len(data), 1)))
 
 
@@ -183,7 +179,6 @@ def text(data: bytes, start: int, end: int) -> str:
 
 
 def texts(values: list[bytes]) -> tuple[str, ...]:
-    """Many texts at once."""
     try:
         return tuple([value.decode() for value in values])
     except UnicodeDecodeError as error:
@@ -191,7 +186,6 @@ def texts(values: list[bytes]) -> tuple[str, ...]:
 
 
 def encode_allocation(allocation: Allocation) -> v1beta1.ContainerAllocateResponse:
-    """An allocation as the message that the kubelet reads."""
     return v1beta1.ContainerAllocateResponse(
         envs=dict(allocation.environment),
         mounts=[

@@ -3,12 +3,14 @@
 A new mode is a row here and a module of the same name in `agent.plugins`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
+from agent.model.gpu import Driver, Gpu
+from agent.model.mps_abilities import client_ceiling
 from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
 
 
@@ -23,6 +25,9 @@ class ModeRow:
     slices: bool = False  # whether a layout may cut its GPUs into time slices
     # Whether something has to run on a GPU before it is offered, and is torn down afterwards.
     needs_daemon: bool = False
+    # How many containers a GPU serves at once, where a server does the work of all; None: there is no server.
+    client_ceiling: Callable[[Gpu, Driver | None], int] | None = None
+    resizable: bool = False  # whether running containers may be given more than their pods asked for
 
 
 NOTHING: Final = ModeRow()
@@ -57,7 +62,8 @@ class Mode(Enum):
                 block_bytes=256 << 20,
                 whole_gpus=True,
                 memory_alone=True,
-            )
+            ),
+            resizable=True,
         ),
     )
     MPS = (
@@ -73,6 +79,7 @@ class Mode(Enum):
                 reserved_bytes=1 << 30,  # for the MPS server itself
             ),
             needs_daemon=True,
+            client_ceiling=client_ceiling,
         ),
     )
 

@@ -73,10 +73,16 @@ def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()
     app = any(each.name == container and each.stage is Stage.APP for each in pod.containers)
     heirs = [container] if app else [container, *(each for each in names if each in tied)]
     texts = (pod.annotations.get(f"{HINT}{names.index(each)}", "") for each in heirs)
-    parts = [part.strip() for part in next((text for text in texts if text), "").split(",")]
-    # Longer digits than any index has would be refused by int() itself.
+    indices = indices_in(next((text for text in texts if text), ""))
+    return Hint(indices) if indices else None
+
+
+def indices_in(text: str) -> tuple[int, ...]:
+    """The GPUs that an annotation of a choice names; empty: it is no list of indices."""
+    parts = [part.strip() for part in text.split(",")]
+    # Some thousand digits are legal in an annotation, and no GPU's index: int() itself would refuse them.
     known = all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts)
-    return Hint(tuple(int(part) for part in parts)) if known else None
+    return tuple(map(int, parts)) if known else ()
 
 
 def policy_of(pod: Pod | None, default: Policy) -> Policy:

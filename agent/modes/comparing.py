@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 import structlog
 
 from agent.inventory.snapshot import Snapshot
-from agent.kubelet.holdings import Holder
+from agent.kubelet.holdings import GpuHolder
 from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.switch_state import GpuSwitch
@@ -33,7 +33,7 @@ def must_drain(active: GpuMode, wanted: GpuMode) -> bool:
 def in_use(
     assignment: Assignment,
     targets: Mapping[str, GpuMode],
-    holders: Mapping[str, Sequence[Holder]],
+    holders: Mapping[str, Sequence[GpuHolder]],
     apart: Collection[str],
 ) -> Mapping[str, tuple[str, ...]]:
     """GPUs that would have to drain for these targets, and who holds them; those in `apart` do not count."""
@@ -44,7 +44,7 @@ def in_use(
     }
 
 
-def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
+def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
     """The mode that a GPU must be in, since pods got units of it that way before this process began."""
     mode, sliced = held[0].mode, held[0].replica
     # How many replicas there were only matters to a list; those that are held must be on it.
@@ -55,7 +55,7 @@ def taken_over(held: Sequence[Holder], wanted: GpuMode) -> GpuMode:
     return GpuMode(mode, replicas=replicas)
 
 
-def pods_of(holders: Sequence[Holder]) -> tuple[str, ...]:
+def pods_of(holders: Sequence[GpuHolder]) -> tuple[str, ...]:
     """namespace/name of the holders, each once."""
     return tuple(sorted({holder.pod for holder in holders}))
 
@@ -67,7 +67,7 @@ def named(waiting: Mapping[str, tuple[str, ...]], most: int = 5) -> tuple[int, s
     return len(pods), ", ".join(pods[:most]) + more
 
 
-def uncounted(holders: Mapping[str, Sequence[Holder]], assignment: Assignment) -> str:
+def uncounted(holders: Mapping[str, Sequence[GpuHolder]], assignment: Assignment) -> str:
     """How much room of GPUs on offer the scheduler does not see because others drain, in words; empty: none.
 
     It subtracts what all bound pods ask for from the node's allocatable units, and units that are held on

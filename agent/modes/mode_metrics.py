@@ -1,12 +1,12 @@
-"""The modes' part of a scrape."""
+"""Metrics of modes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from agent.kit.cell import Cell
 from agent.modes.switch_state import Phase, SwitchState
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Collector
+from agent.telemetry.reading import Series
 
 
 class Patching(Protocol):
@@ -18,28 +18,18 @@ class Patching(Protocol):
 
 def modes_collector(
     state: Cell[SwitchState], switches: Callable[[], int], writers: Mapping[str, Patching]
-) -> Collector:
+) -> Iterator[Series]:
     """The switcher's metrics: the mode of each GPU, the node's phase, how often GPUs flipped.
 
-    `writers`: who patches which part of the Node object; may grow.
+    `writers`: who patches which part of the Node object.
     """
-
-    def read() -> Callable[[Add], None]:
-        now, flips = state.value, switches()
-        patches = {name: (writer.patches, writer.failures) for name, writer in writers.items()}
-
-        def add(to: Add) -> None:
-            for gpu in now.gpus:
-                active, wanted = gpu.active, gpu.wanted
-                to(d.GPU_MODE, 1, (gpu.uuid, str(gpu.index), active.mode.value, wanted.mode.value))
-                to(d.GPU_SELLING, active.offered and active.mode is wanted.mode, (gpu.uuid, str(gpu.index)))
-            for phase in Phase:
-                to(d.MODE_STATE, now.phase is phase, (phase.value,))
-            to(d.MODE_SWITCHES, flips)
-            for name, (made, failed) in patches.items():
-                to(d.NODE_PATCHES, made, (name, "ok"))
-                to(d.NODE_PATCHES, failed, (name, "failed"))
-
-        return add
-
-    return read
+    for gpu in state.value.gpus:
+        active, wanted = gpu.active, gpu.wanted
+        yield d.GPU_MODE, 1, (gpu.uuid, str(gpu.index), active.mode.value, wanted.mode.value)
+        yield d.GPU_SELLING, active.offered and active.mode is wanted.mode, (gpu.uuid, str(gpu.index))
+    for phase in Phase:
+        yield d.MODE_STATE, state.value.phase is phase, (phase.value,)
+    yield d.MODE_SWITCHES, switches(), ()
+    for name, writer in writers.items():
+        yield d.NODE_PATCHES, writer.patches, (name, "ok")
+        yield d.NODE_PATCHES, writer.failures, (name, "failed")

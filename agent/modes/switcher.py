@@ -22,7 +22,7 @@ from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.holdings import Holder, holders_by_gpu
+from agent.kubelet.holdings import GpuHolder, holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
@@ -54,7 +54,7 @@ DELIVER_SECONDS = 2.0
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
-Holders = dict[str, list[Holder]]
+Holders = dict[str, list[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.mps.errors import ProgramMissing
+from agent.mps.mps_errors import ProgramMissing
 
 CONTROL = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
@@ -29,7 +29,6 @@ class Program:
 
     @property
     def inner(self) -> str:
-        """The path as seen inside `root`."""
         return _inner(self.path, self.root)
 
     def version(self) -> object:

@@ -26,7 +26,7 @@ from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import effective_user
 from agent.mps.users import kept_apart, users_of
 
@@ -64,8 +64,6 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True)
 class MpsClient:
-    """A process that is a client of a GPU's server."""
-
     pid: int  # on the host
     server: int
     root: bool  # it may open the control socket as the daemon's owner
@@ -93,14 +91,6 @@ Pods = Callable[[], Sequence[PodFacts]]
 Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
 
 
-def _not_measured() -> Mapping[str, AbstractSet[str]]:
-    return {}
-
-
-def _nobody(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
-    """The report of a watch that nobody reads."""
-
-
 @dataclass
 class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
@@ -108,10 +98,10 @@ class ClientWatch:
     manager: DaemonManager
     holdings: Cell[PodList | None]
     pods: Pods
+    exceeding: Exceeding
+    report: Reporter
     overviews: Cell[Mapping[str, Overview]] = field(default_factory=lambda: Cell(MappingProxyType({})))
     proc: Path = PROC
-    exceeding: Exceeding = _not_measured
-    report: Reporter = _nobody
     _seen: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: set[tuple[str, int]] = field(default_factory=set)
     _ending: set[str] = field(default_factory=set)  # GPUs whose clients are being ended
@@ -123,7 +113,6 @@ class ClientWatch:
     _deadlines: dict[str, tuple[dt.datetime, float]] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Look for ever."""
         self._ending.clear()
         async with anyio.create_task_group() as group:
             group.start_soon(self._end_clients_of_dying_pods, group)
@@ -148,7 +137,7 @@ class ClientWatch:
         if found != before:
             self.overviews.publish(MappingProxyType(found))
             for uuid, overview in found.items():
-                _tell(uuid, before.get(uuid, Overview()), overview)
+                _log_changes(uuid, before.get(uuid, Overview()), overview)
                 if overview.apart - before.get(uuid, Overview()).apart:
                     self.report(EventReason.USERS, uuid, _waiting(overview.apart))
 
@@ -319,7 +308,7 @@ def _waiting(apart: frozenset[str]) -> str:
     )
 
 
-def _tell(uuid: str, before: Overview, after: Overview) -> None:
+def _log_changes(uuid: str, before: Overview, after: Overview) -> None:
     for pod in sorted(after.silent - before.silent):
         log.warning("mps_pod_without_client", gpu=uuid, pod=pod, quiet_seconds=QUIET_SECONDS)
     for pod in sorted(after.crowded - before.crowded):

@@ -4,10 +4,15 @@ What it does not promise, and what is done about it: its exit code says nothing 
 setting is read back), it serves one client at a time and drops others with an empty answer (one lock per
 daemon, tries within a deadline, and every session ends in a question that always has an answer), and commands
 differ between versions (they are tried).
+
+Eight daemons are asked every few seconds for ever, so the program is run at the lowest cost: asyncio's own
+subprocesses start a thread for each to wait in, and cost this process three times as much.
 """
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +23,17 @@ from agent.model.mps_abilities import LOG_DIRECTORY, PIPE_DIRECTORY
 from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
-from agent.mps.errors import CommandRefused, NotSupported, ProgramMissing, Unanswered
+from agent.mps.mps_errors import DaemonRefused, NotSupported, ProgramMissing, Unanswered
 from agent.mps.parse import ServerState
-from agent.mps.session import session
 
 ANSWER_SECONDS = 2.0
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
+KILLED_SECONDS = 2.0
+_PIPE_BYTES = 1 << 16
+# The control program passes on the words of the daemon, or of a process in its place.
+MOST_BYTES = 1 << 20
+# Python ignores both; programs expect otherwise.
+_DEFAULT_AGAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 QUESTION = "get_default_active_thread_percentage"
 
 
@@ -52,7 +62,7 @@ class Survey:
 
 
 class Control:
-    """Talks to one daemon. Every method raises Unanswered, and CommandRefused where the daemon says no."""
+    """Talks to one daemon. Every method raises Unanswered, and DaemonRefused where the daemon says no."""
 
     def __init__(self, program: Program, folders: Directories, deadline: float = ANSWER_SECONDS) -> None:
         self._program = program
@@ -64,7 +74,7 @@ class Control:
         self._lacking: set[str] = set()  # commands that this version does not know
 
     @property
-    def tells_state(self) -> bool:
+    def gives_state(self) -> bool:
         """Whether this version says how its server is, as far as is known."""
         return "get_server_status" not in self._lacking
 
@@ -83,7 +93,7 @@ class Control:
         """
         commands = ["get_server_list"]
         percentage: float | None = None
-        if server is not None and self.tells_state:
+        if server is not None and self.gives_state:
             commands.append(f"get_server_status {server:d}")
         if server is not None and clients:
             commands.append(f"get_client_list {server:d}")
@@ -109,7 +119,6 @@ class Control:
         return Survey(servers, state, None if listed is None else answers.pids(listed), percentage)
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
-        """PIDs of a server's clients."""
         return answers.pids(await self._ask(f"get_client_list {server:d}"))
 
     async def set_default_percentage(self, percent: int) -> None:
@@ -129,7 +138,7 @@ class Control:
         answer = await self._ask(command, deadline=TERMINATE_SECONDS)
         words = answer.split()
         if words and words[-1] not in ("0", str(client)):
-            raise CommandRefused(f"MPS control daemon on {command!r}: {' '.join(words)}")
+            raise DaemonRefused(f"MPS control daemon on {command!r}: {' '.join(words)}")
 
     async def quit(self, timeout_seconds: int | None = None) -> None:
         """End the daemon; `timeout_seconds` for its clients to leave. Its PID shows whether it went."""
@@ -194,10 +203,79 @@ class Control:
     def _percentage(answer: str) -> float:
         found = answers.percentage(answer)
         if found is None:
-            raise CommandRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
+            raise DaemonRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
         return found
 
     @staticmethod
     def _read_back(what: str, wanted: float, found: float | None) -> None:
         if found != wanted:
-            raise CommandRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
+            raise DaemonRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
+
+
+async def session(program: Path, text: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Hand `text` to the program; what it wrote to its output and to its error output.
+
+    Bound it with a cancel scope: a program that is not over by then is killed. Both `text` and the error
+    output must fit into a pipe, 64 KiB. Of the output the first MiB counts, the rest is read and dropped.
+    Raises OSError where the program cannot be run.
+    """
+    opened: list[int] = []
+
+    def pipe() -> tuple[int, int]:
+        opened.extend(ends := os.pipe())
+        return ends
+
+    try:
+        (stdin, text_end), (out, out_end), (errors, errors_end) = pipe(), pipe(), pipe()
+        # The text is in the pipe before the program runs: nobody writes while it does.
+        os.set_blocking(text_end, False)
+        os.write(text_end, text.encode())
+        async with _reaped(_spawned(program, environment, (stdin, out_end, errors_end))) as ended:
+            for end in (stdin, text_end, out_end, errors_end):
+                opened.remove(end)
+                os.close(end)
+            said = await _all(out), await _all(errors)
+            await anyio.wait_readable(ended)
+        return said
+    finally:
+        for end in opened:
+            os.close(end)
+
+
+def _spawned(program: Path, environment: Mapping[str, str], streams: tuple[int, int, int]) -> int:
+    """The PID. Takes as long as the kernel needs to load a program: half a millisecond."""
+    return os.posix_spawn(
+        program,
+        [str(program)],
+        environment,
+        file_actions=[(os.POSIX_SPAWN_DUP2, stream, number) for number, stream in enumerate(streams)],
+        setsigdef=_DEFAULT_AGAIN,
+    )
+
+
+@asynccontextmanager
+async def _reaped(pid: int) -> AsyncIterator[int]:
+    """A descriptor that is readable once the child has ended; leaves neither process nor zombie."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # nothing to one that has ended
+        with anyio.move_on_after(KILLED_SECONDS, shield=True):
+            await anyio.wait_readable(descriptor)
+        os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  it does not wait
+        os.close(descriptor)
+
+
+async def _all(descriptor: int) -> str:
+    os.set_blocking(descriptor, False)
+    found = b""
+    while True:
+        await anyio.wait_readable(descriptor)
+        try:
+            data = os.read(descriptor, _PIPE_BYTES)
+        except BlockingIOError:
+            continue
+        if not data:
+            return found.decode(errors="replace").strip()
+        found += data[: MOST_BYTES - len(found)]

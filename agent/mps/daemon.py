@@ -17,17 +17,13 @@ from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.control_commands import Control
-from agent.mps.daemon_lock import Locked
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter
+from agent.mps.daemon_logs import Logs
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter, StatusPublisher
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, StillServed
-from agent.mps.following import Logs
-from agent.mps.options import Options
-from agent.mps.probing import Prober
+from agent.mps.mps_errors import MpsError
+from agent.mps.probing import DaemonProber
 from agent.mps.starting import Starter
-from agent.mps.status_publisher import Publisher
-from agent.mps.terminate import end, gone
 
 log = structlog.get_logger()
 
@@ -53,25 +49,23 @@ class Daemon:
         self.control = Control(program, folders)
         self._exclusive = ExclusiveMode(uuid, compute, folders.root, options.exclusive)
         self._options = options
-        self._publisher = Publisher(uuid, report)
+        self._publisher = StatusPublisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
         parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
         self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
-        self._prober = Prober(parts)
+        self._prober = DaemonProber(parts)
 
     @property
     def status(self) -> Cell[DaemonStatus]:
-        """The newest truth about the daemon."""
         return self._publisher.status
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """PIDs of its clients, as of the last probe."""
         return self._prober.clients
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""
-        async with Locked(self.folders):
+        async with self.folders.locked():
             backoff = Backoff(first=0.5, longest=30.0)
             while True:
                 started = anyio.current_time()
@@ -99,7 +93,7 @@ class Daemon:
             self._publisher.publish(replace(before, state=DaemonState.STOPPING, reason=reason))
         problem = None
         try:
-            async with Locked(self.folders):
+            async with self.folders.locked():
                 await self._stop()
         except (MpsError, OSError) as error:
             problem = str(error)
@@ -115,11 +109,11 @@ class Daemon:
                 # Its program was taken away before it: then it is ended without being asked.
                 log.warning("mps_daemon_not_asked", gpu=self.uuid, problem=str(error))
             else:
-                await gone(found, self._options.quit_seconds)
-            await end(found)
-        await end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
+                await processes.gone(found, self._options.quit_seconds)
+            await processes.end(found)
+        await processes.end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
         if await anyio.to_thread.run_sync(processes.listener, self.folders) is not None:
-            raise StillServed(
+            raise MpsError(
                 f"a process that is not to be seen from here listens in {self.folders.root}: the agent ends "
                 "it where it has the host's process IDs (mps.enabled of the chart); by hand: echo quit | "
                 f"{PIPE_DIRECTORY}={self.folders.pipe} {CONTROL}"

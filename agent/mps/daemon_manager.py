@@ -18,11 +18,10 @@ from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_lock import Locked
-from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter, shared_memory_source
+from agent.mps.daemon_parts import Options
+from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing, StartFailed
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 
 log = structlog.get_logger()
 
@@ -87,7 +86,7 @@ class DaemonManager:
             self._tasks = None
 
     async def look(self) -> None:
-        """Find the program, so that `refusal` can tell whether it is there."""
+        """Find the program, so that `refusal` knows whether it is there."""
         try:
             self.program = await anyio.to_thread.run_sync(lambda: self._find().version())
             self._problem = processes.kernel_problem()
@@ -99,29 +98,25 @@ class DaemonManager:
         return refusal(gpu, driver, self._problem)
 
     def status(self, uuid: str) -> DaemonStatus:
-        """The daemon of a GPU."""
         return self.statuses.value.get(uuid, NOBODY)
 
     def unready(self, uuid: str) -> str:
-        """Why pods of a GPU cannot start now, in words; empty: they can."""
         status = self.status(uuid)
         return "" if status.serving else status.reason or f"its MPS control daemon is {status.state.value}"
 
     def pipe(self, uuid: str) -> str:
-        """The host folder with the sockets of a GPU's daemon."""
         return str(Directories.of(self._run, uuid).pipe)
 
     def shared_memory(self, uuid: str) -> str:
-        """The host folder that pods of a GPU must have as /dev/shm."""
-        return shared_memory_source(self.status(uuid), Directories.of(self._run, uuid))
+        """The host folder that pods of a GPU must have as /dev/shm: the one that the daemon has."""
+        private = self.status(uuid).private_shm
+        return str(Directories.of(self._run, uuid).shm) if private else "/dev/shm"  # noqa: S108
 
     def daemon(self, uuid: str) -> Daemon | None:
-        """The supervisor of a GPU's daemon."""
         kept = self._kept.get(uuid)
         return kept.daemon if kept else None
 
     async def wait_serving(self, uuid: str) -> None:
-        """Return when pods of a GPU can start; bound it from outside."""
         await self.statuses.wait_for(lambda statuses: statuses.get(uuid, NOBODY).serving)
 
     async def set_up(self, gpu: Gpu) -> None:
@@ -188,7 +183,7 @@ class DaemonManager:
                 daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
             problem = await daemon.stop()
             self._publish()
-            self._tell(uuid, EventReason.LEFT, problem)
+            self._report_once(uuid, EventReason.LEFT, problem)
         finally:
             self._stopping.discard(uuid)
 
@@ -257,7 +252,7 @@ class DaemonManager:
                 await anyio.sleep(LEFTOVER_SECONDS if seen_off else min(SETTLED_SECONDS, LEFTOVER_SECONDS))
 
     async def _look_at_modes(self, assignment: Assignment) -> None:
-        """Put compute modes right on GPUs in other modes, where an earlier try failed; tell of others'."""
+        """Put compute modes right on GPUs in other modes, where an earlier try failed; report others'."""
         for uuid, mode in assignment.gpus.items():
             if mode.mode is Mode.MPS or uuid in self._kept or uuid in self._stopping:
                 self.leftovers.pop(uuid, None)
@@ -268,24 +263,24 @@ class DaemonManager:
                 if await anyio.to_thread.run_sync(folders.existing):
                     continue  # there is more to clear up than the mode
                 if await exclusive.ours():
-                    async with Locked(folders):  # nobody begins to use it meanwhile
+                    async with folders.locked():  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:
-                self._tell(uuid, EventReason.LEFT, str(error))
+                self._report_once(uuid, EventReason.LEFT, str(error))
                 continue
             try:
                 others = await exclusive.others()
             except MpsError:
-                continue  # with the driver away there is nothing to tell of
+                continue  # with the driver away there is nothing to report
             text = None
             if others:
                 text = (
                     f"it is in compute mode {others.name}, which the agent did not set: processes of several "
                     "pods cannot use it at once; nvidia-smi -c DEFAULT ends that"
                 )
-            self._tell(uuid, EventReason.OTHERS_MODE, text)
+            self._report_once(uuid, EventReason.OTHERS_MODE, text)
 
-    def _tell(self, uuid: str, kind: EventReason, problem: str | None) -> None:
+    def _report_once(self, uuid: str, kind: EventReason, problem: str | None) -> None:
         """Report what stands in the way on a GPU, once."""
         before = self.leftovers.get(uuid)
         if problem is None:

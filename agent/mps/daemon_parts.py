@@ -1,13 +1,27 @@
-"""The parts of one GPU's daemon that starting and probing share."""
+"""How MPS daemons are run, by the configuration, and the parts of one that starting and probing share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from agent.mps.compute_mode import ExclusiveMode
 from agent.mps.control_commands import Control
+from agent.mps.daemon_logs import Logs
+from agent.mps.daemon_status import StatusPublisher
 from agent.mps.directories import Directories
-from agent.mps.following import Logs
-from agent.mps.options import Options
-from agent.mps.status_publisher import Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of all daemons of a node; durations in seconds."""
+
+    cgroups: Path = Path("/sys/fs/cgroup")
+    shared_memory: int = 4 << 30  # bytes of each GPU
+    exclusive: bool = True  # keep GPUs in compute mode EXCLUSIVE_PROCESS while they serve
+    prestart: bool = True  # start the server before the first client, and hold it to be up
+    probe_seconds: float = 5.0
+    log_seconds: float = 2.0  # between two looks into the logs, where the kernel does not report writes
+    orphan_seconds: float = 30.0  # for clients of a dead daemon's server to leave
+    quit_seconds: int = 5  # for clients to leave when the daemon is stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +32,5 @@ class DaemonParts:
     folders: Directories
     exclusive: ExclusiveMode
     logs: Logs
-    publisher: Publisher
+    publisher: StatusPublisher
     options: Options

@@ -1,18 +1,20 @@
-"""How one GPU's daemon is doing, as plugins, metrics and `status` see it."""
+"""The status of one GPU's daemon as plugins, metrics and `status` see it, and the events of its changes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from agent.mps.directories import Directories
+import structlog
+
+from agent.kit.cell import Cell
 from agent.mps.parse import ServerState
+
+log = structlog.get_logger()
 
 RESTARTED = "; it is restarted"  # behind the reason of a daemon that ended
 
 
 class DaemonState(Enum):
-    """The life of a daemon."""
-
     STOPPED = "stopped"
     STARTING = "starting"
     SERVING = "serving"
@@ -65,6 +67,56 @@ class Reporter(Protocol):
         """`pids` are processes that the message is about."""
 
 
-def shared_memory_source(status: DaemonStatus, folders: Directories) -> str:
-    """The host folder that pods must have as /dev/shm: the one that the daemon has."""
-    return str(folders.shm) if status.private_shm else "/dev/shm"  # noqa: S108
+class StatusPublisher:
+    """Publishes the status of one GPU's daemon in `status`, and reports its changes."""
+
+    def __init__(self, uuid: str, report: Reporter) -> None:
+        self.uuid = uuid
+        self.status: Cell[DaemonStatus] = Cell(DaemonStatus())
+        self._report = report
+        self._failure: str | None = None  # the one that was reported last
+
+    @property
+    def now(self) -> DaemonStatus:
+        return self.status.value
+
+    def publish(self, after: DaemonStatus, culprits: frozenset[int] = frozenset()) -> None:
+        """Publish a status; `culprits` are processes that a fault is about."""
+        before = self.now
+        if after == before:
+            return
+        self.status.publish(after)
+        if (after.state, after.reason) == (before.state, before.reason):
+            return
+        log.info(
+            "mps_daemon", gpu=self.uuid, state=after.state.value, reason=after.reason or None, pid=after.pid
+        )
+        mended = after.serving and (before.state is DaemonState.FAULT or self._failure is not None)
+        if after.serving:
+            self._failure = None
+        if after.state is DaemonState.FAULT and before.state is not DaemonState.FAULT:
+            self.report(EventReason.FAULT, after.reason, culprits)
+        elif mended:
+            self.report(EventReason.RECOVERED, "the MPS control daemon serves again")
+
+    def failed(self, problem: str) -> None:
+        """The daemon ended, or did not start: it will be started again. The same failure is reported once."""
+        before = self.now
+        self.publish(
+            replace(
+                before,
+                state=DaemonState.STARTING,
+                reason=f"{problem}{RESTARTED}",
+                pid=None,
+                server=None,
+                server_state=None,
+                adopted=False,
+                restarts=before.restarts + 1,
+            )
+        )
+        if problem != self._failure:
+            self._failure = problem
+            self.report(EventReason.FAILED, problem)
+
+    def report(self, kind: EventReason, message: str, pids: frozenset[int] = frozenset()) -> None:
+        self._report(kind, self.uuid, message, pids)

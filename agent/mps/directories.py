@@ -13,15 +13,18 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import anyio.to_thread
+
 from agent.kit import trees
+from agent.kit.lock import Taken, exclusive
 from agent.kit.selinux import label_for_pods
-from agent.mps.errors import BadFolder
+from agent.mps.mps_errors import BadFolder, MpsError
 
 # sun_path holds 108 bytes with its end; the longest socket below the pipe folder is control_privileged.
 LONGEST_SOCKET_PATH = 107
@@ -35,8 +38,6 @@ REMOVE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Directories:
-    """The folders of one daemon."""
-
     root: Path
 
     @classmethod
@@ -71,10 +72,21 @@ class Directories:
         """Shared memory of the daemon and of its pods: their /dev/shm."""
         return self.root / "shm"
 
-    @property
-    def lock(self) -> Path:
-        """Held by the agent that looks after the daemon."""
-        return self.root / "agent.lock"
+    @asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """Be the one agent that looks after the daemon, while the context is open. Raises MpsError."""
+        file = self.root / "agent.lock"
+        lock = exclusive(file)
+        try:
+            await anyio.to_thread.run_sync(lock.__enter__)
+        except Taken as error:
+            raise MpsError(f"another agent looks after this MPS daemon: {error}") from error
+        except OSError as error:
+            raise MpsError(f"{file}: cannot be locked: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            lock.__exit__(None, None, None)
 
     def make(self) -> None:
         """Make the folders. Blocks. Raises BadFolder.

@@ -16,7 +16,7 @@ from agent.mps import launcher
 from agent.mps import shared_memory as shm
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
-from agent.mps.errors import StartFailed
+from agent.mps.mps_errors import StartFailed
 
 CGROUP = "gpu-node-agent-mps"
 START_SECONDS = 10.0

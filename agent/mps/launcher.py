@@ -96,13 +96,11 @@ def private_mounts(root: str, folder: str, over: dict[str, str]) -> None:
 
 
 def mount(libc: ctypes.CDLL, source: str | None, target: str, flags: int) -> None:
-    """mount(2). Raises OSError."""
     if libc.mount(source.encode() if source else None, target.encode(), None, ctypes.c_ulong(flags), None):
         failed(f"mount {source or ''} {target}")
 
 
 def failed(what: str) -> None:
-    """Raise the libc call's error."""
     number = ctypes.get_errno()
     raise OSError(number, f"{what}: {os.strerror(number)}")
 

@@ -3,7 +3,7 @@
 import re
 from enum import Enum
 
-from agent.mps.errors import CommandRefused, NotSupported
+from agent.mps.mps_errors import DaemonRefused, NotSupported
 
 _PID = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
@@ -21,12 +21,12 @@ class ServerState(Enum):
 
 
 def check(command: str, answer: str) -> str:
-    """The answer, if it is one. Raises NotSupported, CommandRefused with the daemon's words."""
+    """The answer, if it is one. Raises NotSupported, DaemonRefused with the daemon's words."""
     lowered = answer.lower()
     if "unknown command" in lowered:
         raise NotSupported(f"this MPS control daemon has no command {command.partition(' ')[0]!r}")
     if any(mark in lowered for mark in _REFUSALS):
-        raise CommandRefused(f"MPS control daemon on {command!r}: {' '.join(answer.split())}")
+        raise DaemonRefused(f"MPS control daemon on {command!r}: {' '.join(answer.split())}")
     return answer
 
 
@@ -58,7 +58,6 @@ def percentage(answer: str) -> float | None:
 
 
 def server_state(answer: str) -> ServerState:
-    """The state that an answer names."""
     for word in re.findall(r"[A-Za-z]+", answer.upper()):
         if word in ServerState.__members__:
             return ServerState[word]

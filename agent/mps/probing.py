@@ -17,10 +17,9 @@ from agent.mps import processes
 from agent.mps.control_commands import Survey
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
-from agent.mps.errors import CommandRefused, MpsError, ProgramMissing, StartFailed, Unanswered
+from agent.mps.mps_errors import DaemonRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
-from agent.mps.terminate import end
 
 log = structlog.get_logger()
 
@@ -35,13 +34,10 @@ FULL_PERCENTAGE = 100.0
 REPORT_SECONDS = 600.0  # a setting that is changed again and again is reported once in so long
 
 
-class Prober:
+class DaemonProber:
     """Watches one running daemon; `clients` are the PIDs of its clients as of the last probe."""
 
-    def __init__(
-        self,
-        parts: DaemonParts,
-    ) -> None:
+    def __init__(self, parts: DaemonParts) -> None:
         self.clients: tuple[int, ...] = ()
         self._parts = parts
         self._clients_known = False  # whether this daemon has named them
@@ -49,7 +45,7 @@ class Prober:
         self._turned = -SETTLE_SECONDS  # when the logs last showed a fault's begin or end
         self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
         self._held_until = 0.0  # a fault by the logs alone lasts so long at least
-        self._told_of_setting = -REPORT_SECONDS
+        self._setting_reported = -REPORT_SECONDS
 
     @property
     def _uuid(self) -> str:
@@ -126,15 +122,15 @@ class Prober:
         return said != owned and anyio.current_time() - self._turned < SETTLE_SECONDS
 
     def _judge_by_logs(self) -> None:
-        """Publish at once what the logs tell of, where the daemon could not tell more."""
+        """Publish a fault of the logs at once, where the daemon itself reports none."""
         now = self._parts.publisher.now
-        if self._parts.control.tells_state or now.server is None:
+        if self._parts.control.gives_state or now.server is None:
             return
         if now.serving or now.state is DaemonState.FAULT:
             self._publish_judged(now, self._fault_by_logs())
 
     def _fault_by_logs(self) -> str | None:
-        """The fault that the logs of a server of an old driver tell of; it lasts a while at least."""
+        """The fault by the logs of a server of an old driver; it lasts a while at least."""
         now = anyio.current_time()
         before = self._parts.publisher.now
         if (fault := self._parts.logs.said.fault) is None:
@@ -164,7 +160,7 @@ class Prober:
         self._publish_judged(seen, self._fault(server, state))
 
     def _fault(self, server: int | None, state: ServerState | None) -> str | None:
-        if server is not None and not self._parts.control.tells_state:
+        if server is not None and not self._parts.control.gives_state:
             return self._fault_by_logs()
         if state is ServerState.FAULT:
             return "its server says FAULT"
@@ -176,7 +172,7 @@ class Prober:
         """Publish `seen`, in or out of fault."""
         begins = fault is not None and seen.state is not DaemonState.FAULT
         ends = fault is None and seen.state is DaemonState.FAULT
-        if self._parts.control.tells_state and (begins or ends):
+        if self._parts.control.gives_state and (begins or ends):
             self._urgency.reset()  # what the logs called for was true
         if fault and not begins:
             fault = seen.fault  # one fault, one reason
@@ -196,12 +192,12 @@ class Prober:
             return
         try:
             await self._parts.control.set_default_percentage(int(FULL_PERCENTAGE))
-        except CommandRefused as error:
+        except DaemonRefused as error:
             # Clients are served all the same.
             log.warning("mps_percentage_not_restored", gpu=self._uuid, found=found, problem=str(error))
             return
-        if anyio.current_time() - self._told_of_setting >= REPORT_SECONDS:
-            self._told_of_setting = anyio.current_time()
+        if anyio.current_time() - self._setting_reported >= REPORT_SECONDS:
+            self._setting_reported = anyio.current_time()
             self._parts.publisher.report(
                 EventReason.SETTING,
                 f"somebody set the default active thread percentage to {found:g}, it was set back to "
@@ -251,7 +247,7 @@ class Prober:
         if servers and not (self._clients_known and await anyio.to_thread.run_sync(self._deserted)):
             return
         log.error("mps_daemon_hangs", gpu=self._uuid, pid=process.pid, seconds=HANG_SECONDS)
-        await end((process, *servers))
+        await processes.end((process, *servers))
 
     def _deserted(self) -> bool:
         """Whether all clients that were named last have ended: without its daemon a server gets no more."""

@@ -1,4 +1,4 @@
-"""Finding processes of MPS in /proc: the daemon and the servers of one pipe folder. All of it blocks.
+"""Finding and ending processes of MPS: the daemon and the servers of one pipe folder. What finds blocks.
 
 Any process can have a daemon's name, arguments and environment. What no pod can have is a place outside of
 its cgroup: that is what a daemon is known by.
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
+
 from agent.model.cgroup import container_of
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import launch
@@ -22,6 +25,8 @@ PROC = Path("/proc")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Any process may have the kernel give out gigabytes as these (PR_SET_MM_MAP of prctl(2)).
 COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
+GONE_SECONDS = 3.0
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,22 @@ class Process:
             os.close(descriptor)
 
 
+async def end(doomed: tuple[Process, ...]) -> None:
+    """Return once they have ended: by themselves, by request, or by force. Bounded."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        doomed = tuple([each for each in doomed if await anyio.to_thread.run_sync(each.alive)])
+        for process in doomed:
+            await anyio.to_thread.run_sync(process.send, number)
+        await gone(doomed)
+
+
+async def gone(doomed: tuple[Process, ...], patience: float = 0.0) -> None:
+    """Return once they have ended, at the latest `patience` seconds later than they should have."""
+    with anyio.move_on_after(GONE_SECONDS + patience):
+        while any([await anyio.to_thread.run_sync(each.alive) for each in doomed]):
+            await anyio.sleep(POLL_SECONDS)
+
+
 def kernel_problem() -> str | None:
     """Why processes cannot be held on to on this kernel, with the remedy; None: they can."""
     try:
@@ -62,22 +83,26 @@ def kernel_problem() -> str | None:
     return None
 
 
-def identify(pid: int) -> Process | None:
+def folders(proc: Path = PROC) -> Iterator[Path]:
+    """The folder of each process."""
+    return (proc / entry.name for entry in os.scandir(proc) if entry.name.isdigit())
+
+
+def identify(pid: int, proc: Path = PROC) -> Process | None:
     """The process of that PID; None: there is none, or it is a zombie."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else Process(pid, int(fields[19]))
+    # One whose first thread has ended looks like a zombie, and its sockets live with the other threads.
+    ended = fields[0] in ("Z", "X") and int(fields[17]) <= 1
+    return None if ended else Process(pid, int(fields[19]))
 
 
-def daemons(pipe: Path, below: bool = False) -> tuple[Process, ...]:
-    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment.
-
-    `below`: those in PID namespaces below ours and in any cgroup, too, for an observer outside.
-    """
-    return tuple(each for each in _found(CONTROL, pipe, _in_background) if below or _own(each.pid, root=True))
+def daemons(pipe: Path) -> tuple[Process, ...]:
+    """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment."""
+    return tuple(each for each in _found(CONTROL, pipe, _in_background) if _own(each.pid, root=True))
 
 
 def impostors(pipe: Path) -> tuple[Process, ...]:
@@ -143,10 +168,7 @@ def _in_background(words: list[str]) -> bool:
 
 def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
-    for entry in os.scandir(PROC):
-        if not entry.name.isdigit():
-            continue
-        folder = PROC / entry.name
+    for folder in folders():
         try:
             # Cheap first: most processes are recognised by their command line.
             words = _read(folder / "cmdline", COMMAND_BYTES).split(b"\0")
@@ -156,7 +178,7 @@ def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Itera
                 continue
         except OSError:
             continue  # gone, or a kernel thread
-        if fits([os.fsdecode(word) for word in words]) and (found := identify(int(entry.name))):
+        if fits([os.fsdecode(word) for word in words]) and (found := identify(int(folder.name))):
             yield found
 
 
@@ -190,13 +212,18 @@ def outside_pods(cgroups: str, own: str) -> bool:
     return container_of(cgroups) is None
 
 
-def effective_user(pid: int, proc: Path = PROC) -> int:
-    """The user ID that a process acts as. Raises OSError.
+def user_ids(pid: int, proc: Path = PROC) -> tuple[int, ...]:
+    """Real, effective, saved and file system user ID of a process. Raises OSError.
 
     The owner of its folder in /proc is not: that is root for a process that is not dumpable (proc(5)).
     """
     # The kernel keeps line feeds out of a process's name, but no other end of a line.
     for line in (proc / str(pid) / "status").read_bytes().split(b"\n"):
         if line.startswith(b"Uid:"):
-            return int(line.split()[2])
+            return tuple(int(word) for word in line.split()[1:])
     raise ProcessLookupError(f"process {pid} has no user")
+
+
+def effective_user(pid: int, proc: Path = PROC) -> int:
+    """The user ID that a process acts as. Raises OSError."""
+    return user_ids(pid, proc)[1]

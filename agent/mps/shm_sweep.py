@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from agent.kit import trees
+from agent.mps import processes
 
 MOUNTED_AT = "/dev/shm"  # noqa: S108  where containers have it
 YOUNG_SECONDS = 60.0  # a file that changed since is left alone; so much may the clock be off, too
@@ -38,7 +39,7 @@ class User:
 
 
 @dataclass
-class Seen:
+class Usage:
     """Who uses a shared memory now; `inodes` are open or mapped."""
 
     users: list[User] = field(default_factory=list)
@@ -83,18 +84,15 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple
     return len(swept), sum(swept)
 
 
-def look(device: int, own: Collection[int], proc: Path) -> Seen:
+def look(device: int, own: Collection[int], proc: Path) -> Usage:
     """Which processes, `own` aside, have a file system as their /dev/shm, and what of it anybody uses."""
-    found = Seen()
+    found = Usage()
     number = f"{os.major(device)}:{os.minor(device)}"
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")
     mounts: dict[str, set[str]] = {}  # IDs of its mounts, by mount namespace that has it as /dev/shm
     having: list[Path] = []
-    for entry in os.scandir(proc):
-        if not entry.name.isdigit():
-            continue
-        folder = proc / entry.name
+    for folder in processes.folders(proc):
         with suppress(OSError):  # it has ended
             namespace = str((folder / "ns" / "mnt").readlink())
             if namespace not in mounts:
@@ -105,8 +103,10 @@ def look(device: int, own: Collection[int], proc: Path) -> Seen:
     for folder in having:
         with suppress(OSError):  # it has ended
             found.inodes |= _mapped(folder / "maps", device) | _opened(folder, device, every)
-            if int(folder.name) not in own:
-                found.users.append(User(boot + _started(folder / "stat") / ticks, _users(folder / "status")))
+            pid = int(folder.name)
+            if pid not in own and (process := processes.identify(pid, proc)):
+                users = frozenset(processes.user_ids(pid, proc))
+                found.users.append(User(boot + process.started / ticks, users))
     return found
 
 
@@ -146,17 +146,6 @@ def _mount(fdinfo: Path) -> str:
     """The ID of the mount that an open file is on; empty: the kernel does not say."""
     with _lines(fdinfo) as lines:
         return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
-
-
-def _started(stat_file: Path) -> int:
-    """Clock ticks from boot to the begin of a process."""
-    return int(stat_file.read_text(errors="replace").rpartition(")")[2].split()[19])
-
-
-def _users(status: Path) -> frozenset[int]:
-    with _lines(status) as lines:
-        line = next(line for line in lines if line.startswith("Uid:"))
-    return frozenset(int(word) for word in line.split()[1:])
 
 
 def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: int, depth: int = 1) -> int:

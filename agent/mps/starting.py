@@ -11,9 +11,8 @@ from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, EventReason
-from agent.mps.errors import StartFailed
+from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
-from agent.mps.terminate import end
 
 log = structlog.get_logger()
 
@@ -23,14 +22,7 @@ MOST_NAMED = 10  # of processes that are made to look like a daemon: any pod may
 
 
 class Starter:
-    """Adopts or starts the daemon of one GPU."""
-
-    def __init__(
-        self,
-        program: Program,
-        parts: DaemonParts,
-        multi_user: dict[object, bool],
-    ) -> None:
+    def __init__(self, program: Program, parts: DaemonParts, multi_user: dict[object, bool]) -> None:
         """`multi_user` remembers which versions have the flag, for all daemons that share it."""
         self._program = program
         self._parts = parts
@@ -39,7 +31,7 @@ class Starter:
 
     async def adopted(self) -> Process | None:
         """The daemon of an earlier agent, if there is one on our pipe folder."""
-        await self._tell_of_impostors()
+        await self._report_impostors()
         process = await anyio.to_thread.run_sync(processes.daemon_of, self._parts.folders)
         if process is None:
             return None
@@ -103,7 +95,7 @@ class Starter:
         )
         return process
 
-    async def _tell_of_impostors(self) -> None:
+    async def _report_impostors(self) -> None:
         """Report processes that were made to look like this daemon, once each, and however many in one go."""
         found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._parts.folders.pipe))
         if pids := sorted(each.pid for each in found - self._impostors):
@@ -133,7 +125,7 @@ class Starter:
             gpu=self._parts.publisher.uuid,
             waited_seconds=self._parts.options.orphan_seconds,
         )
-        await end(orphans)
+        await processes.end(orphans)
 
     async def _appeared(self) -> Process:
         with anyio.move_on_after(ANSWER_SECONDS):

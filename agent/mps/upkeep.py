@@ -12,9 +12,8 @@ from agent.mps import launch, processes, shared_memory
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.mps.shm_sweep import sweep
-from agent.mps.terminate import end
 
 log = structlog.get_logger()
 
@@ -42,7 +41,6 @@ class Upkeep:
         self._problems: dict[str, str] = {}  # that were logged last
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
         look = 0
         while True:
             for uuid, status in self._manager.statuses.value.items():
@@ -77,8 +75,8 @@ class Upkeep:
         if survey.servers and (survey.clients is None or survey.clients):
             return False
         log.info("mps_daemon_of_before_replaced", gpu=uuid, pid=status.pid)
-        await end(await anyio.to_thread.run_sync(processes.daemons, folders.pipe))
-        await end(await anyio.to_thread.run_sync(processes.servers, folders.pipe))
+        await processes.end(await anyio.to_thread.run_sync(processes.daemons, folders.pipe))
+        await processes.end(await anyio.to_thread.run_sync(processes.servers, folders.pipe))
         return True
 
     def _keep_memory(self, uuid: str, folders: Directories, sweeping: bool) -> str | None:

@@ -4,14 +4,13 @@ MPS of drivers before 580 has no multi-user server: the processes of a second us
 without a limit of time, until those of the first have all ended (NVIDIA's documentation on MPS, "Server").
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from agent.kubelet.owners import ProcessUnreadable, container_of_process
-from agent.mps.processes import effective_user
+from agent.mps import processes
 
 MOST_NAMED = 5  # users of a pod: root in it may take any number
 
@@ -19,13 +18,11 @@ MOST_NAMED = 5  # users of a pod: root in it may take any number
 def users_of(containers: AbstractSet[str], proc: Path) -> Mapping[str, frozenset[int]]:
     """Users of the processes of these containers (IDs). Blocks: it looks at every process of the node."""
     found: dict[str, set[int]] = defaultdict(set)
-    for entry in os.scandir(proc) if containers else ():
-        if not entry.name.isdigit():
-            continue
+    for folder in processes.folders(proc) if containers else ():
         try:
-            container = container_of_process(int(entry.name), proc)
+            container = container_of_process(int(folder.name), proc)
             if container and container.container_id in containers:
-                found[container.container_id].add(effective_user(int(entry.name), proc))
+                found[container.container_id].add(processes.effective_user(int(folder.name), proc))
         except (OSError, ProcessUnreadable):
             continue  # it has ended
     return {container: frozenset(users) for container, users in found.items()}

@@ -2,10 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-import msgspec
-
 from agent.cluster.api import KubeApi
-from agent.cluster.node import Node, NodeObject
+from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
 from agent.node.conditions import CONDITION
 from agent.node.labels import GFD_MARK
@@ -19,21 +17,15 @@ GPU_LABELS = tuple(
 )
 
 
-class _NodeList(msgspec.Struct):
-    items: list[Node]
-
-
 async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     """Remove everything that the agent wrote to the node but the annotations in `keep`; again is nothing.
 
-    What a person wrote stays: the mode's label, a cordon. Raises ApiError, msgspec.DecodeError.
+    What a person wrote stays: the mode's label, a cordon. Raises ApiError.
     """
-    # A list of one: the agent's account may list nodes and needs no right to get them.
-    data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
-    found = msgspec.json.decode(data, type=_NodeList).items
-    if not found:
+    node = await read_node(api, name)
+    if node is None:
         return
-    metadata = found[0].metadata
+    metadata = node.metadata
     labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
     kept = {CORDON, *keep}
     annotations = {
@@ -42,7 +34,7 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     if labels or annotations:
         body = {"metadata": {"labels": labels, "annotations": annotations}}
         await api.merge_patch(f"/api/v1/nodes/{name}", body)
-    if any(each.get("key") == TAINT for each in found[0].spec.taints):
+    if any(each.get("key") == TAINT for each in node.spec.taints):
         await NodeObject(api, name).set_taint(TAINT, EFFECT, present=False)
     condition = {"type": CONDITION, "$patch": "delete"}
     await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})

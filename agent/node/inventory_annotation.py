@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import anyio
 import structlog
@@ -10,9 +9,9 @@ import structlog
 from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.kit.follow import follow as follow_cells
 from agent.model.growth import Growth
-from agent.model.modes import Assignment, Mode
-from agent.model.mps_abilities import client_ceiling
+from agent.model.modes import Assignment
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
 
 log = structlog.get_logger()
@@ -29,16 +28,17 @@ def inventory_of(
     most_clients: int | None = None,
     grown: Mapping[str, Growth] = NOTHING,
 ) -> NodeInventory:
-    """The inventory for schedulers. `most_clients`: a ceiling of MPS clients below what MPS can serve.
+    """The inventory for schedulers. `most_clients`: a ceiling of clients below that of the mode.
 
-    `grown`: what vGPU containers of GPUs, by UUID, have beyond what their pods asked for.
+    `grown`: by GPU (UUID), the growth of containers beyond the requests of their pods.
     """
     entries: dict[int, GpuEntry] = {}
     # A lost GPU keeps the index that another may have by now: those that can be offered come first.
     for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
         gpu, mode = state.gpu, assignment.of(state.uuid)
-        ceiling = client_ceiling(gpu, snapshot.driver) if mode.mode is Mode.MPS else 0
-        growth = grown.get(gpu.uuid, _NONE) if mode.mode is Mode.VGPU else _NONE
+        row = mode.mode.row
+        ceiling = row.client_ceiling(gpu, snapshot.driver) if row.client_ceiling else 0
+        growth = grown.get(gpu.uuid, _NONE) if row.resizable else _NONE
         entry = GpuEntry(
             gpu.uuid,
             gpu.index,
@@ -76,14 +76,7 @@ async def follow(
             if note != notes.value:
                 notes.publish(note)
 
-    async def on(cell: Cell[Any]) -> None:
-        async for _ in cell.values():
-            look()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(on, inventory)
-        group.start_soon(on, modes)
-        group.start_soon(on, grown)
+    await follow_cells(look, inventory, modes, grown)
 
 
 def ahead(

@@ -8,15 +8,14 @@ import anyio
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.conversion import convert
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodCache
+from agent.cluster.pods import PodCache, convert
 from agent.kit.backoff import Backoff
 from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
 from agent.kubelet.record import View
 from agent.model.demand import Pod
-from agent.pairing.ports import PodSource, PodsUnavailable, Recorder
+from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 
@@ -37,7 +36,6 @@ class ClusterPods(PodSource):
         return View(pods, reflector.synced and reflector.problem is None, known.contested)
 
     def pods_on_node(self) -> Collection[Pod]:
-        """The pods as last seen by the watch."""
         return self._as_model(self._cache.pods().values())
 
     def inform(self, record: HoldingsWatch, node: str) -> None:
@@ -86,7 +84,6 @@ class ClusterRecorder(Recorder):
         self._news.set()
 
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
-        """An event of the pod."""
         regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
         self._events.emit(Event(regarding, reason, message, warning=warning, key=key))
 

@@ -36,7 +36,6 @@ class Asker:
 
     @property
     def holder(self) -> Holder:
-        """Its names."""
         return Holder(self.pod.namespace, self.pod.name, self.container.name)
 
     def needs(self, pair: ResourcePair) -> tuple[Demand, InitContainerGroup | None]:
@@ -56,7 +55,6 @@ class Records:
 
     @classmethod
     def of(cls, pair: ResourcePair, listed: PodList) -> "Records":
-        """The part of a record that concerns `pair`."""
         members = {resource_of(pair, member): member for member in PairMember}
         held = [
             Held(Holder(each.namespace, each.pod, each.container), member, each.id_set, not each.listed)
@@ -69,12 +67,10 @@ class Records:
 
     @cached_property
     def pods(self) -> frozenset[PodKey]:
-        """Pods that the kubelet lists."""
         return frozenset(each.pod_key for each in self.containers)
 
 
 def resource_of(pair: ResourcePair, member: PairMember) -> str:
-    """The resource's name."""
     return pair.core if member is PairMember.CORE else pair.memory
 
 

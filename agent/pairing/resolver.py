@@ -10,7 +10,7 @@ from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.model.demand import STATIC_PODS, Pod
 from agent.model.ledger import PairMember, Reservation
 from agent.model.units import ResourcePair
-from agent.pairing.ports import Cause, PairRefused, PodSource, PodsUnavailable
+from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import Asker, PodKey, Records, askers, resource_of, same_outcome
 
 log = structlog.get_logger()
@@ -24,8 +24,6 @@ RETRY = "create the pod again"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts at one moment of a call."""
-
     records: Records | None  # None: they cannot be read
     pods: Mapping[PodKey, Pod]
     unknown: frozenset[PodKey] = frozenset()  # listed pods whose spec cannot be read
@@ -33,8 +31,6 @@ class Facts:
 
 
 class RequesterResolver:
-    """Names the container behind a request."""
-
     def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
         self._pair = pair
         self._record = record

@@ -16,9 +16,9 @@ from agent.model.modes import Assignment, Mode
 from agent.model.placement import Policy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
-from agent.pairing.reducer import Rules
+from agent.pairing.pair_rules import PairRules
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PodSource, Recorder
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins.inject import Injector
 from agent.settings import Settings
@@ -26,8 +26,6 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class PluginContext:
-    """The node as plugins see it."""
-
     settings: Settings
     inventory: Cell[Snapshot]
     modes: Cell[Assignment]
@@ -38,28 +36,22 @@ class PluginContext:
     node: str = ""  # its name; empty: there is no way to the Kubernetes API
 
 
-class PairSettings(Protocol):
-    """The configuration of a mode with a pair of resources."""
+def pairing_of(
+    context: PluginContext, pair: ResourcePair, placement: str, reservation_seconds: float
+) -> Pairing:
+    """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones.
 
-    @property
-    def placement(self) -> str:
-        """The policy of a pod that names none."""
-
-    @property
-    def reservation_seconds(self) -> float:
-        """How long a pair is promised to a container that has one half of it."""
-
-
-def pairing_of(context: PluginContext, pair: ResourcePair, configured: PairSettings) -> Pairing:
-    """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones."""
+    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is promised to a
+    container that has one member of it.
+    """
 
     def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         return choose(context.inventory.value.topology, free, must_include, size)
 
-    rules = Rules(
+    rules = PairRules(
         pair,
-        Policy(configured.placement),
-        configured.reservation_seconds,
+        Policy(placement),
+        reservation_seconds,
         connected if pair.whole_gpus else lowest,
         context.node,
     )

@@ -45,9 +45,7 @@ class NodeSoftware:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The way in use and why."""
-
+class InjectionChoice:
     cdi: bool
     reason: str
 
@@ -57,27 +55,27 @@ def choose(
     software: NodeSoftware | None,
     toolkit_devices: frozenset[str],
     own: Devices = Devices(),  # noqa: B008  frozen
-) -> Choice:
+) -> InjectionChoice:
     """The way that configuration and node allow; `auto` takes CDI only where all sides do it."""
     strategy = settings.injection.strategy
     if settings.simulator.profile:
         # Whatever specifications lie about: no runtime can give a container a GPU that is not there.
-        return Choice(False, "the GPUs are simulated")
+        return InjectionChoice(False, "the GPUs are simulated")
     if strategy != "auto":
-        return Choice(strategy == "cdi", f"injection.strategy is {strategy}")
+        return InjectionChoice(strategy == "cdi", f"injection.strategy is {strategy}")
     if not own.names:
         if not toolkit_devices:
             why = f"; our own is not there: {own.problem}" if own.problem else ""
-            return Choice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found{why}")
+            return InjectionChoice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found{why}")
         if not any(name.startswith("GPU-") for name in toolkit_devices):
             # Older toolkits name by index unless configured otherwise, and an index is no name for life.
             remedy = "generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
             why = f"the CDI specification of kind {TOOLKIT_KIND} names no GPU by its UUID; {remedy}"
-            return Choice(False, why)
+            return InjectionChoice(False, why)
     if problem := cdi_problem(software):
-        return Choice(False, problem)
+        return InjectionChoice(False, problem)
     whose = f"our own specification of kind {KIND}" if own.names else "the toolkit's specification"
-    return Choice(True, f"kubelet, container runtime and {whose} support CDI")
+    return InjectionChoice(True, f"kubelet, container runtime and {whose} support CDI")
 
 
 def cdi_problem(software: NodeSoftware | None) -> str | None:

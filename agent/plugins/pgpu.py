@@ -3,7 +3,7 @@
 A GPU may be time-sliced instead: it is then listed as N replicas, here or as `nvidia.com/gpu.shared`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from time import monotonic
 
 import structlog
@@ -30,9 +30,6 @@ from agent.plugins.inject import Injector
 log = structlog.get_logger()
 
 RESOURCE, SHARED_RESOURCE = Mode.PGPU.resources
-
-# Chooses IDs of whole GPUs: (available, must include, size) -> chosen.
-WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
 
 
 class PgpuPlugin:
@@ -67,17 +64,14 @@ class PgpuPlugin:
         self.lists: Cell[bytes] = Cell(self._encoded(modes.value))
 
     async def run(self) -> None:
-        """Keep the list true: one publication for each change that the kubelet would notice."""
         await follow(self.refresh, self._inventory, self._modes, self._record.cell)
 
     def refresh(self) -> None:
-        """Bring the list up to date now."""
         encoded = self._encoded(self._modes.value)
         if encoded != self.lists.value:
             self.lists.publish(encoded)
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
-        """Capacity and allocatable as the kubelet will count them under an assignment."""
         devices = list(self._devices(assignment))
         return len(devices), sum(healthy for _, healthy, _ in devices)
 

@@ -7,6 +7,8 @@ NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import anyio
+
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
@@ -16,9 +18,9 @@ from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import Cause, PairRefused
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import resource_of
 from agent.plugins import encode
 from agent.plugins.inject import Injector
@@ -103,7 +105,7 @@ class SharedPair:
         self._pools: dict[str, UnitPool] = {}
 
     def restock(self) -> None:
-        """Tell pairing what there is to offer now.
+        """Hand pairing the units that can be offered now.
 
         Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
         never offers fractions holds none.
@@ -138,7 +140,6 @@ class SharedPair:
         return replace(pool, index=gpu.index, offerable=offerable, keeps=keeps)
 
     async def run(self) -> None:
-        """Follow inventory, modes and the record for ever."""
         await follow(self.refresh, self.inventory, self.modes, self._record)
 
     def refresh(self) -> None:
@@ -149,8 +150,6 @@ class SharedPair:
 
 
 class SharedPairPlugin:
-    """One member of a pair as a resource."""
-
     offers_preference = True
     needs_pre_start = False
 
@@ -167,9 +166,12 @@ class SharedPairPlugin:
         self.lists: Cell[bytes] = Cell(self._encoded())
 
     async def run(self) -> None:
-        """Keep the list true: one publication for each change that the kubelet would notice."""
+        """Keep the list true; the core member keeps pools and records of both."""
         shares = self._shares
-        await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
+        async with anyio.create_task_group() as group:
+            if self._member is PairMember.CORE:
+                group.start_soon(shares.run)
+            await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
 
     def refresh(self) -> None:
         """Bring the list up to date now; only parts of GPUs that changed are made again."""
@@ -189,7 +191,6 @@ class SharedPairPlugin:
         return tuple(cell.version for cell in (shares.inventory, shares.modes, shares.pairing.changes))
 
     def figures(self, assignment: Assignment) -> tuple[int, int]:
-        """Capacity and allocatable as the kubelet will count them under an assignment."""
         chunks = list(self._parts(assignment))
         return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
 

@@ -20,8 +20,6 @@ log = structlog.get_logger()
 
 
 class VgpuPlugin(SharedPairPlugin):
-    """One member; that of the cores looks after what both share."""
-
     def __init__(
         self,
         shares: SharedPair,
@@ -35,16 +33,14 @@ class VgpuPlugin(SharedPairPlugin):
         self._hooked = hooked(enforcement, library)
         self._snapshot = inventory
         self._enforcement = enforcement
-        self._keeper = member is PairMember.CORE
         super().__init__(shares, member, injector)
 
     async def run(self) -> None:
-        """Keep the list true, and for the core member the pools and the records of both."""
+        """Keep the list true; the core member logs what is to be known of the mode."""
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
-            if self._keeper:
+            if self._member is PairMember.CORE:
                 log.info("vgpu_in_use", enforcement=self._enforcement)
-                group.start_soon(self._shares.run)
                 if self._hooked:
                     group.start_soon(self._warn)
 
@@ -62,10 +58,9 @@ def build(
     fence: Fence = no_fence,
     grown: Callable[[str], frozenset[str]] = none_grown,
 ) -> tuple[SharedPair, list[VgpuPlugin]]:
-    """The two resources and what they share."""
     settings, inventory = context.settings, context.inventory
     configured = settings.vgpu
-    pairing = pairing_of(context, VGPU, configured)
+    pairing = pairing_of(context, VGPU, configured.placement, configured.reservation_seconds)
     sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
     shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
     return shares, [

@@ -11,7 +11,6 @@ from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kubelet.holdings import holders_by_gpu
 from agent.model.health import FaultKind, HealthState
-from agent.modes.cordon_book import CordonBook
 from agent.modes.cordons import LONGEST_REASON
 from agent.status.report import Document, StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
@@ -94,7 +93,7 @@ class Commands:
         return {"releasedForSeconds": seconds}
 
     async def _cordon(self, request: Mapping[str, object]) -> Document:
-        book, state = self._book(), self._named(str(request.get("gpu", "")))
+        book, state = self._sources.cordons, self._named(str(request.get("gpu", "")))
         reason = " ".join(str(request.get("reason") or "").split())
         if len(reason) > LONGEST_REASON:
             raise CommandRefused(f"say why in {LONGEST_REASON} characters at most")
@@ -106,18 +105,13 @@ class Commands:
         return {"uuid": state.uuid, "index": state.gpu.index, "waitingFor": pods}
 
     async def _uncordon(self, request: Mapping[str, object]) -> Document:
-        book, state = self._book(), self._named(str(request.get("gpu", "")))
+        book, state = self._sources.cordons, self._named(str(request.get("gpu", "")))
         known = book.cell.value.get(state.uuid)
         if known is None:
             raise CommandRefused(f"GPU {state.uuid} (index {state.gpu.index}) is not cordoned")
         log.warning("uncordon_asked_for", gpu=state.uuid, index=state.gpu.index)
         await self._written(book.remove(state.uuid))
         return {"uuid": state.uuid, "index": state.gpu.index, "was": known.words}
-
-    def _book(self) -> CordonBook:
-        if self._sources.cordons is None:
-            raise CommandRefused("the agent has not come so far yet; see its log")
-        return self._sources.cordons
 
     @staticmethod
     async def _written(write: Awaitable[None]) -> None:

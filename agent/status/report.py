@@ -3,39 +3,24 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from agent import __version__
 from agent.inventory.actor import Inventory
 from agent.inventory.clock import boot_seconds
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kubelet.holdings import Holder, HoldingsWatch, holders_by_gpu
-from agent.model.demand import VGPU
+from agent.kubelet.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.model.health import HealthState, Rules
-from agent.model.modes import GpuMode, Mode
+from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.switch_state import GpuSwitch, SwitchState
 
 Document = dict[str, Any]
 
 
-def _no_mps(_: str) -> Document | None:
-    return None
-
-
-class Limits(Protocol):
-    """Limits of vGPU containers."""
-
-    @property
-    def computes(self) -> bool:
-        """Whether containers that start now are held to their share of compute."""
-
-    def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
-
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """The limits of one container; None: it has none, and is not measured."""
+# The limits of one container by namespace, pod, name and GPU; None: it has none, and is not measured.
+ContainerLimits = Callable[[str, str, str, str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +33,13 @@ class StatusSources:
     switch: Callable[[], SwitchState]
     injection: Callable[[], tuple[str, str]]
     blockers: Callable[[], Sequence[str]]
-    mps: Callable[[str], Document | None] = _no_mps  # the daemon of a GPU, by UUID; None: it has none
-    remarks: Callable[[], Sequence[str]] = list
-    cordons: CordonBook | None = None
-    limits: Limits | None = None  # of vGPU containers
+    mps: Callable[[str], Document | None]  # the daemon of a GPU, by UUID; None: it has none
+    remarks: Callable[[], Sequence[str]]
+    cordons: CordonBook
+    # Whether a mode's containers are kept to their shares: yes, no, memory (compute is not enforced);
+    # None: its GPUs are not shared by amounts.
+    enforced: Callable[[Mode], str | None]
+    limits: Mapping[Mode, ContainerLimits]  # of the modes that have some
 
 
 def report(sources: StatusSources) -> Document:
@@ -103,12 +91,11 @@ def _problems(sources: StatusSources, blockers: Sequence[str]) -> list[str]:
 
 
 def _gpu(
-    sources: StatusSources, state: GpuState, switch: GpuSwitch | None, holders: Sequence[Holder]
+    sources: StatusSources, state: GpuState, switch: GpuSwitch | None, holders: Sequence[GpuHolder]
 ) -> Document:
     gpu = state.gpu
     active = switch.active if switch else None
-    mps = sources.mps(state.uuid)
-    cordon = sources.cordons.cell.value.get(state.uuid) if sources.cordons else None
+    cordon = sources.cordons.cell.value.get(state.uuid)
     return {
         "index": gpu.index,
         "uuid": gpu.uuid,
@@ -124,29 +111,14 @@ def _gpu(
             "selling": bool(active and active.offered),
             "reason": _mode_reason(switch),
             "waitingFor": list(switch.waiting_for) if switch else [],
-            "enforced": _enforced(active, mps, sources.limits),
+            "enforced": sources.enforced(active.mode) if active else None,
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.gpu_monitor.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
-        "mps": mps,
-        "holders": [_holder(holder, state.uuid, sources.limits) for holder in holders],
+        "mps": sources.mps(state.uuid),
+        "holders": [_holder(holder, state.uuid, sources.limits.get(holder.mode)) for holder in holders],
     }
-
-
-def _enforced(active: GpuMode | None, mps: Document | None, limits: Limits | None) -> str | None:
-    """Whether processes are kept to their shares; None where a GPU is not shared by amounts.
-
-    memory: to that alone, compute is not enforced.
-    """
-    if active and active.mode is Mode.VGPU:
-        held = limits.fences() if limits else {}
-        if limits and limits.computes and held.get("library"):
-            return "yes"
-        return "memory" if held.get("driver") or held.get("library") else "no"
-    if active and active.mode is Mode.MPS:
-        return "no" if mps and mps["capsAdvisory"] else "yes"
-    return None
 
 
 def _mode_reason(switch: GpuSwitch | None) -> str:
@@ -171,10 +143,11 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     }
 
 
-def _holder(holder: Holder, uuid: str, limits: Limits | None) -> Document:
+def _holder(holder: GpuHolder, uuid: str, limits: ContainerLimits | None) -> Document:
     holding = holder.holding
     units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
     found: Document = {"pod": holder.pod, "container": holding.container, "units": dict(units)}
-    if limits and holding.resource == VGPU.memory:
-        found["limits"] = limits.document(holding.namespace, holding.pod, holding.container, uuid)
+    pair = holder.mode.row.pair
+    if limits and pair and holding.resource == pair.memory:
+        found["limits"] = limits(holding.namespace, holding.pod, holding.container, uuid)
     return found

@@ -4,8 +4,8 @@ Three grades, shown with each figure. *Measured*: the driver reports it by proce
 *Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
 limit. *Allocated*: the driver reports nothing, only limits are known; there is no figure of the use.
 
-NVIDIA documents memory of each client of an MPS server but not their use of the multiprocessors, which
-drivers may put down to the server: then the server's use is what is shared out among its clients.
+NVIDIA documents the memory of each client of an MPS server but not its use of the multiprocessors, which
+drivers may put down to the server: then the server's use is shared out among its clients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,6 @@ from enum import Enum
 from types import MappingProxyType
 
 from agent.model.cgroup import ContainerRef
-from agent.model.modes import Mode
 from agent.nvml.port import Sample
 from agent.telemetry.shares import Share
 
@@ -194,7 +193,7 @@ def _utilization(
             servers += ratio
         else:
             left += ratio
-    if any(share.mode is Mode.MPS for share in shares):
+    if any(share.mode.row.client_ceiling for share in shares):
         left += servers or (device or 0.0 if not work else 0.0)
     if sample.processes is not None and split.complete(each.pid for each in sample.processes):
         # A container that is known to have no process uses nothing.

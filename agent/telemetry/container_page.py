@@ -33,6 +33,7 @@ _VALUES: Sequence[tuple[d.Definition, Value]] = (
     (d.CONTAINER_CORE_LIMIT, lambda each: each.use.share.core_limit),
     (d.CONTAINER_PROCESSES, lambda each: each.use.processes if _memory_known(each) else None),
 )
+CONTAINERS = tuple(definition for definition, _ in _VALUES)
 _GRADE: dict[str, Callable[[ContainerUse], str]] = {
     d.CONTAINER_MEMORY_USED.name: lambda each: each.use.memory_grade.value,
     d.CONTAINER_MEMORY_MOST.name: lambda each: each.memory_grade.value,

@@ -6,6 +6,7 @@ stands here without `_total`, an info's without `_info`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 PREFIX = "gpu_agent_"
@@ -36,25 +37,14 @@ ALL: list[Definition] = []
 
 
 def _define(
-    name: str, kind: Literal["gauge", "counter", "info"], labels: tuple[str, ...], text: str
+    kind: Literal["gauge", "counter", "info"], name: str, labels: tuple[str, ...], text: str
 ) -> Definition:
     definition = Definition(PREFIX + name, kind, labels, text)
     ALL.append(definition)
     return definition
 
 
-def _gauge(name: str, labels: tuple[str, ...], text: str) -> Definition:
-    return _define(name, "gauge", labels, text)
-
-
-def _counter(name: str, labels: tuple[str, ...], text: str) -> Definition:
-    return _define(name, "counter", labels, text)
-
-
-def _info(name: str, labels: tuple[str, ...], text: str) -> Definition:
-    return _define(name, "info", labels, text)
-
-
+_gauge, _counter, _info = partial(_define, "gauge"), partial(_define, "counter"), partial(_define, "info")
 _GPU = ("gpu", "index")  # the UUID, and NVML's index, which may change
 
 # Each GPU. Moving figures are missing while a GPU cannot be read, rather than stale.
@@ -185,16 +175,6 @@ CONTAINER_CORE_LIMIT = _gauge(
 )
 CONTAINER_PROCESSES = _gauge(
     "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
-)
-CONTAINERS = (
-    CONTAINER_MEMORY_USED,
-    CONTAINER_MEMORY_MOST,
-    CONTAINER_MEMORY_LIMIT,
-    CONTAINER_UTILIZATION,
-    CONTAINER_UTILIZATION_MEAN,
-    CONTAINER_UTILIZATION_MOST,
-    CONTAINER_CORE_LIMIT,
-    CONTAINER_PROCESSES,
 )
 
 # The driver.

@@ -10,7 +10,8 @@ from agent import __version__
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.plugin_types import Reason
 from agent.telemetry import definitions as d
-from agent.telemetry.gpus import add_sample
+from agent.telemetry.container_page import CONTAINERS
+from agent.telemetry.gpus import sample_series
 from agent.telemetry.process import ProcessUse
 from agent.telemetry.reading import Reading
 
@@ -37,14 +38,14 @@ class AgentCollector(Collector):
         self._families = {
             definition.name: Metric(definition.name, definition.help, definition.kind, definition.unit)
             for definition in d.ALL
-            if definition not in d.CONTAINERS  # see container_page
+            if definition not in CONTAINERS
         }
         self._gpus()
         self._driver()
         self._kubelet()
         self._agent()
-        for add_to in self._reading.collected:
-            add_to(self._add)
+        for series in self._reading.collected:
+            self._add(*series)
         yield from self._families.values()
 
     def _add(self, definition: d.Definition, value: float, labels: Labels = ()) -> None:
@@ -66,7 +67,8 @@ class AgentCollector(Collector):
     def _sample(self, state: GpuState, labels: tuple[str, str]) -> None:
         taken = self._reading.samples.get(state.uuid)
         if taken is not None:
-            add_sample(self._add, taken, labels)
+            for series in sample_series(taken, labels):
+                self._add(*series)
         other = self._reading.uses.other.get(state.uuid)
         if other is not None:
             self._add(d.GPU_OTHER_MEMORY, other[0], (*labels, "host"))

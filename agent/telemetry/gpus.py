@@ -1,8 +1,10 @@
 """The moving figures of one GPU as series."""
 
+from collections.abc import Iterator
+
 from agent.nvml.port import Sample
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add
+from agent.telemetry.reading import Series
 from agent.telemetry.sampler import TakenSample
 
 MHZ = 1e6
@@ -20,10 +22,10 @@ THROTTLE_REASONS = (
 )
 
 
-def add_sample(add: Add, taken: TakenSample, labels: tuple[str, str]) -> None:
-    """Add what this GPU has; `labels` are its UUID and index."""
+def sample_series(taken: TakenSample, labels: tuple[str, str]) -> Iterator[Series]:
+    """The figures that this GPU has; `labels` are its UUID and index."""
     sample = taken.sample
-    sized = bool(sample.memory_total_bytes)  # a GPU that does not tell its memory comes with a total of 0
+    sized = bool(sample.memory_total_bytes)  # a GPU that hides its memory comes with a total of 0
     figures = (
         (d.GPU_UTILIZATION, sample.gpu_utilization_ratio),
         (d.GPU_MEMORY_UTILIZATION, sample.memory_utilization_ratio),
@@ -37,12 +39,7 @@ def add_sample(add: Add, taken: TakenSample, labels: tuple[str, str]) -> None:
     )
     for definition, value in figures:
         if value is not None:
-            add(definition, value, labels)
-    _add_spans(add, taken, labels)
-    _add_detail(add, sample, labels)
-
-
-def _add_spans(add: Add, taken: TakenSample, labels: tuple[str, str]) -> None:
+            yield definition, value, labels
     for name, mean, most in (
         ("utilization", d.GPU_UTILIZATION_MEAN, d.GPU_UTILIZATION_MOST),
         ("memory_used", None, d.GPU_MEMORY_MOST),
@@ -51,26 +48,27 @@ def _add_spans(add: Add, taken: TakenSample, labels: tuple[str, str]) -> None:
     ):
         span = taken.spans.get(name)
         if span is not None:
-            add(most, span.most, labels)
+            yield most, span.most, labels
             if mean is not None:
-                add(mean, span.mean, labels)
+                yield mean, span.mean, labels
+    yield from _detailed(sample, labels)
 
 
-def _add_detail(add: Add, sample: Sample, labels: tuple[str, str]) -> None:
+def _detailed(sample: Sample, labels: tuple[str, str]) -> Iterator[Series]:
     for clock, mhz in sample.clocks_mhz.items():
-        add(d.GPU_CLOCK, mhz * MHZ, (*labels, clock))
+        yield d.GPU_CLOCK, mhz * MHZ, (*labels, clock)
     if sample.throttle is not None:
         for bit, reason in THROTTLE_REASONS:
-            add(d.GPU_THROTTLED, bool(sample.throttle & bit), (*labels, reason))
+            yield d.GPU_THROTTLED, bool(sample.throttle & bit), (*labels, reason)
     for kind, count in (("corrected", sample.ecc_corrected), ("uncorrected", sample.ecc_uncorrected)):
         if count is not None:
-            add(d.GPU_ECC_ERRORS, count, (*labels, kind))
+            yield d.GPU_ECC_ERRORS, count, (*labels, kind)
     if sample.nvlink is not None:
-        add(d.GPU_NVLINK, sample.nvlink.sent_bytes, (*labels, "sent"))
-        add(d.GPU_NVLINK, sample.nvlink.received_bytes, (*labels, "received"))
+        yield d.GPU_NVLINK, sample.nvlink.sent_bytes, (*labels, "sent")
+        yield d.GPU_NVLINK, sample.nvlink.received_bytes, (*labels, "received")
         for kind, count in sample.nvlink.errors.items():
-            add(d.GPU_NVLINK_ERRORS, count, (*labels, kind))
+            yield d.GPU_NVLINK_ERRORS, count, (*labels, kind)
     if sample.pcie_bytes_per_second is not None:
         sent, received = sample.pcie_bytes_per_second
-        add(d.GPU_PCIE, sent, (*labels, "sent"))
-        add(d.GPU_PCIE, received, (*labels, "received"))
+        yield d.GPU_PCIE, sent, (*labels, "sent")
+        yield d.GPU_PCIE, received, (*labels, "received")

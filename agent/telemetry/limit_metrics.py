@@ -1,80 +1,29 @@
 """Metrics of vGPU limits: how many containers each fence holds, and how many are above their caps."""
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
+from agent.isolation.publishing import Publisher
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add, Collector
-
-
-class ComputeShare(Protocol):
-    """The compute that a container is allotted, and what it waited for more."""
-
-    @property
-    def allotted(self) -> float:
-        """Percent of the GPU."""
-
-    @property
-    def throttled_seconds(self) -> float:
-        """How long launches waited."""
-
-
-class Limits(Protocol):
-    """Figures of containers with limits."""
-
-    def by_fence(self) -> Mapping[str, int]:
-        """Containers by the fences that hold for them."""
-
-    def above_cap(self) -> int:
-        """Containers that use more than they may."""
-
-    def without_library(self) -> int:
-        """Containers of which a process uses the GPU without the library that they were given."""
-
-    def shares(self) -> Mapping[tuple[str, str, str, str], ComputeShare]:
-        """Containers that are held to compute: namespace, pod, container, GPU (UUID)."""
-
-    def grown(self) -> Mapping[str, int]:
-        """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
-
-    def avoidable(self) -> int:
-        """Containers whose pods could get around their limits."""
-
-    @property
-    def ends(self) -> Mapping[str, int]:
-        """Containers above their caps that were to be ended since the agent began, by result."""
+from agent.telemetry.reading import Series
 
 
 def limits_collector(
-    limits: Limits, grown: Cell[Mapping[str, Growth]], indices: Callable[[], Mapping[str, int]]
-) -> Collector:
+    limits: Publisher, grown: Cell[Mapping[str, Growth]], indices: Callable[[], Mapping[str, int]]
+) -> Iterator[Series]:
     """The metrics of limits. `grown`: by GPU; `indices` of the GPUs that are there."""
-
-    def read() -> Callable[[Add], None]:
-        sizes, known = grown.value, indices()
-        shares = limits.shares()
-        by_fence, above, without = limits.by_fence(), limits.above_cap(), limits.without_library()
-        by_namespace = limits.grown()
-        avoidable, ends = limits.avoidable(), dict(limits.ends)
-
-        def add(series: Add) -> None:
-            for fence, count in by_fence.items():
-                series(d.LIMITED_CONTAINERS, count, (fence,))
-            for gpu, index in known.items():
-                series(d.GROWN_MEMORY, sizes[gpu].memory_bytes if gpu in sizes else 0, (gpu, str(index)))
-            for namespace, size in by_namespace.items():
-                series(d.NAMESPACE_GROWN_MEMORY, size, (namespace,))
-            series(d.CONTAINERS_ABOVE_CAP, above, ())
-            series(d.CONTAINERS_WITHOUT_LIBRARY, without, ())
-            for place, share in shares.items():
-                series(d.CONTAINER_THROTTLED, share.throttled_seconds, place)
-                series(d.CONTAINER_ALLOTTED, share.allotted / 100, place)
-            series(d.CONTAINERS_AVOIDING, avoidable, ())
-            for result, count in ends.items():
-                series(d.CONTAINERS_ENDED, count, (result,))
-
-        return add
-
-    return read
+    for fence, count in limits.by_fence().items():
+        yield d.LIMITED_CONTAINERS, count, (fence,)
+    for gpu, index in indices().items():
+        yield d.GROWN_MEMORY, grown.value.get(gpu, Growth()).memory_bytes, (gpu, str(index))
+    for namespace, size in limits.grown().items():
+        yield d.NAMESPACE_GROWN_MEMORY, size, (namespace,)
+    yield d.CONTAINERS_ABOVE_CAP, limits.above_cap(), ()
+    yield d.CONTAINERS_WITHOUT_LIBRARY, limits.without_library(), ()
+    for place, share in limits.shares().items():
+        yield d.CONTAINER_THROTTLED, share.throttled_seconds, place
+        yield d.CONTAINER_ALLOTTED, share.allotted / 100, place
+    yield d.CONTAINERS_AVOIDING, limits.avoidable(), ()
+    for result, count in limits.ends.items():
+        yield d.CONTAINERS_ENDED, count, (result,)

@@ -1,46 +1,19 @@
 """Metrics of paired resources (vGPU, MPS): how many pairs were granted, refused, given up."""
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
 
+from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Add
-
-
-class PairStats(Protocol):
-    """Counts, as the pairing of a mode keeps them."""
-
-    granted: int
-    refused: int
-    expired: int
+from agent.telemetry.reading import Series
 
 
 def pairs_collector(
-    mode: str,
-    stats: PairStats,
-    enforced: Callable[[], Mapping[str, bool]],
-    reserved: Callable[[], int] = lambda: 0,
-) -> Callable[[], Callable[[Add], None]]:
-    """The metrics of the pair of `mode`.
-
-    `enforced` answers which fences hold; `reserved` how many pairs are promised and not complete.
-    """
-
-    def read() -> Callable[[Add], None]:
-        counts = (
-            (stats.granted, "granted"),
-            (stats.refused, "refused"),
-            (stats.expired, "expired"),
-        )
-        waiting, enforced_now = reserved(), enforced()
-
-        def add(series: Add) -> None:
-            for value, result in counts:
-                series(d.PAIRS, value, (mode, result))
-            series(d.RESERVATIONS, waiting, (mode,))
-            for fence, holds in enforced_now.items():
-                series(d.ENFORCED, holds, (mode, fence))
-
-        return add
-
-    return read
+    mode: str, stats: PairingStats, reserved: int, fences: Mapping[str, bool]
+) -> Iterator[Series]:
+    """The metrics of a mode. `reserved`: pairs that are promised and not complete; `fences`: which hold."""
+    yield d.PAIRS, stats.granted, (mode, "granted")
+    yield d.PAIRS, stats.refused, (mode, "refused")
+    yield d.PAIRS, stats.expired, (mode, "expired")
+    yield d.RESERVATIONS, reserved, (mode,)
+    for fence, holds in fences.items():
+        yield d.ENFORCED, holds, (mode, fence)

@@ -4,9 +4,8 @@ The rendering happens in a thread. Were it to read the live objects there, a dic
 changes meanwhile would fail the scrape, and a scrape would show halves of two states.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import anyio
 
@@ -21,16 +20,8 @@ from agent.telemetry.container_use import Uses
 from agent.telemetry.definitions import Definition
 from agent.telemetry.sampler import Sampler, TakenSample
 
-
-class Add(Protocol):
-    """Adds one series: the value of a defined metric under its labels, in the order of the definition."""
-
-    def __call__(self, definition: Definition, value: float, labels: tuple[str, ...] = ()) -> None: ...
-
-
-# What another room shows. Called on the event loop, it reads its room and answers a function that adds the
-# series later, in the rendering thread, from what was read. Its metrics stand in `definitions` as well.
-Collector = Callable[[], Callable[[Add], None]]
+Series = tuple[Definition, float, tuple[str, ...]]  # a metric, its value, its labels as in the definition
+Collector = Callable[[], Iterable[Series]]  # reads the series of another room, on the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class Reading:
     mailbox_depth: int
     mailbox_dropped: int
     ready: bool
-    collected: tuple[Callable[[Add], None], ...] = ()
+    collected: tuple[Series, ...] = ()
     uses: Uses = field(default_factory=Uses)
 
 
@@ -89,7 +80,7 @@ class Sources:
             mailbox_depth=self.inventory.mailbox.depth,
             mailbox_dropped=self.inventory.mailbox.dropped,
             ready=not self.blockers(),
-            collected=tuple(collect() for collect in self.collectors),
+            collected=tuple(series for collect in self.collectors for series in collect()),
             uses=self.uses.value if self.uses else Uses(),
         )
 

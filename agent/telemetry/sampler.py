@@ -108,9 +108,11 @@ class Sampler:
     def sample(self, uuid: str) -> Sample:
         """One reading; blocks, for the thread."""
         present = time.time_ns() // 1000
-        since = self._since.get(uuid) or present - int(self._interval * 1_000_000)
-        if since > present + CLOCK_SLACK_US:  # the clock was set back: nothing is newer for as long
-            since = present - int(self._interval * 1_000_000)
+        since = self._since.get(uuid)
+        # At first, and once the clock was set back, since when nothing is newer than what was read last.
+        if since is None or since > present + CLOCK_SLACK_US:
+            # Kept until something newer is found: the next round may be late, and must not begin after it.
+            since = self._since[uuid] = present - int(self._interval * 1_000_000)
         until = present + CLOCK_SLACK_US
         now = time.monotonic()
         due, last = self._counted.get(uuid, (now, None))

@@ -68,7 +68,7 @@ class BenchAgent:
         raise TimeoutError(f"the agent is not ready after {READY_SECONDS:g} s: {seen}")
 
     async def http_port(self) -> int | None:
-        """Its HTTP port, once the log tells it."""
+        """Its HTTP port, once the log has it."""
         if self._port is None:
             assert self.pid
             self._port = await anyio.to_thread.run_sync(self._logged_port)

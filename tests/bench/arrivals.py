@@ -41,7 +41,7 @@ def fleet_of(nodes: int, gpus: int = 8) -> Fleet:
 
 
 def demand(size: int) -> PodDemand:
-    """What a pod asks for that wants `size` hundredths of a GPU, and as much of its memory."""
+    """The request of a pod for `size` hundredths of a GPU, and as much of its memory."""
     limits = {VGPU.core: size}
     if size < CORES:
         limits[VGPU.memory] = size * BLOCKS // CORES

@@ -44,7 +44,7 @@ class Conditions:
         return cls([str(BUILD / "venv" / "bin" / "python"), "-OO"], build(BUILD / "nvml"))
 
     def environment(self, machine: Path) -> dict[str, str]:
-        """What the agent's process is given beside the bench's own environment."""
+        """Environment of the agent's process beside the bench's own."""
         return {
             STATE_VARIABLE: str(machine),
             "MALLOC_ARENA_MAX": "2",

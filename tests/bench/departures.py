@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(slots=True)
 class Gpu:
-    """What is held of one GPU."""
+    """The held part of one GPU."""
 
     cores: int = 0
     blocks: int = 0

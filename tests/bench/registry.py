@@ -10,7 +10,7 @@ from tests.bench.conditions import Conditions
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure as it stands in the report. `budget` is the most that it may be; None: told, not judged."""
+    """One figure as it stands in the report. `budget` is the most that it may be; None: shown, not judged."""
 
     name: str
     unit: str

@@ -64,7 +64,7 @@ async def run(
             missing = {figure.name for figure in one.figures} ^ set(taken)
             if missing:
                 raise RuntimeError(f"the measurement and its figures differ in {', '.join(sorted(missing))}")
-        except Exception as error:  # noqa: BLE001  whatever went wrong is told in the report
+        except Exception as error:  # noqa: BLE001  any failure stands in the report
             rows += [Row(figure, None, describe(error)) for figure in one.figures]
         else:
             after = await anyio.to_thread.run_sync(calibrated)

@@ -23,5 +23,5 @@ def values(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def objects(values: Path) -> tuple[Manifest, ...]:
-    """What helm makes of it."""
+    """The chart as helm renders it."""
     return _rendered(values)

@@ -15,7 +15,7 @@ PROSE = ("text", "mermaid")  # blocks that nobody types
 
 
 class How(Enum):
-    """What becomes of a piece."""
+    """The way in which a piece is tested."""
 
     HERE = "executed here"
     CLUSTER = "executed on the cluster"
@@ -66,7 +66,7 @@ def _sh(pattern: str, how: How, why: str = "", where: str = "") -> Rule:
 
 
 AGENT = r"gpu-node-agent "
-# What a move asks of any node, whoever was there before.
+# Steps of a move that do not depend on the other agent.
 OURS = (
     r"kubectl ((cordon|uncordon|wait node) |label node NODE "
     r"(nvidia-device-enable=(vgpu|pgpu|disable)( gpu-agent=moved)? --overwrite|gpu-agent(=moved|-))$)"

@@ -1,4 +1,4 @@
-"""What documents tell people to type."""
+"""Commands in the documents."""
 
 import re
 import shlex

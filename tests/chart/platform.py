@@ -1,4 +1,4 @@
-"""The platform's ConfigMaps as plain files, for whoever does not use helm: `python -m tests.chart.platform`.
+"""The platform's ConfigMaps as plain files, for use without helm: `python -m tests.chart.platform`.
 
 The chart is their source; `config/platform` is written from what it renders.
 """

@@ -1,4 +1,4 @@
-"""What people copy from the documents: helm takes the commands and values, Kubernetes the objects."""
+"""Pieces to copy from the documents: helm takes the commands and values, Kubernetes the objects."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def rendered(words: list[str]) -> list[helm.Manifest]:
-    """What helm makes of the flags of a command."""
+    """The chart as helm renders it with the flags of a command."""
     own = ("--create-namespace", "--reset-then-reuse-values")
     flags = [word for word in words if word not in own]
     text = helm.run("template", "gpu-node-agent", str(helm.CHART), "--namespace=gpu-node-agent", *flags)

@@ -82,7 +82,7 @@ def test_its_lease_goes_with_the_release() -> None:
     lease = helm.one(objects, "Lease")
     config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
     assert lease["metadata"]["name"] == yaml.safe_load(config["data"]["extender.yaml"])["lease"]["name"]
-    assert "spec" not in lease, "whoever leads writes it"
+    assert "spec" not in lease, "the leader writes it"
 
 
 def test_every_replica_is_ready_and_the_services_find_the_one_that_serves(tmp_path: Path) -> None:

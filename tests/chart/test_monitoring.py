@@ -1,4 +1,4 @@
-"""What the chart hands to Prometheus, Grafana and the platform: the files as they are, labelled."""
+"""Objects of the chart for Prometheus, Grafana and the platform: the files as they are, labelled."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What helm tells whoever has installed the chart."""
+"""The notes that helm prints after an install."""
 
 import re
 import shutil

@@ -239,7 +239,7 @@ def test_rights_of_the_hook() -> None:
 
 
 def test_the_hook_writes_helm_s_record_only_where_a_policy_bounds_it() -> None:
-    """The record is what the next rollback applies, with the rights of whoever runs it."""
+    """The record is what the next rollback applies, with the rights of the user who runs it."""
     old = helm.template(kubernetes="1.29.0")
     assert not [
         each for each in old if each["kind"] == "Role" and each["metadata"]["name"].endswith("-cleanup")

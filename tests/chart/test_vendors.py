@@ -1,4 +1,4 @@
-"""What single vendors' clusters ask for: a quota for priority classes, OpenShift's constraints."""
+"""Needs of single vendors' clusters: a quota for priority classes, OpenShift's constraints."""
 
 from typing import Any
 

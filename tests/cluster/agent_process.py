@@ -25,7 +25,7 @@ class AgentProcess:
         arguments: Sequence[str] = (),
         interpreter: Sequence[str] = (sys.executable,),
     ) -> None:
-        """`folder` takes configuration and log; `started` is told the pid of every process.
+        """`folder` takes configuration and log; `started` gets the pid of every process.
 
         `arguments` follow on the command line; `interpreter` is Python and its options.
         """
@@ -42,7 +42,7 @@ class AgentProcess:
 
     @property
     def log(self) -> Path:
-        """What the agent writes, of all its lives."""
+        """The agent's output, of all its lives."""
         return self._folder / "agent.log"
 
     @property
@@ -52,7 +52,7 @@ class AgentProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether the agent ended although nobody told it to."""
+        """Whether the agent ended by itself."""
         return self._process is not None and not self._told_to_end and self._process.poll() is not None
 
     def start(self, settings: Mapping[str, object]) -> None:
@@ -86,7 +86,7 @@ class AgentProcess:
             self._process.send_signal(number)
 
     def assert_not_crashed(self) -> None:
-        """AssertionError when the agent ended although nobody told it to."""
+        """AssertionError when the agent ended by itself."""
         code = self._process.returncode if self._process and self.crashed else None
         assert code is None, f"the agent ended by itself with {code}; end of its log:\n{self.log_tail()}"
 

@@ -10,7 +10,7 @@ Right = tuple[str, str]  # resource, verb
 
 
 class AuditLog:
-    """What the agent's account did since this was made."""
+    """Requests of the agent's account since this was made."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "audit.log"
@@ -20,7 +20,7 @@ class AuditLog:
         return [json.loads(line) for line in self._file.read_text().splitlines()[self._before :]]
 
     def refused(self) -> list[dict[str, Any]]:
-        """What RBAC or a policy turned down."""
+        """Requests that RBAC or a policy refused."""
         return [
             entry
             for entry in self._entries()

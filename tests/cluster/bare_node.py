@@ -62,7 +62,7 @@ class Bare:
         self.cluster.wait_pod(name)
 
     def shell(self, name: str, script: str) -> str:
-        """What a script says in a pod."""
+        """The output of a script in a pod."""
         return self.cluster.exec(name, "main", ["sh", "-c", script])
 
     def gpu_of(self, name: str) -> set[str]:

@@ -154,7 +154,7 @@ class CappedPods:
         return number
 
     async def sh(self, name: str, script: str, container: str = "c0") -> str:
-        """What a command in a container says."""
+        """The output of a command in a container."""
         return await thread(self.cluster.exec, name, container, ["sh", "-c", script])
 
     @contextmanager
@@ -169,7 +169,7 @@ class CappedPods:
     async def ask_cuda(
         self, name: str, *commands: str, container: str = "c0", way: Sequence[str] = ()
     ) -> Any:
-        """What the last command of a CUDA program in a container says."""
+        """The output of the last command of a CUDA program in a container."""
 
         def asked() -> Any:
             with self.program(name, container, way) as program:
@@ -210,7 +210,7 @@ class CappedPods:
             raise NotYet(str(error)) from error
 
     async def mounts(self, name: str, container: str = "c0") -> dict[str, tuple[str, str]]:
-        """What a container has of ours by its path: (file on the host, options of the mount)."""
+        """The agent's mounts in a container by path: (file on the host, options of the mount)."""
         pid = await self.process(name, container)
         text = await anyio.Path(f"/proc/{pid}/mountinfo").read_text()
         # proc(5): id, parent, device, root of the mount, mount point, options, ...

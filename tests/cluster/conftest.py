@@ -100,6 +100,6 @@ def patient(parts: Parts) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def rig(cluster: Cluster) -> AsyncIterator[RealRig]:
-    """What the scenarios of `tests/scenarios` are run on."""
+    """The rig of the scenarios in `tests/scenarios`."""
     async with real_rig(cluster) as made:
         yield made

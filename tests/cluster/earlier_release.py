@@ -40,7 +40,7 @@ def _archive(commit: str) -> bytes | None:
 
 
 def _git(*arguments: str) -> bytes | None:
-    # The tests run as root, perhaps on somebody else's clone: git wants to be told that it may read it.
+    # The tests run as root, perhaps on somebody else's clone: git needs leave to read it.
     done = subprocess.run(
         ["git", "-c", f"safe.directory={REPOSITORY}", *arguments],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""The extender's process beside a cluster, and a kube-scheduler that is told of it."""
+"""The extender's process beside a cluster, and a kube-scheduler that is configured for it."""
 
 import os
 import signal

@@ -73,7 +73,7 @@ class Site:
                 await anyio.sleep(0.1)
 
     async def ignored(self) -> Sequence[str]:
-        """What agents said of choices that they did not follow."""
+        """Events of agents about choices that they did not follow."""
         events = await anyio.to_thread.run_sync(self._hints_ignored)
         return [each["message"] for each in events if each["metadata"]["uid"] not in self._earlier]
 
@@ -95,7 +95,7 @@ class Site:
         return event
 
     async def explained(self, one: PodSpec) -> Sequence[str]:
-        """What `gpu-node-agent explain` says of a pod."""
+        """The output of `gpu-node-agent explain` for a pod."""
         program = [sys.executable, "-m", "agent", "explain"]
         command = [*program, one.name, "--kubeconfig", str(self.cluster.kubeconfig)]
         return (await anyio.run_process(command)).stdout.decode().splitlines()

@@ -1,4 +1,4 @@
-"""What a cluster leaves on the host outside its namespace, written down so that anyone can undo it.
+"""Traces of a cluster on the host outside its namespace, written down so that anyone can undo them.
 
 Every cluster has a folder `<STATE>/<name>` with a record in it: the process that owns it and process 1 of its
 namespace. A cluster whose owner is dead is a leftover: the next start, or its reaper, removes it. What
@@ -33,7 +33,7 @@ SYSCTLS = (
     "vm/overcommit_memory",
     "vm/panic_on_oom",
 )
-"""What a kubelet or a container runtime may set at its start."""
+"""Settings of the kernel that a kubelet or a container runtime may change at its start."""
 MOUNT_POINTS = ("/var/lib/kubelet", "/var/log/containers", "/var/log/pods")
 
 
@@ -45,7 +45,7 @@ class Record:
     boot: str
     owner: Identity
     processes: tuple[Identity, ...] = field(default=())
-    """What has to end with the cluster: process 1 of its namespace, and what runs outside for it."""
+    """Processes that end with the cluster: process 1 of its namespace, and what runs outside for it."""
 
     @property
     def folder(self) -> Path:

@@ -37,11 +37,11 @@ MIXED = [
     {"gpus": ["4-5"], "mode": "mps"},
 ]
 FOLDERS_ON_DISK = (Path("/var/lib/gpu-node-agent"), Path("/etc/cdi"))
-"""What the chart's pods make on the machine itself; the rest is in folders of the cluster's own."""
+"""Folders that the chart's pods make on the machine itself; the rest is in folders of the cluster's own."""
 
 
 class Node:
-    """What a GPU node brings along, for the cluster's one node."""
+    """Properties of a GPU node, for the cluster's one node."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,11 @@ class Node:
     def daemons(self) -> Mapping[str, tuple[Process, ...]]:
         """MPS control daemons of the agent's, by GPU."""
         run = Path("/run/gpu-node-agent/mps")  # as the daemons themselves know it
-        found = {uuid: processes.daemons(run / uuid / "pipe", below=True) for uuid in self.machine.uuids}
+        found = {}
+        for uuid in self.machine.uuids:
+            pipe = run / uuid / "pipe"
+            # They have a PID namespace and cgroups of their own.
+            found[uuid] = (*processes.daemons(pipe), *processes.impostors(pipe))
         return {uuid: each for uuid, each in found.items() if each}
 
 

@@ -16,7 +16,7 @@ from tests.cluster.waiting import eventually
 
 
 class Joined(RigNode):
-    """What `Cluster` is for its own node; as a context manager. It ends with the cluster at the latest."""
+    """A further node; a context manager. It ends with the cluster at the latest."""
 
     def __init__(self, cluster: Cluster, node: str) -> None:
         """`node` is its name; below the cluster's folder, so keep it short."""

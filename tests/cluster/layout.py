@@ -12,7 +12,7 @@ class Layout:
 
     @property
     def logs(self) -> Path:
-        """What every program of the cluster writes."""
+        """The folder of all programs' logs."""
         return self.root / "log"
 
     @property
@@ -52,7 +52,7 @@ class Layout:
         return self.root / "hosts"
 
     def binds(self) -> dict[Path, Path]:
-        """What the namespace shows, as own path -> path inside."""
+        """Mounts of the namespace, as own path -> path inside."""
         return {
             self.hosts: Path("/etc/hosts"),
             self.kubelet: Path("/var/lib/kubelet"),

@@ -15,7 +15,7 @@ QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
 
 
 def node(cluster: Cluster, name: str) -> None:
-    """A ready node whose agent told of its GPUs."""
+    """A ready node whose agent has published its GPUs."""
     cluster.apply(
         {
             "apiVersion": "v1",

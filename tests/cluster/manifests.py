@@ -34,7 +34,7 @@ def pod(
     restart_policy: str = "Never",
     **spec: Any,
 ) -> dict[str, Any]:
-    """A pod; without containers it gets one named `main` that runs until it is told to end."""
+    """A pod; without containers it gets one named `main` that runs until SIGTERM."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",

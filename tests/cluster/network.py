@@ -22,7 +22,7 @@ Dial = Callable[[int, float], socket.socket]
 
 
 def commands(service_address: str) -> list[list[str]]:
-    """What makes the network; to be run inside."""
+    """Commands that make the network; to be run inside."""
     addresses = [
         ["ip", "address", "add", f"{each}/32", "dev", "lo"] for each in (NODE_ADDRESS, service_address)
     ]

@@ -162,7 +162,7 @@ def _kubelet_config(layout: Layout, cgroup: str, port: int, options: Options) ->
         "nodeStatusReportFrequency": f"{round(max(options.status_tick, 10) * 1000)}ms",
         "volumePluginDir": f"{layout.root}/volume-plugins",
         "resolvConf": "",
-        # The machine's disks and memory are shared with whoever runs the tests: evict at the very end only.
+        # The machine's disks and memory are shared with the tests and their user: evict at the very end only.
         "evictionHard": {
             "memory.available": "100Mi",
             "nodefs.available": "1%",

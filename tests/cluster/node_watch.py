@@ -48,7 +48,7 @@ class _Recorder:
             for _, node in self._watch:
                 self._record(node)
                 self._seen = self._version(node)
-        except Exception as error:  # noqa: BLE001 - told to the test, which waits in another thread
+        except Exception as error:  # noqa: BLE001 - passed to the test, which waits in another thread
             self._failure = error
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What tests do with objects of a cluster: create, look, wait, run commands in containers."""
+"""Work of tests with objects of a cluster: create, look, wait, run commands in containers."""
 
 import json
 from abc import ABC, abstractmethod
@@ -152,7 +152,7 @@ class Objects(ABC):
         return self.kubectl("exec", *where, "--", *argv, timeout=timeout)
 
     def logs(self, pod: str, container: str, *, namespace: str = "default") -> str:
-        """What a container has written so far."""
+        """The output of a container so far."""
         path = f"{self.api.path('v1', 'Pod', namespace, pod)}/log?container={container}"
         return str(self.api.request("GET", path))
 

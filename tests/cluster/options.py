@@ -1,4 +1,4 @@
-"""What a test may choose about its cluster."""
+"""The options of a cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

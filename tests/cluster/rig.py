@@ -86,7 +86,7 @@ class Cluster(RigNode):
         self._lay_out()
         api, etcd_client, etcd_peer, kubelet = free_ports(4)
         if self.options.private_network:
-            api = 443  # what pods are told; without kube-proxy nobody translates
+            api = 443  # as pods get it; without kube-proxy nothing translates addresses
             for command in network.commands(control_plane.SERVICE_ADDRESS):
                 self.namespace.run(command)
         ports = control_plane.Ports(api, etcd_client, etcd_peer)
@@ -191,7 +191,7 @@ class Cluster(RigNode):
         return self._ports.server
 
     def client(self, token: str = "") -> ApiClient:
-        """A client of the API server: of the administrator, or of whoever a token belongs to."""
+        """A client of the API server: of the administrator, or of the owner of a token."""
         if self._ports is None:
             raise RigError("the cluster is not up")
         private = self.options.private_network

@@ -14,7 +14,7 @@ from tests.cluster.waiting import NotYet, RigError, eventually
 
 
 class RigNode(Objects):
-    """What the cluster, which stands for its own node, and the nodes that join it have in common."""
+    """The common part of the cluster, which stands for its own node, and of nodes that join it."""
 
     def __init__(self, name: str, parts: Parts, layout: Layout, namespace: Namespace) -> None:
         self.node = name
@@ -112,7 +112,7 @@ class RigNode(Objects):
 
     @property
     def kubelet_root(self) -> Path:
-        """What the kubelet calls /var/lib/kubelet."""
+        """The path of /var/lib/kubelet for the kubelet."""
         return self.layout.kubelet
 
     @property

@@ -1,4 +1,4 @@
-"""What runs on a node, as the kubelet and the kernel tell it."""
+"""Processes and pods that run on a node, by the kubelet and the kernel."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -23,7 +23,7 @@ UNTIL_DELETED = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a container found when it started."""
+    """The environment that a container found at its start."""
 
     environment: Mapping[str, str]
     device_nodes: frozenset[str]

@@ -1,4 +1,4 @@
-"""What a Service does: one address, behind it whichever replica is ready. The rig has no kube-proxy."""
+"""A Service: one address in front of all replicas that are ready. The rig has no kube-proxy."""
 
 import socket
 import threading

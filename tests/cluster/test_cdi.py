@@ -72,7 +72,7 @@ async def test_runtime_without_nvidia_gets_gpus(bare: Bare) -> None:
 
 
 async def test_container_restarts_without_the_agent(bare: Bare) -> None:
-    """The kubelet repeats the CDI names that it was told once: file and hook stay when the agent goes."""
+    """The kubelet repeats the CDI names that it got once: file and hook stay when the agent goes."""
     await bare.start()
     await thread(partial(bare.run, "cdi-again", GLIBC_IMAGE, restart="Always"))
     before = await thread(bare.gpu_of, "cdi-again")

@@ -93,7 +93,7 @@ async def test_extender_away_agent_still_serves(site: Site, replica: Replica) ->
     await site.create(first)
     await site.running(first)
     replica.end(signal.SIGKILL)
-    # Bound by somebody else meanwhile; whoever needs the extender waits for it.
+    # Bound by another scheduler meanwhile; pods that need the extender wait for it.
     preset, waits = pod("preset", 90, node_name="node2"), pod("waits", 90)
     await site.create(waits, preset)
     await site.running(preset)
@@ -135,7 +135,7 @@ async def test_forged_annotation_changes_nothing(site: Site, replicas: Pair) -> 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What became of pods: by name those that died, with why; cores on each GPU; sizes that still wait."""
+    """Pods that died by name, with the reason; cores on each GPU; sizes that still wait."""
 
     died: Mapping[str, str]
     offered: Mapping[Place, int]
@@ -151,7 +151,7 @@ class Load:
 
 
 async def looked_at(cluster: Cluster, sizes: Mapping[str, int]) -> Load:
-    """The pods as the API server tells them now."""
+    """The pods as the API server has them now."""
     died: dict[str, str] = {}
     offered: Counter[Place] = Counter()
     waiting: list[int] = []
@@ -278,7 +278,7 @@ async def test_pod_event_says_why(site: Site, replica: Replica) -> None:
         "ask for less, or create the pod again when others have ended",
     ):
         assert words in why["message"]
-    # Tried again and again, told once; and explained from the command line, the dead one too.
+    # Tried again and again, reported once; and explained from the command line, the dead one too.
     await site.create(lone)
     await site.running(lone)
     assert (await site.events(waits, WAITING_FOR_GPU))["count"] == 1

@@ -39,7 +39,7 @@ def told_to_use(parts: Parts, name: str, log: Path) -> Iterator[Cluster]:
         assert entry["urlPrefix"].startswith(SHIPPED_SERVER)
         services.append(entry["urlPrefix"].partition("/services/")[2].partition(":")[0])
         entry["urlPrefix"] = entry["urlPrefix"].replace(SHIPPED_SERVER, HERE)
-        # A client without rights of its own: what it may is told by the role below alone.
+        # A client without rights of its own: only the role below gives it rights.
         files = {"certFile": "scheduler.crt", "keyFile": "scheduler.key", "caFile": "ca.crt"}
         entry["tlsConfig"] |= {key: str(pki / file) for key, file in files.items()}
     config = {"extenders": entries, "podMaxBackoffSeconds": 2}

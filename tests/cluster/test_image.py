@@ -23,7 +23,7 @@ TOOLKIT = load(environment={}).injection.toolkit
 
 @pytest.fixture(scope="module")
 def configuration(archive: Path) -> dict[str, Any]:
-    """What the image says of itself (OCI image configuration)."""
+    """The OCI configuration of the image."""
     with tarfile.open(archive) as tar:
         return _configuration(tar)
 

@@ -81,7 +81,7 @@ def command(installation: Installation, *words: str) -> str:
 
 
 def containers(cluster: Cluster) -> dict[str, Any]:
-    """What changes when a container is restarted."""
+    """The identity of a container, which changes when it is restarted."""
     found = {}
     for pod in cluster.find_all("Pod"):
         (status,) = pod["status"]["containerStatuses"]
@@ -291,7 +291,7 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
     # What they say of limits.
     log.wait(("namespaces", "list"), ("namespaces", "watch"))
 
-    # What is told twice is counted.
+    # An event that happens twice is counted.
     delete_pods(cluster)
     for mode in ("pgpu", "mixed", "pgpu", "mixed"):
         switch(installation, mode)
@@ -299,7 +299,7 @@ def test_the_account_uses_exactly_its_rights(installation: Installation, audit: 
 
     assert not log.refused()
 
-    # A pod that the watch has not told of: it does not tell of any here.
+    # A pod that the watch has not shown: it shows none here.
     name = f"{NAMESPACE}-{RELEASE}"
     role = cluster.get("ClusterRole", name, api_version=RBAC)
     granted = {

@@ -251,7 +251,7 @@ def test_extender_as_the_chart_installs_it(installation: Installation) -> None:
     installation.ready_agent()
     wait_sold(cluster, *SHARE)
 
-    # In total the node has this memory, no GPU has: the pod's owner is told, by the chart's own account.
+    # In total the node has this memory, no GPU has: the pod gets an event, by the chart's own account.
     large = manifests.container("main", ["true"], limits={**SHARE, "tencent.com/vcuda-memory": 4000})
     cluster.apply(manifests.pod("large", large))
     assert "even if it were empty; ask for less" in told_why(cluster, "large")

@@ -57,7 +57,7 @@ BURST, LATER, TURNS = 40, 20, 5
 
 
 async def test_sigterm_in_a_burst_of_pods(rig: RealRig) -> None:
-    """An agent that is told to end while pods pour in leaves neither figures nor its taint behind."""
+    """An agent that ends while pods pour in leaves neither figures nor its taint behind."""
     async with mode_node(rig) as node:
         await node.want("vgpu")
         await node.applied("vgpu")

@@ -49,7 +49,7 @@ async def test_our_taint_stands_between_those_of_others(
     try:
         node = NodeObject(api, cluster.node)
         async with anyio.create_task_group() as group:
-            group.start_soon(node.run)
+            group.start_soon(node.reflector.run)
             with anyio.fail_after(20):
                 await node.reflector.items.wait_for(bool)
             # From here on it sees its own writes by their answers only.

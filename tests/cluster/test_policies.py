@@ -1,4 +1,4 @@
-"""What the API server refuses: to the agent's account, to users who write choices, to impossible pods."""
+"""Refusals of the API server: to the agent's account, to users who write choices, to impossible pods."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -221,7 +221,7 @@ GRANTED = {"metadata": {"annotations": {"tencent.com/gpu-assigned": "true"}}}
 
 
 def flags(words: list[str]) -> list[str]:
-    """What is particular about a documented command of helm's."""
+    """Values that a documented helm command sets, but for the image's."""
     pairs = [(word, value) for word, value in pairwise(words) if word.startswith("--set")]
     return [f"{word}={value}" for word, value in pairs if not value.startswith("image.")]
 

@@ -44,7 +44,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Round:
-    """What one look at the node came to."""
+    """The result of one look at the node."""
 
     def __init__(self, looks: list[Look]) -> None:
         self.looks = looks
@@ -57,7 +57,7 @@ class Round:
         return found[0]
 
     def failed(self) -> dict[str, str]:
-        """What stands in the way, and the remedy."""
+        """The obstacle, and the remedy."""
         assert self.verdict.code == WRONG
         assert CAN not in self.verdict.text
         found = {each.what: each.text for each in self.looks if each.grade is Grade.FAILED}

@@ -1,4 +1,4 @@
-"""What a release is made of: workflows, bill of materials, and an installation from a registry by README."""
+"""The parts of a release: workflows, bill of materials, and an installation from a registry by README."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_documented_install_commands_work_from_a_registry(cluster: Cluster) -> N
 
 
 def rig_values(node: Node, folder: Path) -> Path:
-    """What this machine needs beside the documented values: a simulated driver, the node's network."""
+    """Needs of this machine beside the documented values: a simulated driver, the node's network."""
     machine = str(folder / "machine")
     values = {
         "hostNetwork": True,

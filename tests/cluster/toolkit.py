@@ -1,4 +1,4 @@
-"""What NVIDIA's driver and container toolkit put on a node, for a simulated machine: device nodes, CDI spec.
+"""Files of NVIDIA's driver and toolkit on a node, for a simulated machine: device nodes, CDI spec.
 
 Format: CDI specification 0.6 (device kinds, containerEdits), as `nvidia-ctk cdi generate` uses it.
 """

@@ -51,7 +51,7 @@ class Run:
         return await self.process.end(number, deadline)
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """What it logged, or one kind of event. Blocks."""
+        """Its log, or one kind of event. Blocks."""
         if not self.process.log.exists():
             return []
         whole = self.process.log.read_text().rpartition("\n")[0]

@@ -14,7 +14,7 @@ LEASE = {"lease.durationSeconds": 120, "lease.renewSeconds": 100, "lease.retrySe
 
 
 class _Asked:
-    """What the scheduler asks of the extender; one that cannot be asked leaves the pod for another try."""
+    """Requests of the scheduler to the extender; one that cannot be asked leaves the pod for another try."""
 
     def __init__(self, rig: EmbeddedRig, replica: Scheduler) -> None:
         self._rig = rig

@@ -155,7 +155,7 @@ async def test_healthz_under_connection_flood(serving: Callable[..., object], tm
                 await anyio.to_thread.run_sync(flood, target, begun, held)
                 for _ in range(5):
                     await healthy()
-                # Whoever waits for his answer on a connection that was made before gets it, too.
+                # A client that waits for its answer on an earlier connection gets it, too.
                 assert (await anyio.to_thread.run_sync(probe, port, "/metrics"))[0] == 200
             # While others come without a pause.
             async with anyio.create_task_group() as group:

@@ -1,4 +1,4 @@
-"""`gpu-node-agent simulate`: it tells what happened and what did not, and leaves nothing behind."""
+"""`gpu-node-agent simulate`: it says what happened and what did not, and leaves nothing behind."""
 
 import io
 import os
@@ -159,7 +159,7 @@ def test_a_terminal_gets_colour(folder: Path) -> None:
         while time.monotonic() < deadline:
             try:
                 piece = os.read(leader, 65536)
-            except OSError:  # how Linux tells that the other side is gone
+            except OSError:  # how Linux shows that the other side is gone
                 break
             shown += piece
         assert process.wait(timeout=LIMIT_SECONDS) == 0

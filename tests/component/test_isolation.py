@@ -36,7 +36,7 @@ async def started(rig: EmbeddedRig, **settings: object) -> None:
 
 
 def mounts(rig: EmbeddedRig, pod: PodSpec) -> Mapping[str, str]:
-    """What the limits of a container show it: path inside, path on the host."""
+    """The files of limits in a container: path inside, path on the host."""
     found = rig.kubelet.container(pod, "main").mounts
     return {inside: host for inside, host in found.items() if inside.startswith((LIBRARY_FOLDER, PRELOAD))}
 
@@ -229,7 +229,7 @@ def reasons(rig: EmbeddedRig, pod: PodSpec) -> set[str]:
 
 
 def resize(rig: EmbeddedRig, pod: PodSpec, blocks: int) -> None:
-    """Ask for another size, as whoever the policy allows does."""
+    """Ask for another size, as an account that the policy allows does."""
     rig.kubelet.pod(pod).written["gpu-node-agent.io/resize"] = f'{{"main": {blocks}}}'
     rig.kubelet.api.changed()
 

@@ -33,7 +33,7 @@ PRODUCTION_TICK = (
 
 
 class Watch:
-    """What the kubelet itself has read: the lists as they arrive, not as they were sent."""
+    """The kubelet's own view: the lists as they arrive, not as they were sent."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []

@@ -58,7 +58,7 @@ async def test_a_configuration_is_taken_up_and_a_bad_one_is_not() -> None:
         await anyio.to_thread.run_sync(mounted.swap, {"layouts": layouts, "defaultMode": "half"})
         await rig.wait_allocatable(4)
         await rig.wait_allocatable(400, CORE)
-        # One that cannot be: told in words, and nothing changes.
+        # One that cannot be: reported, and nothing changes.
         await anyio.to_thread.run_sync(mounted.swap, {"defaultMode": "nonsense"})
         faults = (await logged(node, "configuration_rejected", 1))["faults"]
         assert "defaultMode" in str(faults)

@@ -215,7 +215,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = json.dumps({"value": run(json.loads(line), names)})
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test gets it
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         print(answer, flush=True)
 

@@ -30,7 +30,7 @@ def models(sources: Iterable[str]) -> frozenset[str]:
 
 
 def checksum(points: Sequence[EntryPoint]) -> int:
-    """Tells the symbols of one release from those of another."""
+    """Distinguishes the symbols of one release from those of another."""
     return zlib.crc32("\n".join(point.symbol for point in points).encode())
 
 

@@ -7,7 +7,7 @@ simulated machine is (`tests.nvml_double.header`).
 A process holds a POSIX record lock on one byte of the file behind the structures, `LOCK_BASE` plus
 the number of its slot, for as long as it lives. The kernel drops the lock when the process ends or
 calls exec, whatever way it ended, before its parent can wait for it: as the driver frees memory. And
-the kernel translates the holder's pid into the PID namespace of whoever asks.
+the kernel translates the holder's pid into the PID namespace of the caller.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class MemoryKind(IntEnum):
 
 
 class FaultAction(IntEnum):
-    """What an injected fault does to a call."""
+    """The effect of an injected fault on a call."""
 
     NONE = 0
     FAIL = 1
@@ -59,7 +59,7 @@ class FaultAction(IntEnum):
 
 
 class Watch(IntEnum):
-    """What every call looks at before it does its work; bits."""
+    """Conditions that every call checks before its work; bits."""
 
     FAULTS = 1
     RECORD = 2  # write down the symbol and the arguments
@@ -100,7 +100,7 @@ class CudaDeviceState(Structure):
 
 
 class CudaUseState(Structure):
-    """What one process has on one GPU."""
+    """The resources of one process on one GPU."""
 
     bytes: Array[c_uint64]
     launches: int

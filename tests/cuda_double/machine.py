@@ -97,7 +97,7 @@ class CudaMachine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program needs in its environment."""
+        """The environment that a program needs."""
         return {layout.STATE_VARIABLE: str(self.path)}
 
     def processes(self, gpu: int = 0) -> dict[int, int]:
@@ -174,7 +174,7 @@ class CudaMachine:
         code: int = OUT_OF_MEMORY,
         milliseconds: int = 0,
     ) -> None:
-        """What happens to a call (None: to any) once `after` calls have passed; -1 times stands for ever."""
+        """A fault for a call (None: for any) once `after` calls have passed; -1 times stands for ever."""
         fault = next(fault for fault in self.state.faults if fault.action == FaultAction.NONE)
         fault.symbol = -1 if symbol is None else self._numbers[symbol]
         fault.after, fault.remaining = after, times

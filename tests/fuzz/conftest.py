@@ -1,4 +1,4 @@
-"""Each test gets a campaign of its name; what ran is told at the end, and is a property in the report."""
+"""Each test gets a campaign of its name; its count is printed at the end, and is in the report."""
 
 import logging
 from typing import Any

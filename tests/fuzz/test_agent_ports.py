@@ -57,7 +57,7 @@ async def unchanged(folder: Path) -> AsyncIterator[Agent]:
 
 
 async def exchange(family: int, address: Any, data: bytes) -> bytes:
-    """What comes first in answer to `data` on a new connection; empty: nothing came."""
+    """The beginning of the answer to `data` on a new connection; empty: nothing came."""
     with socket.socket(family) as one:
         one.setblocking(False)
         if family == socket.AF_INET:

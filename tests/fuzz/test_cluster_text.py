@@ -1,4 +1,4 @@
-"""What stands in the cluster's objects: labels of the node, layouts' names, annotations of pods and nodes."""
+"""Text in the cluster's objects: labels of the node, layouts' names, annotations of pods and nodes."""
 
 import json
 

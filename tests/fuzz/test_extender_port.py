@@ -1,4 +1,4 @@
-"""What kube-scheduler, or whoever passes for it, asks of the extender: nothing is bound or assumed."""
+"""Requests to the extender, from kube-scheduler or an impostor: nothing is bound or assumed."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, cast
 from agent.cluster.api import ApiRefused, KubeApi
 from agent.extender.binder import Binder
 from agent.extender.fleet import Fleet
-from agent.extender.handlers import FOLDER, Serving, Verbs
+from agent.extender.handlers import FOLDER, ServingState, Verbs
 from agent.extender.metrics import Metrics
 from agent.extender.verdicts import Verdicts
 from agent.model.demand import VGPU
@@ -58,7 +58,7 @@ async def test_extender_requests(campaign: Campaign) -> None:
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
         fleet.set_node(name, NodeInventory(gpus), {})
     binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
-    serving = Serving(Verdicts(fleet), binder)
+    serving = ServingState(Verdicts(fleet), binder)
     Verbs(lambda: serving, Metrics()).add_to(server, 1 << 20)
     before = fleet.allocated()
 

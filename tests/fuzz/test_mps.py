@@ -1,10 +1,10 @@
-"""What MPS daemons and servers say. Tenants have a hand in it: names of processes, any line of a log."""
+"""Output of MPS daemons and servers. Tenants have a hand in it: names of processes, any line of a log."""
 
 from pathlib import Path
 
 from agent.mps import parse
-from agent.mps.errors import MpsError
-from agent.mps.serverlog import ServerLog, Tail, writer
+from agent.mps.daemon_logs import ServerLog, Tail, writer
+from agent.mps.mps_errors import MpsError
 from tests.fuzz.campaign import Campaign
 
 ANSWERS = (

@@ -31,7 +31,7 @@ def program(name: str) -> Path:
     if given := os.environ.get(VARIABLE):
         found = Path(given) / name
         if not found.is_file():
-            raise FileNotFoundError(f"{found} is missing: make the kit anew with python -m tests.gpu.kit")
+            raise FileNotFoundError(f"{found} is missing: make the kit again with python -m tests.gpu.kit")
         return found
     return _folder() / name
 

@@ -1,6 +1,6 @@
 """A CUDA process under test: `python -m tests.gpu.client JOB [NUMBER ...]`.
 
-It says `{"ready": ...}` once it has a context, does its job when it reads a line, tells the outcome as one
+It says `{"ready": ...}` once it has a context, does its job when it reads a line, prints the outcome as one
 line of JSON and keeps its context until it reads another line, or the end of its input. `--shm FOLDER` gives
 it that folder as /dev/shm and its pipe folder read-only, in a mount namespace of its own, as a container has
 them. With `--program` a C program does the job, which keeps to the same lines.
@@ -32,7 +32,7 @@ Report = dict[str, object]
 
 
 def look(cuda: Cuda, _: list[int]) -> Report:
-    """What the process is told of its GPU, and on which multiprocessors its blocks really run."""
+    """The GPU as the process sees it, and the multiprocessors on which its blocks really run."""
     multiprocessors = cuda.attribute(driver.ATTRIBUTE_MULTIPROCESSORS)
     free, total = cuda.memory()
     blocks = 16 * multiprocessors
@@ -63,13 +63,13 @@ def allocate(cuda: Cuda, numbers: list[int]) -> Report:
 
 
 def memory(cuda: Cuda, _: list[int]) -> Report:
-    """What the process is told of the memory of its GPU."""
+    """The memory of its GPU as the process sees it."""
     free, total = cuda.memory()
     return {"free": free, "total": total}
 
 
 def nvml(_: Cuda, __: list[int]) -> Report:
-    """What NVML says of the GPU here, as nvidia-smi asks it."""
+    """NVML's figures of the GPU here, as nvidia-smi reads them."""
     found = programs.binding()
     found.open()
     sample = found.sample(os.environ["CUDA_VISIBLE_DEVICES"])

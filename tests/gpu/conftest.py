@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""Fixtures of the tests on a GPU."""
 
 from collections.abc import Iterator
 

@@ -61,7 +61,7 @@ class Cuda:
         return value.value
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free and bytes that there are, as the driver tells this process."""
+        """Bytes that are free and bytes that there are, as the driver reports them to this process."""
         free, total = _SIZE(), _SIZE()
         self._call("cuMemGetInfo_v2", c.byref(free), c.byref(total))
         return free.value, total.value

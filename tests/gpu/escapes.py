@@ -1,4 +1,4 @@
-"""What a tenant may try to get more than its cap; the numbers are those of docs/vgpu.md.
+"""Attempts of a tenant to get more than its cap; the numbers are those of docs/vgpu.md.
 
 A program runs as in a container: a mount namespace with the container's folder at a path of its own and an
 /etc whose ld.so.preload names the library.
@@ -53,7 +53,7 @@ def contained(
     *mounts: str,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """What a command prints that runs in a container. Blocks. Raises CalledProcessError."""
+    """The output of a command in a container. Blocks. Raises CalledProcessError."""
     steps = (f"mount --bind {folder} {PLACE}", *mounts, f"mount --bind {own_etc} /etc", 'exec "$@"')
     done = subprocess.run(
         ["unshare", "--mount", "--propagation=private", "sh", "-c", " && ".join(steps), "sh", *command],

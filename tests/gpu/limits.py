@@ -22,12 +22,12 @@ class Capped:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What stands for a container's /etc/ld.so.preload."""
+        """The substitute for a container's /etc/ld.so.preload."""
         return {"LD_PRELOAD": str(self.folder / NAME)}
 
     @property
     def usage(self) -> layout.Usage:
-        """What the library has counted. Blocks."""
+        """The library's counts. Blocks."""
         return layout.read_usage((self.folder / "usage").read_bytes())[0]
 
     def resize(self, mebibytes: int) -> None:

@@ -17,7 +17,7 @@ from tests.mps_binaries import SUITES, MpsBinaryMissing, both_programs
 VARIABLE = "GPU_TEST_MPS"
 DRIVER_FOLDERS = "/usr/local/nvidia/bin:/run/nvidia/driver/usr/bin:/opt/nvidia/bin"
 LIBRARY = "libcuda.so.1"
-# Where images keep a driver that their loader is told of by a variable only, if at all.
+# Where images keep a driver that their loader knows by a variable only, if at all.
 LIBRARY_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib")
 
 

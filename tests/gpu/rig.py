@@ -24,11 +24,11 @@ from agent.model.gpu import Gpu
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
-from agent.mps.compute_mode import NoComputeModes
+from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState, EventReason, shared_memory_source
+from agent.mps.daemon_parts import Options
+from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from tests.gpu.limits import Capped, capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load
 
@@ -46,7 +46,7 @@ NO_MPS = "/nonexistent"  # a pipe folder without a daemon: the process runs with
 
 @dataclass
 class Told:
-    """What the supervisor reported."""
+    """Reports of the supervisor."""
 
     kinds: list[EventReason] = field(default_factory=list)
 
@@ -131,10 +131,8 @@ class Rig:
         command = [sys.executable, "-m", "tests.gpu.client", "--library", self.library]
         command += ["--program", str(program)] if program else []
         if self.daemon:
-            status = self.daemon.status.value
-            shared = shared_memory_source(status, self.daemon.folders)
-            if status.private_shm:
-                command += ["--shm", shared]
+            if self.daemon.status.value.private_shm:
+                command += ["--shm", str(self.daemon.folders.shm)]
             environment |= {PIPE_DIRECTORY: str(self.daemon.folders.pipe), **(caps or {})}
         else:
             environment |= {PIPE_DIRECTORY: NO_MPS, "CUDA_VISIBLE_DEVICES": self.gpu.uuid}
@@ -170,7 +168,7 @@ class Rig:
             raise AssertionError(f"{why}\n{REMEDY}")
         program = await anyio.to_thread.run_sync(self._program)
         folders = Directories.of(self.folder, self.gpu.uuid)
-        daemon = Daemon(self.gpu.uuid, program, folders, NoComputeModes(), self.told, OPTIONS)
+        daemon = Daemon(self.gpu.uuid, program, folders, ComputeModes(), self.told, OPTIONS)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(daemon.run)
@@ -187,7 +185,7 @@ class Rig:
         assert not await anyio.to_thread.run_sync(processes.servers, folders.pipe)
 
     async def _served(self, daemon: Daemon) -> None:
-        """Wait until it serves; the first failure to is final, and told with what the logs say."""
+        """Wait until it serves; the first failure is final, and comes with the logs."""
         with anyio.move_on_after(SERVING_SECONDS):
             status = await daemon.status.wait_for(
                 lambda status: status.serving or status.restarts > 0 or NO_START in status.reason

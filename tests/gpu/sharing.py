@@ -90,7 +90,7 @@ class Measurement:
         return microseconds
 
     async def case(self, case: Case) -> list[Row]:
-        """What each tenant got. Raises Failed."""
+        """The figures of each tenant. Raises Failed."""
         held: list[Held] = []
         async with AsyncExitStack() as stack:
             clients = []

@@ -18,7 +18,7 @@ _LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one tenant got; seconds."""
+    """The figures of one tenant; seconds."""
 
     mode: str
     load: str

@@ -41,7 +41,7 @@ class Row:
 
 
 def row(kernel: str, mode: str, results: Sequence[dict[str, Any]]) -> Row:
-    """What the clients say together. Raises ValueError where one failed."""
+    """The sum of the clients' figures. Raises ValueError where one failed."""
     for result in results:
         if result.get("code") != 0 or not result.get("runs"):
             raise ValueError(f"{kernel} with {len(results)} clients, {mode}: a client says {result}")

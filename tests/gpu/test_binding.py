@@ -1,4 +1,4 @@
-"""What the agent asks of NVML, asked of the real driver."""
+"""The agent's NVML calls, against the real driver."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""What a tenant may try before a real driver; the library is in /etc/ld.so.preload, as in containers."""
+"""Escapes of a tenant on a real driver; the library is in /etc/ld.so.preload, as in containers."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,8 @@
 """The enforcement library before a real driver: caps hold, the container sees them, a resize takes effect.
 
 What each process takes beside its allocations (contexts, code) the library does not know ahead; the agent
-measures it and tells the library. Here nobody does, so the driver may show that much more than the cap.
+measures it and passes the figure to the library. Here none does, so the driver may show that much above the
+cap.
 """
 
 from contextlib import AsyncExitStack

@@ -54,7 +54,7 @@ async def test_no_false_out_of_memory(rig: Rig, kind: str) -> None:
 
 
 def stormed(rig: Rig, container: Capped) -> dict[str, Any]:
-    """What happened to processes that allocate by every class while some are killed and stopped. Blocks."""
+    """The fate of processes that allocate by every class while some are killed and stopped. Blocks."""
     done = subprocess.run(
         [str(built.program(built.STORM)), rig.library_path(), str(PROCESSES), str(KILLS), "7"],
         env=environment(rig, container),
@@ -69,7 +69,7 @@ def stormed(rig: Rig, container: Capped) -> dict[str, Any]:
 
 
 async def alone(rig: Rig, container: Capped) -> int:
-    """What a container is charged for one process that has a context and nothing else, in bytes."""
+    """The charge of a container for one process that has a context and nothing else, in bytes."""
     async with rig.client("memory", limits=container) as client:
         await client.ready()
         await client.result()

@@ -108,7 +108,7 @@ async def test_fault_of_one_client_is_seen_and_recovered_from(rig: Rig) -> None:
             await culprit.ready()
             await neighbour.on()
             assert (await culprit.result())["code"] == ILLEGAL_ADDRESS
-            # One client's fatal error ends the work of all clients: that is why the agent tells of it.
+            # One client's fatal error ends the work of all clients: that is why the agent reports it.
             assert (await neighbour.said())["code"] != 0
             began = anyio.current_time()
             await reached(daemon, DaemonState.FAULT)

@@ -72,7 +72,7 @@ async def _of_a_node_at_work() -> dict[str, str]:
 
 
 async def _explained() -> str:
-    """A cluster of three nodes, as an API server in memory tells it."""
+    """A cluster of three nodes, as an API server in memory has it."""
     api = ClusterApi()
     api.node("gpu-1", *gpus(2))
     api.node("gpu-2", *gpus(1), GpuEntry("GPU-9", 1, Mode.VGPU, 81920, trouble="Xid 79"))

@@ -1,4 +1,4 @@
-"""What a program wrote to a terminal, as SVG."""
+"""The output of a program on a terminal, as SVG."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""What an agent under test tells: its log lines, its HTTP pages, its metrics."""
+"""The outside of an agent under test: its log lines, its HTTP pages, its metrics."""
 
 import json
 import re

@@ -97,7 +97,7 @@ async def restarted(rig: Rig, alive: Sequence[PodSpec]) -> AsyncIterator[None]:
 
 
 async def test_restarted_kubelet_that_lists_nothing(rig: Rig) -> None:
-    """Its pods are told to it a while after its sockets serve: until then it lists nobody."""
+    """It learns its pods a while after its sockets serve: until then it lists none."""
     await serving(rig)
     # One GPU is shared, the second is held by an init container while it runs, all others are held whole.
     shared = share_pod("shared", 35, 500)

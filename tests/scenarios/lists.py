@@ -18,7 +18,7 @@ NOTHING: Ways = {}
 
 @dataclass
 class Checked:
-    """What the record shows."""
+    """The contents of the record."""
 
     messages: int = 0
     lives: int = 0

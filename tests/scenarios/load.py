@@ -59,7 +59,7 @@ def mix(blocks: int, seed: int) -> Iterator[PodSpec]:
 
 @dataclass
 class Load:
-    """What came, what ran and what died."""
+    """The pods that came, ran and died."""
 
     rig: Rig
     died: dict[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def pod_of(mode: str, name: str) -> PodSpec:
 
 @dataclass
 class ModeNode:
-    """The agent on a node without a mode; the node's label alone tells what is wanted."""
+    """The agent on a node without a mode; only the node's label requests one."""
 
     rig: Rig
     folder: Path
@@ -66,7 +66,7 @@ class ModeNode:
         return found
 
     async def reach(self, state: str, desired: str, deadline: float = 60.0) -> Mapping[str, Any]:
-        """Wait until the node tells that state of that request."""
+        """Wait until the node shows that state of that request."""
         seen: Mapping[str, Any] = {}
         with anyio.move_on_after(deadline):
             while True:
@@ -80,7 +80,7 @@ class ModeNode:
         raise TimeoutError(f"not {state} {desired} after {deadline:g} s but {seen}; its log:\n{log[-3000:]}")
 
     async def applied(self, word: str, deadline: float = 60.0) -> None:
-        """Wait until a mode is in force everywhere, as every place of the Node object tells."""
+        """Wait until a mode is in force everywhere, by every place of the Node object."""
         await self.reach("applied", word, deadline)
         with anyio.fail_after(10):
             while True:

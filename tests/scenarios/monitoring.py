@@ -1,4 +1,4 @@
-"""What a scrape tells of each container, in the three modes side by side.
+"""Series of each container in a scrape, in the three modes side by side.
 
 Containers here run no CUDA: their processes are entered into the machine's process lists by PID, and the
 agent finds out by itself whose they are.
@@ -59,7 +59,7 @@ class Work:
 
 
 async def figures(node: ModeNode) -> Figures:
-    """Everything that a scrape tells of containers, by pod."""
+    """All series of containers in a scrape, by pod."""
     _, text = await node.get("/metrics")
     found: dict[str, dict[str, tuple[float, str]]] = {}
     for family in text_string_to_metric_families(text):
@@ -76,7 +76,7 @@ async def figures(node: ModeNode) -> Figures:
 
 
 async def told(node: ModeNode, expected: Mapping[str, Mapping[str, tuple[float, str]]]) -> Figures:
-    """Wait until a scrape tells at least this."""
+    """Wait until a scrape shows at least this."""
     seen: Figures = {}
     with anyio.move_on_after(SEEN_SECONDS):
         while True:
@@ -84,7 +84,7 @@ async def told(node: ModeNode, expected: Mapping[str, Mapping[str, tuple[float, 
             if all(expected[pod].items() <= seen.get(pod, {}).items() for pod in expected):
                 return seen
             await anyio.sleep(0.3)
-    raise TimeoutError(f"expected {expected}; a scrape told {seen}")
+    raise TimeoutError(f"expected {expected}; a scrape showed {seen}")
 
 
 async def test_each_container_sees_its_own_figures(rig: Rig) -> None:

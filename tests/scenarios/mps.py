@@ -64,7 +64,8 @@ class MpsNode:
             found = {}
             for uuid in self.rig.gpu_uuids():
                 # A cluster has a PID namespace of its own.
-                daemons = processes.daemons(Directories.of(self.run, uuid).pipe, below=True)
+                pipe = Directories.of(self.run, uuid).pipe
+                daemons = (*processes.daemons(pipe), *processes.impostors(pipe))
                 assert len(daemons) <= 1, f"two daemons on one pipe folder: {daemons}"
                 if daemons:
                     found[uuid] = daemons[0].pid

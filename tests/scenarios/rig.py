@@ -1,4 +1,4 @@
-"""What a scenario may ask of a node: the seam between the scenario suite and the two kubelets.
+"""The interface of a node for scenarios: the seam between the scenario suite and the two kubelets.
 
 The functions of `tests/scenarios/*.py` are written against `Rig` alone. One implementation drives the
 embedded kubelet (`tests/component/embedded_rig.py`), one the real cluster (`tests/cluster/real_rig.py`), so
@@ -13,7 +13,7 @@ What every rig does with a pod: plain init containers and `exits` containers end
 their `seconds`, all others run until deletion. Each container reports its environment and device nodes when
 it starts (a real one prints both into its log), so that they can be asked for after it has ended, too.
 
-Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that tells
+Deadlines are seconds. A wait that reaches its deadline raises TimeoutError with a sentence that says
 what was seen last.
 """
 
@@ -31,7 +31,7 @@ GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What the Node object says."""
+    """The state by the Node object."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -69,11 +69,11 @@ class Rig(Protocol):
         """From its next start on the agent writes down the lists it sends, for `tests.scenarios.lists`."""
 
     def agent_log(self) -> Path:
-        """What the agent writes, of all its lives: JSON lines."""
+        """The agent's output, of all its lives: JSON lines."""
 
     # The node.
     async def allocatable(self, resource: str = GPU) -> int | None:
-        """`status.allocatable` of the node, as the API tells it; None: the node has no such key."""
+        """`status.allocatable` of the node, as the API has it; None: the node has no such key."""
 
     async def capacity(self, resource: str = GPU) -> int | None:
         """`status.capacity` of the node; None: the node has no such key."""

@@ -1,4 +1,4 @@
-"""What both rigs do alike: the agent's process, and the machine that it finds."""
+"""The common part of both rigs: the agent's process, and the machine that it finds."""
 
 import signal
 from collections.abc import Mapping

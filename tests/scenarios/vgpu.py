@@ -155,7 +155,7 @@ async def test_agent_sigkilled_ten_times_in_a_burst(rig: Rig) -> None:
         await anyio.sleep(dice.uniform(0.0, 0.6))
         await rig.kill_agent()
         await start(rig)
-        # Whoever was just being admitted fails for good, as the kubelet has it; all others get their pair.
+        # A pod that was just being admitted fails for good, as the kubelet has it; all others get their pair.
         alive += [pod for pod in burst if await settled(rig, pod) is Phase.RUNNING]
         left = await check_pairs(rig, alive)
         await offered(rig, GPUS * BLOCKS)

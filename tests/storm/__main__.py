@@ -27,12 +27,17 @@ from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
 from tests.storm.shrinking import shrunk  # noqa: E402
 from tests.storm.storm import Outcome, storm  # noqa: E402
+from tests.storm.tempo import PAUSES  # noqa: E402
 
 
 def _rage(
-    seed: int, steps: int, skip: frozenset[int] = frozenset(), wanted: frozenset[str] | None = None
+    seed: int,
+    steps: int,
+    skip: frozenset[int] = frozenset(),
+    wanted: frozenset[str] | None = None,
+    tempo: str | None = None,
 ) -> Outcome:
-    return _replay(planned(seed, steps, skip, wanted))
+    return _replay(planned(seed, steps, skip, wanted, tempo))
 
 
 def _replay(plan: Plan) -> Outcome:
@@ -48,10 +53,16 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.storm")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="events of each (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=150,
+        help="events of each; a sparse one has a quarter (default: %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no storm after so many")
     parser.add_argument("--skip", default="", help="numbers of events to leave out")
     parser.add_argument("--faults", help="families of faults, with commas, in place of the seed's choice")
+    parser.add_argument("--tempo", choices=sorted(PAUSES), help="in place of the seed's choice")
     parser.add_argument("--no-shrink", action="store_true", help="show the history as it was")
     parser.add_argument("--until-found", action="store_true", help="begin no storm after one that found")
     parser.add_argument("--history", action="store_true", help="print every history")
@@ -68,7 +79,7 @@ def _plans(
         yield from map(read, options.kept or sorted(SEEDS.glob("*.json")))
         return
     for seed in range(options.seed, options.seed + options.seeds):
-        yield planned(seed, options.steps, skip, wanted)
+        yield planned(seed, options.steps, skip, wanted, options.tempo)
 
 
 def main() -> int:
@@ -91,16 +102,18 @@ def main() -> int:
     for plan in _plans(options, skip, wanted):
         if perf_counter() - began > options.seconds:
             break
+        started = perf_counter()
         outcome, seed = _replay(plan), plan.seed
         outcomes.append(outcome)
         faults = ", ".join(outcome.families) or "none"
         print(
-            f"seed {seed}: {outcome.steps} steps, {outcome.faults} faults ({faults}), "
-            f"{outcome.virtual_seconds:.0f} s, history {outcome.digest}: {outcome.violation or 'good'}",
+            f"seed {seed}: {plan.tempo}, {outcome.steps} steps, {outcome.faults} faults ({faults}), "
+            f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, history {outcome.digest}: "
+            f"{outcome.violation or 'good'}",
             flush=True,
         )
         if outcome.violation and not options.no_shrink and options.kept is None:
-            outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted))
+            outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted, tempo=options.tempo))
             left_out = ",".join(map(str, sorted(outcome.skipped)))
             print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
             if outcome.plan:

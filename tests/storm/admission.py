@@ -79,6 +79,9 @@ def _fits(world: World, used: Used, pod: Pod) -> bool:
         return False
     if any(each.restartable for each in pod.spec.init_containers):
         return False
+    before = max((each.limits.get(VGPU.core, 0) for each in pod.spec.init_containers), default=0)
+    if before > CORES and pod.spec.containers[0].limits.get(VGPU.core, 0) < before:
+        return False  # `agent.model.demand.init_group_of`: which of several GPUs it gets is not the agent's
     limits: Counter[str] = Counter()
     for each in (*pod.spec.init_containers, *pod.spec.containers):
         limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks

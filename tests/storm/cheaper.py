@@ -25,11 +25,12 @@ from agent.isolation import library
 from agent.kit import inotify
 from agent.kubelet import endpoint
 from agent.modes import sources
-from agent.mps import following
+from agent.mps import daemon_logs
 from agent.plugins import inject
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources_server, registry
 from agent.simulator.kubelet.device_tables import NO_NUMA
+from tests.storm import cheaper_libraries
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ENTRIES = inotify._CREATE | inotify._DELETE | inotify._MOVED_FROM | inotify._MOVED_TO | inotify._CLOSE_WRITE
@@ -141,9 +142,10 @@ class _Yaml:
 
 def install() -> None:
     """Put them in place, for this process."""
+    cheaper_libraries.install()
     for name in ("fsync", "fdatasync"):
         setattr(os, name, lambda _: None)
-    for room in (inotify, endpoint, following, reload, sources):
+    for room in (inotify, endpoint, daemon_logs, reload, sources):
         room.watching = _watching  # type: ignore[attr-defined]
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005

@@ -134,7 +134,7 @@ class Replicas:
             self.start(number)
 
     def problem(self) -> str | None:
-        """What must not be, in words."""
+        """Broken invariants, in words."""
         for each in self.lives:
             if each is None or each.life.dead:
                 continue

@@ -1,4 +1,4 @@
-"""What must hold after every step. Exceptions, and where they come from, stand in README.md."""
+"""Invariants that hold after every step. Exceptions, and where they come from, stand in README.md."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What must come true once faults have stopped."""
+"""Conditions that come true once faults have stopped."""
 
 import asyncio
 

@@ -6,10 +6,11 @@ machine keep in a storm is among it, and changes little in quiet.
 
 import gc
 import sys
-from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import NamedTuple
 
-_ATOMS = (str, bytes, int, float, bool, type(None))
+# What refers to nothing that counts; frames of what runs now are no part of a storm.
+_LEAVES = (str, bytes, int, float, bool, type(None), FrameType, CodeType)
 
 
 class Memory(NamedTuple):
@@ -37,24 +38,22 @@ def ignore_what_is_there() -> None:
 
 
 def measured() -> Memory:
-    """What lives now and was not there at `ignore_what_is_there`."""
+    """Objects that live now and were not there at `ignore_what_is_there`."""
     gc.collect()
     objects = gc.get_objects()
-    seen: set[int] = set()
-    size = 0
-    for one in objects:
-        size += sys.getsizeof(one, 0)
-        for each in _untracked(one):
-            if id(each) not in seen:
-                seen.add(id(each))
-                size += sys.getsizeof(each, 0)
-    return Memory(len(objects), size)
+    return Memory(len(objects), _size(objects))
 
 
-def _untracked(one: object) -> Iterator[object]:
-    """What the collector does not list by itself: texts and numbers, and containers of nothing else."""
-    for each in gc.get_referents(one):
-        if not gc.is_tracked(each):
-            yield each
-            if not isinstance(each, _ATOMS):
-                yield from _untracked(each)
+def _size(objects: list[object]) -> int:
+    """Bytes of these, and of what the collector does not list by itself.
+
+    That is texts and numbers, and containers of nothing else. A function of its own, as what it keeps while
+    it counts is then younger than the list, and not counted.
+    """
+    untracked: dict[int, object] = {}
+    fresh = objects
+    while fresh:
+        found = {id(one): one for one in gc.get_referents(*fresh) if not gc.is_tracked(one)}
+        fresh = [one for key, one in found.items() if key not in untracked and not isinstance(one, _LEAVES)]
+        untracked |= found
+    return sum(sys.getsizeof(one, 0) for each in (objects, untracked.values()) for one in each)

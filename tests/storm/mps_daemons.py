@@ -1,7 +1,7 @@
 """MPS control daemons of a storm: processes that live in a table, since NVIDIA's know no virtual time.
 
 They answer what the simulator's stand-in answers, and start a server when they are asked to. A daemon
-outlives the agent that started it. It may die, hang, or turn away whoever asks; a pod may run one that looks
+outlives the agent that started it. It may die, hang, or turn callers away; a pod may run one that looks
 like it.
 """
 
@@ -19,8 +19,8 @@ from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import control_commands, launch, probing, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
-from agent.mps.errors import StartFailed
 from agent.mps.launch import Launched
+from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
 from agent.simulator import mps_control
 
@@ -190,7 +190,7 @@ class DaemonTable:
         return ours
 
     async def session(self, program: Path, text: str, environment: Mapping[str, str]) -> tuple[str, str]:
-        """See `agent.mps.session.session`."""
+        """See `agent.mps.control_commands.session`."""
         del program
         own = Path(environment[PIPE_DIRECTORY])
         await anyio.sleep(0.001)

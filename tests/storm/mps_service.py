@@ -14,7 +14,7 @@ LEFT_SECONDS = 90.0  # until a daemon is gone whose GPU is in another mode
 
 
 class MpsService:
-    """What is wrong with daemons, and since when."""
+    """Faults of daemons, and since when."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -22,7 +22,7 @@ class MpsService:
         self._life = 0
 
     def wrong(self) -> str | None:
-        """What is wrong, in words."""
+        """The faults, in words."""
         now, world = anyio.current_time(), self._world
         agent, current = world.running, world.current
         away = world.nvml_faults or world.lost or not world.kubelet_up.is_set()

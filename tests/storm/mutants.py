@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.storm.tempo import SPARSE
+
 ROOT = Path(__file__).parents[2]
 PATCHES = Path(__file__).parent / "mutants"
 MOST_STEPS = 20_000
@@ -87,6 +89,7 @@ def hunt(mutant: str, folder: Path, steps: int, *, seconds: float = 3600.0) -> t
     if applied.returncode:
         raise DoesNotApply(f"{mutant} no longer applies: {applied.stderr}")
     arguments = ["--seed", str(wanted.seed), "--seeds", str(max(1, steps // wanted.steps)), "--until-found"]
+    arguments += ["--tempo", SPARSE]  # in which they were found first
     arguments += ["--steps", str(wanted.steps), *(("--faults", wanted.faults) if wanted.faults else ())]
     done = subprocess.run(
         [sys.executable, "-m", "tests.storm", *arguments, "--no-shrink"],

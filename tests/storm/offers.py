@@ -25,7 +25,7 @@ class Offers:
         self._since: dict[str, float] = {}
 
     def withheld(self) -> str | None:
-        """What is wrong, in words."""
+        """The faults, in words."""
         now = anyio.current_time()
         if excused(self._world):
             self._since.clear()

@@ -1,4 +1,4 @@
-"""What a seed chooses for a storm, written out: so that one can be kept, and be the same storm later on.
+"""The choices of a seed for a storm, written out: so that one can be kept, and be the same storm later on.
 
 A seed names a storm for as long as nobody adds an event. What was found is kept in `seeds/` event by event:
 each by its name and its number, by which it makes its own choices.
@@ -12,6 +12,7 @@ import msgspec
 
 from agent.model.modes import Mode
 from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
+from tests.storm.tempo import BUSY, SPARSE, SPARSE_SHARE, tempo_of
 from tests.storm.world import Shape
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -28,6 +29,8 @@ class Plan(msgspec.Struct, frozen=True):
     events: list[tuple[str, int]]  # name of the act, number of the event
     showed: str = ""  # what the storm found, for people
     families: list[str] = []  # of faults
+    tempo: str = SPARSE  # those that were kept before there were others
+    sockets: bool = True  # between the API server and its clients; else `direct_http`
 
     def acts(self) -> list[tuple[int, Act]]:
         """The events by number. Raises KeyError for one that is not known any more."""
@@ -43,11 +46,21 @@ def read(file: Path) -> Plan:
     return msgspec.json.decode(file.read_bytes(), type=Plan)
 
 
-def planned(seed: int, steps: int, skip: Collection[int] = (), wanted: frozenset[str] | None = None) -> Plan:
-    """The storm of a seed, with so many events.
+def planned(
+    seed: int,
+    steps: int,
+    skip: Collection[int] = (),
+    wanted: frozenset[str] | None = None,
+    tempo: str | None = None,
+) -> Plan:
+    """The storm of a seed, with so many events; fewer where the seed makes it a sparse one.
 
-    `skip`: numbers of events to leave out. `wanted`: families of faults in place of the seed's choice.
+    `skip`: numbers of events to leave out. `wanted`, `tempo`: families of faults, and how quickly events
+    follow each other, in place of the seed's choice.
     """
+    if tempo is None:
+        tempo = tempo_of(seed)
+        steps = steps // SPARSE_SHARE if tempo == SPARSE else steps
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
     # One in four has no fault at all: then no pod that fits may be refused.
@@ -63,12 +76,14 @@ def planned(seed: int, steps: int, skip: Collection[int] = (), wanted: frozenset
         )
         known = (*families(shape), *later_families(shape))
         chosen = [family for family in known if family.name in wanted]
-    weights: dict[Act, int] = {}
-    for family in (USERS, *chosen):
+    weights = {act: weight * BUSY[tempo] for act, weight in USERS.weights.items()}
+    for family in chosen:
         weights |= family.weights
     label = rng.choice(("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ())))
     pause = rng.choice((0.0, 0.5, 3.0))
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
     calm = rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
     events = [(name_of(act), number) for number, act in enumerate(acts) if number not in skip]
-    return Plan(seed, shape, label, pause, calm, events, families=[family.name for family in chosen])
+    sockets = tempo == SPARSE or random.Random(f"sockets of {seed}").random() < 0.2
+    names = [family.name for family in chosen]
+    return Plan(seed, shape, label, pause, calm, events, families=names, tempo=tempo, sockets=sockets)

@@ -1,4 +1,4 @@
-"""What stands in place of threads and of the network in a storm, and who is dead.
+"""The substitutes for threads and the network in a storm, and the processes that are dead.
 
 A process that was killed does nothing any more. Inside one process that is played so: the life of an agent is
 marked dead, and from then on its files, its API calls and its calls to NVML end in an error before they have
@@ -17,6 +17,7 @@ import anyio.lowlevel
 import anyio.to_thread
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from yarl import URL
 
 import agent.cluster.api
 from agent._proto import v1
@@ -27,6 +28,7 @@ from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.kubelet.podresources_server import PodResourcesServer
+from tests.storm import direct_http
 from tests.storm.clock import EPOCH
 
 
@@ -185,9 +187,37 @@ class _Rest:
         await self._session.close()
 
 
+class _DirectRest:
+    """The client's HTTP layer without HTTP."""
+
+    def __init__(self, server: direct_http.Server, caller: str) -> None:
+        self._server = server
+        self._caller = caller
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        query_params: Any,
+        headers: Any,
+        body: Any,
+        _preload_content: bool,
+        _request_timeout: Any,
+    ) -> Any:
+        check_alive()
+        headers = {**headers, CALLER: self._caller}
+        return await self._server.request(method, URL(url), query_params, headers, body, _request_timeout)
+
+    async def close(self) -> None:
+        """Nothing is kept open between requests."""
+
+
 def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
     """A client of the API server; `caller` is in the header CALLER of each request."""
-    return agent.cluster.api.KubeApi(_Configured(), _Rest(api_socket, caller))
+    server = direct_http.Way.server
+    rest = _Rest(api_socket, caller) if server is None else _DirectRest(server, caller)
+    return agent.cluster.api.KubeApi(_Configured(), rest)
 
 
 class _Kubelet:

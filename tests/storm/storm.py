@@ -18,18 +18,17 @@ from tests.storm.clock import CLOCK
 from tests.storm.invariants import Invariants, Violation
 from tests.storm.liveness import check_calm
 from tests.storm.plan import Plan
+from tests.storm.tempo import pause
 from tests.storm.world import World, world
 
 MORE_FILES = 8  # than before a storm: what is opened once in a process, and mappings that are let go of late
 # In memory, where there is such a folder: a step writes files.
 SCRATCH = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
-# Seconds after an event, with how often each comes.
-PAUSES = {0.0: 8, 0.001: 4, 0.01: 4, 0.1: 4, 0.5: 4, 1.0: 4, 5.0: 2, 30.0: 1}
 
 
 @dataclass
 class Outcome:
-    """What became of a storm."""
+    """The outcome of a storm."""
 
     seed: int
     families: list[str] = field(default_factory=list)
@@ -55,7 +54,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
     outcome.plan, outcome.families = plan, plan.families
     files = _open_files()
     with tempfile.TemporaryDirectory(prefix="gs-", dir=SCRATCH) as folder:
-        async with world(Path(folder), seed, plan.shape) as made:
+        async with world(Path(folder), seed, plan.shape, sockets=plan.sockets) as made:
             made.label(plan.label)
             await made.start_agent()
             await anyio.sleep(plan.pause)
@@ -71,7 +70,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                     await _step(made, act, fault, number, own, outcome)
                     invariants.look()
                     _extenders_live(made)
-                    await anyio.sleep(own.choices(list(PAUSES), list(PAUSES.values()))[0])
+                    await anyio.sleep(pause(plan.tempo, own))
                     outcome.history.append(_state(made))
                     invariants.look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")

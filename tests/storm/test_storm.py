@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.storm.memory import _size
 from tests.storm.plan import SEEDS, planned, read
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def _storms(report: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 @pytest.mark.timeout(300)
 def test_fixed_storms_find_nothing() -> None:
     REPORT.parent.mkdir(exist_ok=True)
-    limits = ("--seeds", "100", "--steps", "400", "--seconds", str(SECONDS), "--no-shrink")
+    limits = ("--seeds", "100", "--steps", "2000", "--seconds", str(SECONDS), "--no-shrink")
     code, said, figures = _storms(REPORT, *limits)
     print(json.dumps({key: value for key, value in figures.items() if key != "digests"}))
     assert code == 0, said[-12_000:]
@@ -56,6 +57,13 @@ def test_a_kept_storm_is_read_as_it_was_written(tmp_path: Path) -> None:
     file.write_text(plan.text(), encoding="utf-8")
     assert read(file) == plan
     assert [number for number, _ in plan.acts()] == [each for each in range(20) if each not in {3, 4}]
+
+
+def test_memory_counts_each_thing_once() -> None:
+    text, other = "text" * 100, "other" * 100
+    inner = {"key": other}  # a dict of texts, which the collector does not list
+    things: list[object] = [[text, inner], [text]]
+    assert _size(things) == sum(map(sys.getsizeof, (*things, text, other, inner)))
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""What the agent knows of the API server's objects, and how it deals with a server that refuses."""
+"""The agent's knowledge of the API server's objects, and its handling of a server that refuses."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ TRIES, TRIES_SECONDS = 5, 0.5
 
 
 class Views:
-    """What the agent has not heard of, and since when; which writes were refused."""
+    """Changes that the agent has not seen, and since when; writes that were refused."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -25,7 +25,7 @@ class Views:
         world.on_refused.append(self._count)
 
     def outdated(self) -> str | None:
-        """What is wrong, in words."""
+        """The faults, in words."""
         world, now = self._world, anyio.current_time()
         agent, current = world.running, world.current
         if agent is None or agent.cluster is None or current is None or not world.api_well:

@@ -35,7 +35,7 @@ from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
-from tests.storm import cheaper, mps_daemons, ordering, seams
+from tests.storm import cheaper, direct_http, mps_daemons, ordering, seams
 from tests.storm.cheaper import NvmlFaults
 from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
@@ -54,7 +54,7 @@ API_SOCKET = "api.sock"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a world has beside the rest."""
+    """Optional parts of a world."""
 
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
@@ -259,9 +259,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, seed: int, shape: Shape) -> AsyncIterator[World]:
-    """A node without an agent; everything on it is gone at the end."""
+async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) -> AsyncIterator[World]:
+    """A node without an agent; everything on it is gone at the end. `sockets`: the API server has one."""
     socket = folder / API_SOCKET
+    direct_http.install(sockets=sockets)
     seams.install(str(socket))
     cheaper.install()
     ordering.install()

@@ -12,6 +12,9 @@ from typing import Any
 import grimp
 import pytest
 
+import agent
+from agent.model.modes import Mode
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 JOURNEYS = ("Xid", "label", "Allocate")
@@ -124,6 +127,33 @@ def test_no_third_party_package_is_imported_that_no_contract_names() -> None:
     denied = [each["forbidden_modules"] for each in contracts() if each.get("source_modules") == everywhere]
     assert packages <= COMMON | {name for names in denied for name in names}
     assert {"aiohttp", "grpclib", "pynvml"} <= packages
+
+
+# Rooms whose code is the same for every mode: facts of a mode come from its row, acts from its own modules.
+MODELESS = [
+    "status",
+    "node",
+    "telemetry",
+    "modes",
+    "pairing",
+    "inventory",
+    "kubelet",
+    "cluster",
+    "settings",
+    "check",
+]
+
+
+@pytest.mark.parametrize("room", MODELESS)
+def test_a_room_for_all_modes_names_none(room: str) -> None:
+    named = [
+        f"{file}:{node.lineno}: Mode.{node.attr}"
+        for file in sorted((Path(agent.__file__).parent / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Mode"
+        if node.attr in Mode.__members__ and node.attr != "OFF"
+    ]
+    assert named == []
 
 
 def test_a_circle_is_found() -> None:

@@ -37,7 +37,7 @@ def spans(document: Path) -> Iterator[str]:
 
 
 def anchors(document: Path) -> set[str]:
-    """What links may name after #, as GitHub makes it of headings."""
+    """Anchors of a page, as GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -221,7 +221,7 @@ def test_there_is_one_example_pod_for_each_mode() -> None:
         assert f"`{word}`" in text
 
 
-# Told by other programs; and what fills a message in.
+# Messages of other programs; and the gaps in messages.
 OTHERS = {
     'attribution="estimated"',
     "kubectl apply",

@@ -1,4 +1,4 @@
-"""What the kubelet waits for."""
+"""Calls that the kubelet waits for."""
 
 import random
 import time
@@ -60,7 +60,7 @@ async def allocate(conditions: Conditions) -> Mapping[str, Taken]:
                 records.newest = b""
                 for pod in pods:
                     api.remove(pod)
-                await anyio.sleep(0.1)  # the watch tells the agent of their end
+                await anyio.sleep(0.1)  # the watch shows the agent their end
     return {
         "allocate_p50_ms": Taken(percentile(taken, 0.5), len(taken)),
         "allocate_p99_ms": Taken(percentile(taken, 0.99), len(taken)),

@@ -94,7 +94,7 @@ def _fill(folder: Path, machine: SimulatedMachine) -> tuple[Api, PreparedRecords
 
 
 async def _known(agent: BenchAgent) -> None:
-    """Wait until the agent tells the memory of all of them."""
+    """Wait until the agent reports the memory of all of them."""
     used = f"}} {100 << 20}\n"
     with anyio.fail_after(60):
         while await agent.http_port() is None:

@@ -1,4 +1,4 @@
-"""What the enforcement library costs a CUDA program: the same calls with and without it, on the double."""
+"""The cost of the enforcement library for CUDA programs: calls with and without it, on the double."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ class _Bench:
             os.close(descriptor)
 
     def difference(self, mode: str, count: int) -> float:
-        """What the library adds to a call, in nanoseconds; both sides in turn, the median."""
+        """The library's part of a call, in nanoseconds; both sides in turn, the median."""
         return median(
             self.nanoseconds(mode, count, capped=True) - self.nanoseconds(mode, count, capped=False)
             for _ in range(ROUNDS)

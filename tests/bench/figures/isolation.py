@@ -1,4 +1,4 @@
-"""What limits of vGPU containers cost an admission, and how soon a resize holds."""
+"""The cost of vGPU limits for an admission, and the delay of a resize."""
 
 import os
 import tempfile
@@ -19,7 +19,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Recorder
+from agent.pairing.pod_access import Recorder
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
 
@@ -47,7 +47,7 @@ async def files(conditions: Conditions) -> Mapping[str, Taken]:
         "resize_memory_effective_ms",
         "ms",
         1000,
-        "the pod watch tells of a resize until the limit file says so; 99th percentile",
+        "the pod watch shows a resize until the limit file has it; 99th percentile",
     ),
 )
 async def resize(conditions: Conditions) -> Mapping[str, Taken]:

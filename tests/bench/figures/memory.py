@@ -1,4 +1,4 @@
-"""What the agent costs while nothing happens."""
+"""The agent's cost while nothing happens."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What Prometheus waits for."""
+"""Scrapes, as Prometheus waits for them."""
 
 import time
 from collections.abc import Mapping

@@ -43,8 +43,8 @@ ROWS: Mapping[str, Row] = {
         (Load(20, "changing"), Load(80, "train")), 33, 10
     ),
 }
-"""What runs, with its share in percent -> how. Windows are 10 s where kernels are above 20 ms, and where the
-demand comes and goes by itself."""
+"""Loads with their shares in percent -> how they run. Windows are 10 s where kernels are above 20 ms, and
+where the demand comes and goes by itself."""
 HELD_OUT: Mapping[str, Row] = {
     "kernels of 35 us, 55": Row((Load(55, "brief"),), 9),
     "inference mix, 20": Row((Load(20, "infer"),), 13),
@@ -81,7 +81,7 @@ def _run(row: Row) -> Result:
 
 
 def _demand(load: Load) -> float:
-    """What a container would use by itself; but for bursts all loads want the whole GPU."""
+    """The share that a container would use by itself; but for bursts all loads want the whole GPU."""
     if load.load not in BURSTS:
         return 100
     return mean(_run(Row((Load(100, load.load, load.processes),), 33, 10)).shares[0])
@@ -112,7 +112,7 @@ def _all(rows: Mapping[str, Row], kind: str) -> tuple[Taken, Taken]:
 
 
 def _streams_lost() -> Taken:
-    """What is missing of a container's part of the launches that it makes by itself, in percent."""
+    """The missing part of the launches that a container makes by itself, in percent."""
     free, held = (_run(Row((Load(cap, "even", 1, STREAMS),), 13)).launches[0] for cap in (100, 40))
     return Taken((1 - held / (0.4 * free)) * 100, held)
 

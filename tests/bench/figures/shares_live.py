@@ -22,7 +22,7 @@ from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Recorder
+from agent.pairing.pod_access import Recorder
 from tests.bench.conditions import BUILD, Conditions
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.shares.row import program

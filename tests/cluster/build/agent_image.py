@@ -81,7 +81,7 @@ def _key(base: Path, foreign: str) -> str:
 
 
 def _prepare(context: Path, foreign: str, report: Report) -> None:
-    """What the Dockerfile copies; with wheels, programs and library the build itself needs no network."""
+    """Files that the Dockerfile copies; with wheels, programs and library the build needs no network."""
     for path in _sources():
         target = context / path.relative_to(REPOSITORY)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from tests.cluster.build.families import GoFamily
 
 
 def toolkit_family(architecture: str = "") -> GoFamily:
-    """What the agent's image brings along of the toolkit, for a processor by Debian's name."""
+    """The toolkit's programs in the agent's image, for a processor by Debian's name."""
     return GoFamily(
         name="container-toolkit",
         version="1.20.1",

@@ -1,4 +1,4 @@
-"""What the test cluster is made of: the pinned program families and how each is compiled.
+"""The programs of the test cluster: the pinned program families and how each is compiled.
 
 The dependency lists stand in `modules/<folder>/go.mod` and `go.sum`; nothing else is fetched by version.
 A family's key covers everything that can change its binaries: an edit here or there makes a new cache folder

@@ -43,7 +43,7 @@ class Container:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What stands for /etc/ld.so.preload."""
+        """The substitute for /etc/ld.so.preload."""
         return {"LD_PRELOAD": str(self.library)}
 
     def charged(self, gpu: int = 0) -> int:

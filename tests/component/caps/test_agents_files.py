@@ -31,7 +31,7 @@ def room(root: Path, library: Path) -> Isolation:
 
 
 def mounted(root: Path, mounts: tuple[Mount, ...]) -> Container:
-    """What a container sees of it: the very files, below other paths."""
+    """Its files as a container sees them, below other paths."""
     folder = root / "container"
     folder.mkdir()
     for each in mounts:

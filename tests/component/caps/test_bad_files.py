@@ -153,7 +153,7 @@ def test_a_stopped_holder_of_the_lock_refuses_and_never_allows(
     assert program("memory()") == [0, 1024 * MIB]
     assert machine.used() == 300 * MIB
     holder.kill()
-    program("alloc(2)")  # whoever dies with the lock leaves it to the next
+    program("alloc(2)")  # a process that dies with the lock leaves it to the next
     assert machine.used() == made.charged() == 302 * MIB
     assert layout.read_usage(made.usage.read_bytes())[0].repaired == 1
 

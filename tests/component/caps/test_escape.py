@@ -1,4 +1,4 @@
-"""What a tenant may try to get more than its cap; the numbers are those of docs/vgpu.md.
+"""Attempts of a tenant to get more than its cap; the numbers are those of docs/vgpu.md.
 
 Those that are tried on hardware, too, are in tests/gpu/escapes.py.
 """

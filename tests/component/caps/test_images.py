@@ -101,7 +101,7 @@ def filling(image: Image, tmp_path: Path, driver: Path) -> Image:
 
 @pytest.fixture
 def made(container: MakeContainer) -> Container:
-    """What is mounted."""
+    """The mounts."""
     made: Container = container(CAP, context=CHEAP_MIB)
     return made
 
@@ -183,7 +183,7 @@ def test_a_program_that_takes_no_preload_runs_as_ever(
 
 
 SANITIZED: Final = {
-    # Its library wants to be the first: whoever builds so says that it need not.
+    # Its library wants to be the first: such a build says that it need not.
     "address": (["-fsanitize=address"], {"ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0"}),
     "address, static": (["-fsanitize=address", "-static-libasan"], {"ASAN_OPTIONS": "detect_leaks=0"}),
     "thread": (["-fsanitize=thread"], {}),

@@ -1,4 +1,4 @@
-"""What NVML tells in a container, and so nvidia-smi: its cap as the memory, and its own processes."""
+"""NVML in a container, and so nvidia-smi: its cap as the memory, and its own processes."""
 
 import json
 import subprocess

@@ -22,7 +22,7 @@ from tests.nvml_double import build as nvml_double
 
 @dataclass(frozen=True, slots=True)
 class Doubles:
-    """What stands for the driver."""
+    """The substitute for the driver."""
 
     machine: CudaMachine
     nvml: Path

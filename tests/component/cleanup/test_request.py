@@ -22,7 +22,7 @@ WITHIN = 30.0
 
 
 class Asked:
-    """The agent of an embedded node, and whoever asks it to clean up."""
+    """The agent of an embedded node, and the hook that asks it to clean up."""
 
     def __init__(self, rig: EmbeddedRig, api: KubeApi) -> None:
         self.rig = rig
@@ -68,7 +68,7 @@ class Asked:
         return await anyio.to_thread.run_sync(get)
 
     def traces(self) -> dict[str, Any]:
-        """What is left of the agent on the node and its object, but for both annotations."""
+        """Traces of the agent on the node and its object, but for both annotations."""
         rig, http = self.rig, self.rig.http
         folders = (rig.kubelet.root / "plugins_registry", rig._folder / "state", rig._folder / "run")
         return {
@@ -121,7 +121,7 @@ async def test_cleans_its_node_and_serves_again_when_that_is_called_off() -> Non
 
 
 async def test_a_request_that_nobody_ends_ends_by_itself() -> None:
-    """Whoever asked was killed."""
+    """The hook was killed."""
     async with asked() as one:
         await one.ask(4)
         assert (await one.report()).state is State.CLEAN

@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class FakeApi:
-    """What the server answers, and what it was asked."""
+    """The server's answers, and the requests that it got."""
 
     scripts: dict[str, list[Answer]] = field(default_factory=lambda: defaultdict(list))
     asked: list[Asked] = field(default_factory=list)

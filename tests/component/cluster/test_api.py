@@ -128,7 +128,7 @@ async def test_a_write_needs_no_watch_to_be_known() -> None:
         fake.script("/api/v1/nodes", mute)
         fake.script(f"{NODE}/status", objects(node_at("12", x="8")))
         node = NodeObject(api, "n")
-        group.start_soon(node.run)
+        group.start_soon(node.reflector.run)
         await eventually(lambda: node.value is not None)
         shown: list[Any] = []
         node.reflector.on_change = lambda: shown.append(node.value and node.value.status.allocatable)
@@ -214,7 +214,7 @@ async def test_the_own_node_is_watched_and_read() -> None:
     async with serving() as (fake, api), anyio.create_task_group() as group:
         fake.script("/api/v1/nodes", watch(event("ADDED", item), bookmark("3", complete=True)))
         node = NodeObject(api, "n")
-        group.start_soon(node.run)
+        group.start_soon(node.reflector.run)
         await eventually(lambda: node.value is not None)
         found = node.value
         assert found is not None

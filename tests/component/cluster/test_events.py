@@ -1,4 +1,4 @@
-"""Events: counted, aged, told when they find no room, and bounded in memory."""
+"""Events: counted, aged, logged when they find no room, and bounded in memory."""
 
 from typing import Any
 

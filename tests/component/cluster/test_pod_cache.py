@@ -24,7 +24,7 @@ async def pod_cache(*known: Any) -> Any:
             "/api/v1/pods", watch(*(event("ADDED", one) for one in known), bookmark("9", complete=True))
         )
         cache = PodCache(api, "n")
-        group.start_soon(cache.run)
+        group.start_soon(cache.reflector.run)
         await eventually(lambda: cache.reflector.synced)
         yield fake, cache
         group.cancel_scope.cancel()

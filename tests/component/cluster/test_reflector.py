@@ -109,7 +109,7 @@ async def test_a_missing_right_is_named(logs: Any) -> None:
         await eventually(lambda: reflector.synced)
     assert f"GET /api/v1/pods: 403 {refusal}" in problem
     assert "grant the right to the agent's service account" in problem
-    assert warnings(logs) == [problem]  # told once, not at every try
+    assert warnings(logs) == [problem]  # logged once, not at every try
     assert [one["event"] for one in logs] == ["watch_interrupted", "watch_established"]
 
 

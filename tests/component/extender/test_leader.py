@@ -124,7 +124,7 @@ async def test_an_orderly_end_hands_over_at_once_and_nothing_is_sold_twice() -> 
     async with api.serving():
         slow = {"lease.durationSeconds": 60, "lease.renewSeconds": 30}
         async with replica(api, **slow) as second:
-            # A follower by chance first: whoever leads is stopped.
+            # A follower by chance first: the leader is stopped.
             await second.ready()
             async with replica(api, **slow) as third:
                 assert await second.bind(api.pod("p", 60, 10), "a") == ""
@@ -170,7 +170,7 @@ async def test_it_is_not_ready_before_both_lists_are_complete() -> None:
     api.pods_listed.publish(False)
     async with api.serving(), replica(api) as scheduler:
         with anyio.fail_after(5):
-            while not (scheduler.extender.feed and scheduler.extender.feed.nodes.synced):
+            while not (scheduler.extender.sync and scheduler.extender.sync.nodes.synced):
                 await anyio.sleep(0.02)
         assert await scheduler.get("/serving") == (503, "the list of bound pods is not complete yet\n")
         status, _ = await scheduler.post("predicates", {"Pod": api.pod("p", 1, 1), "NodeNames": ["a"]})

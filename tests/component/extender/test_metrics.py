@@ -1,4 +1,4 @@
-"""What the extender's /metrics says of leaders and followers, of answers, and of a watch that died."""
+"""The extender's /metrics, of leaders and followers, of answers, and of a watch that died."""
 
 from typing import Any
 
@@ -63,11 +63,11 @@ async def test_a_dead_watch_ends_the_answers_until_it_lives_again() -> None:
     api = ClusterApi()
     api.node("a", *gpus(1))
     async with api.serving(), leader(api) as scheduler:
-        feed = scheduler.extender.feed
-        assert feed is not None
-        assert feed.nodes.heard is not None
-        feed.nodes.heard -= DEAD_WATCH_SECONDS + 1
-        feed.look()
+        sync = scheduler.extender.sync
+        assert sync is not None
+        assert sync.nodes.heard is not None
+        sync.nodes.heard -= DEAD_WATCH_SECONDS + 1
+        sync.look()
         found = await figures(scheduler)
         assert (found["leader"], found["ready"]) == (1, 0)
         assert found['watch_age_seconds{resource="nodes"}'] > DEAD_WATCH_SECONDS

@@ -60,7 +60,7 @@ async def test_a_pod_that_waits_is_told_once_and_again_only_for_another_reason()
                 f"no node has room now for 60 {VGPU.core} and 10 {VGPU.memory} of one GPU: largest free "
                 "share 40 of 60 cores (1 node); ask for less, or wait: the pod starts when enough is free"
             )
-            assert "held" not in sentence, "names of other tenants' pods are not told"
+            assert "held" not in sentence, "names of other tenants' pods are not shown"
             # Other figures and the same reason: no second event.
             held["spec"]["containers"][0]["resources"]["limits"][VGPU.core] = "70"
             api.update(held)

@@ -226,7 +226,7 @@ async def test_pods_without_gpus_are_not_bound() -> None:
     plain = api.pod("plain", 0, 0)
     plain["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "1"}
     async with api.serving(), leader(api) as scheduler:
-        # What filter is told of the pod is the caller's word, and changes nothing.
+        # The caller's copy of the pod in filter changes nothing.
         lie = json.loads(json.dumps(plain))
         lie["spec"]["containers"][0]["resources"]["limits"] = {VGPU.core: "10", VGPU.memory: "1"}
         assert (await scheduler.filter(lie, ["a"]))["NodeNames"] == ["a"]

@@ -122,7 +122,7 @@ async def test_release_answers_after_the_close(tmp_path: Path) -> None:
         with pytest.raises(client.AgentRefused, match=r"NVML cannot be closed: NVML close did not answer"):
             await ask("release", seconds=60)
         assert nvml.is_open()
-        hang.release()  # the call comes back: the next to ask is told that it is closed
+        hang.release()  # the call comes back: the next call learns that NVML is closed
         with anyio.fail_after(10):
             while nvml.is_open():
                 await anyio.sleep(0.05)

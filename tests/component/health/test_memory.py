@@ -146,7 +146,7 @@ async def test_the_kernel_log_tells_of_gpus_that_send_no_events(tmp_path: Path) 
         async with watching(machine, keys={"health.kernelLog": str(fifo)}, without_events=1) as watched:
             os.write(keep, kernel_line(5, "0000:00:1d", 48).encode())
             await watched.until(2, UNHEALTHY)
-            os.write(keep, kernel_line(6, "0000:00:1b", 48).encode())  # NVML tells of this one itself
+            os.write(keep, kernel_line(6, "0000:00:1b", 48).encode())  # NVML itself reports this one
             await anyio.sleep(0.3)
             watched.steady(0, 1, 3)
     finally:

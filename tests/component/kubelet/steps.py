@@ -1,4 +1,4 @@
-"""What most tests of the embedded kubelet do: make pods, wait for them, look what they got."""
+"""Steps of most tests of the embedded kubelet: make pods, wait for them, read their devices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a container sees in the end, and what keeps it from starting."""
+"""A container's environment, and faults that keep it from starting."""
 
 import json
 import threading

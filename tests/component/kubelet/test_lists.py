@@ -1,4 +1,4 @@
-"""What list messages do to the node's figures."""
+"""The effect of list messages on the node's figures."""
 
 from dataclasses import dataclass
 from pathlib import Path

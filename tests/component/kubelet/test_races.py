@@ -1,4 +1,4 @@
-"""What the real kubelet gets wrong, kept here on purpose: a plugin must bear it."""
+"""Faults of the real kubelet, kept here on purpose: a plugin must bear them."""
 
 import threading
 from collections.abc import Mapping

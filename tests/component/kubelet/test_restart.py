@@ -1,4 +1,4 @@
-"""What survives a restart of the kubelet, and what a reboot does to pods."""
+"""The state after a restart of the kubelet, and pods after a reboot."""
 
 import base64
 import json

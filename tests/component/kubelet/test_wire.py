@@ -1,4 +1,4 @@
-"""What the embedded kubelet's connections look like to a plugin, and what long paths lead to."""
+"""The embedded kubelet's connections as a plugin sees them, and long paths."""
 
 import asyncio
 from pathlib import Path

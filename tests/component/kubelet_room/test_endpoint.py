@@ -211,7 +211,7 @@ async def test_a_kubelet_that_drops_our_stream_and_lives_is_made_to_find_us_agai
 
 
 async def test_short_gaps_between_streams_do_not_touch_the_socket(folder: Path) -> None:
-    """Whoever listens again within the silence that is borne finds the same socket."""
+    """A kubelet that listens again soon enough finds the same socket."""
     (folder / "plugins_registry").mkdir()
     async with _life(_endpoint(folder)) as endpoint:
         await eventually(endpoint.path.exists)

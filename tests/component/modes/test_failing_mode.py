@@ -96,7 +96,7 @@ def offered(assignment: Assignment) -> Amounts:
 
 
 class OneResource(World):
-    """Whose kubelet takes in what is offered as whole GPUs."""
+    """A node whose kubelet takes in the list of whole GPUs."""
 
     async def _delivered(self) -> None:
         await anyio.sleep(READ_SECONDS)
@@ -170,7 +170,7 @@ async def test_failing_mode_is_quiet() -> None:
             assert sum(later[begin : begin + 10]) <= 2 * 10
         assert sum(later) <= 40  # two tries in that hour and some
         assert 8 <= node.tries <= 12
-        # One failure is told once, and in between the node offers what it offered before.
+        # One failure is one event, and in between the node offers what it offered before.
         assert node.reported.events["ModeFailed"] == 1
         assert (node.api.allocatable, node.api.tainted) == ({GPU: 8}, False)
 

@@ -1,4 +1,4 @@
-"""What lasts beyond an agent's life, and what does not: on the embedded kubelet, with the real process."""
+"""State that outlives an agent, and state that does not: on the embedded kubelet, with the real process."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

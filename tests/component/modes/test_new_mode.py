@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 
 import agent
+from agent.model.node_inventory import INVENTORY
 from agent.modes.desired import LABEL
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
@@ -21,7 +22,9 @@ from tests.scenarios.rig import GPU
 MADE_UP = Path(__file__).with_name("made_up_mode.py")
 HALF, GPUS = "example.com/half-gpu", 8
 LAST_ROW = "    @property\n    def resources(self)"
-ROW = f'    HALF = ("half", ModeRow(("{HALF}",), (Unit("h", UnitKind.REPLICA),)))\n\n'
+FACT = "NOTHING: Final"
+TWO = "def _two(*_: object) -> int:\n    return 2\n\n\n"
+ROW = f'    HALF = ("half", ModeRow(("{HALF}",), (Unit("h", UnitKind.REPLICA),), client_ceiling=_two))\n\n'
 
 
 def copy_with_the_mode(folder: Path) -> Path:
@@ -31,13 +34,13 @@ def copy_with_the_mode(folder: Path) -> Path:
     shutil.copy(MADE_UP, folder / "agent" / "plugins" / "half.py")
     table = folder / "agent" / "model" / "modes.py"
     text = table.read_text()
-    assert text.count(LAST_ROW) == 1
-    table.write_text(text.replace(LAST_ROW, ROW + LAST_ROW))
+    assert text.count(LAST_ROW) == text.count(FACT) == 1
+    table.write_text(text.replace(LAST_ROW, ROW + LAST_ROW).replace(FACT, TWO + FACT))
     return folder
 
 
 def status(checkout: Path, run: str) -> dict[str, Any]:
-    """What `gpu-node-agent status --json` prints."""
+    """The output of `gpu-node-agent status --json`."""
     command = [sys.executable, "-m", "agent", "status", "--json", f"--set=host.run={run}"]
     answer = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True, timeout=30)
     found: dict[str, Any] = json.loads(answer.stdout)
@@ -87,6 +90,9 @@ async def test_new_mode_is_one_file(tmp_path: Path) -> None:
         modes = r'gpu_agent_gpu_mode_info\{[^}]*mode="half"[^}]*\}'
         assert await agent_face.metric(rig, modes) == GPUS
         assert await agent_face.metric(rig, rf'gpu_agent_resource_registered\{{resource="{HALF}"\}}') == 1
+        # Shown to schedulers, with the facts of its row.
+        shown = json.loads((await rig.node()).annotations[INVENTORY])["gpus"]
+        assert [(each["m"], each["c"]) for each in shown] == [("half", 2)] * GPUS
         # A GPU in use drains, and the mode is known over a restart by its device IDs.
         await rig.set_labels({LABEL: "pgpu"})
         await rig.wait_allocatable(GPUS - 1, GPU)

@@ -35,7 +35,7 @@ async def test_report_is_tried_again() -> None:
 
 
 class CountingNode(OwnNode):
-    """Counts how often it is compared, and ends whoever does so without a pause."""
+    """Counts comparisons, and fails on a loop without a pause."""
 
     looks = 0
 

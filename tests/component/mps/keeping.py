@@ -11,11 +11,12 @@ import anyio.to_thread
 
 from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
+from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
+from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
-from agent.mps.options import Options
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
 from agent.nvml.port import ComputeMode
 
@@ -32,7 +33,7 @@ OPTIONS = Options(
 
 
 @dataclass
-class Modes:
+class Modes(ComputeModes):
     """Compute modes in memory. `broken` makes changes fail, `away` all; `lost` are GPUs without an answer."""
 
     modes: dict[str, ComputeMode] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Modes:
 
 @dataclass
 class Reports:
-    """What the supervisor told people."""
+    """Events of the supervisor."""
 
     told: list[tuple[EventReason, str, str, frozenset[int]]] = field(default_factory=list)
 
@@ -91,7 +92,7 @@ class Bench:
 
 @dataclass
 class Word:
-    """What a server says of its state, by way of its real daemon: no server runs without a GPU.
+    """The reports of a server about its state, through its real daemon: no server runs without a GPU.
 
     `program` is the daemon's own, with the one word replaced that it has for a stand-in server. That has no
     clients: asked for them, the daemon would wait for its answer for ever.
@@ -102,7 +103,7 @@ class Word:
 
     @classmethod
     def of(cls, real: Program, folder: Path) -> Self:
-        """Of a real program of a version that tells the state; what is needed is written into `folder`."""
+        """Of a real program of a version that reports the state; its files are written into `folder`."""
         word = cls(Program(folder / CONTROL), folder / "state")
         word.say("ACTIVE")
         word.program.path.write_text(

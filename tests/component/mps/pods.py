@@ -65,9 +65,9 @@ class Container:
         raise AssertionError(f"the container ended: {said}")
 
     def ask(self, question: str, user: int = 0) -> str:
-        """What the daemon answers to the control program in the container. Blocks.
+        """The daemon's answers to the control program in the container. Blocks.
 
-        It turns away whoever comes while it hears somebody else, as the agent.
+        It turns other callers away while it answers one, as the agent.
         """
         command = f"echo {question} | CUDA_MPS_PIPE_DIRECTORY=/mnt/pipe timeout 5 {self._program.path}"
         for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""What goes wrong around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
+"""Faults around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from agent.mps.control_commands import Control
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import CommandRefused
+from agent.mps.mps_errors import DaemonRefused
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
 
@@ -65,7 +65,7 @@ async def test_a_daemon_whose_program_was_taken_away_is_ended_and_the_gpu_given_
 async def test_the_folder_stays_until_the_compute_mode_is_given_back(
     newest: Program, run_folder: Path
 ) -> None:
-    """It is what tells the next try, or the next agent, that there is something to clear up."""
+    """By it the next try, or the next agent, knows that there is something to clear up."""
     bench = Bench(run_folder, newest)
     daemon = bench.daemon()
     async with bench.kept(daemon):
@@ -155,7 +155,7 @@ async def test_a_hung_daemon_is_left_while_a_client_lives(
             await anyio.sleep(4)
             assert [each.pid for each in await daemons_of(daemon)] == [before.pid]
         assert (await reached(daemon, DaemonState.SERVING)).pid == before.pid
-        # It was not served for a while, which is no failure that people were told of.
+        # It was not served for a while, which is no failure that was reported.
         assert not bench.reports.told
     await daemon.stop()
 
@@ -187,7 +187,7 @@ async def test_a_long_command_of_our_own_says_nothing_against_the_daemon(
 
 
 async def refused(control: Control) -> None:
-    with pytest.raises(CommandRefused, match="not found"):
+    with pytest.raises(DaemonRefused, match="not found"):
         await control.terminate_client(1, 2)
 
 

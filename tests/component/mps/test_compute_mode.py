@@ -134,7 +134,7 @@ async def test_an_administrators_own_mode_is_told_of_and_left(node: Node) -> Non
         assignment.publish(Assignment({ONE.uuid: GpuMode(Mode.PGPU)}))
         await node.until(lambda: len(node.reports.told) == 2)
         assert node.mode is EXCLUSIVE
-        # Once they have put it right, nothing is told of any more.
+        # Once they have put it right, nothing is reported any more.
         node.modes.modes[ONE.uuid] = DEFAULT
         await node.until(lambda: not manager.leftovers)
 

@@ -16,7 +16,7 @@ from agent.mps.binary import Program
 from agent.mps.control_commands import Control, environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState
-from agent.mps.errors import CommandRefused, Unanswered
+from agent.mps.mps_errors import DaemonRefused, Unanswered
 from agent.mps.parse import ServerState
 from tests.component.mps.keeping import OPTIONS, Bench, reached
 
@@ -74,9 +74,9 @@ async def test_server_state_where_the_version_has_it(
 
 async def test_unknown_server_is_a_refusal_in_the_daemons_words(program: Program, run_folder: Path) -> None:
     async with serving(program, run_folder) as daemon:
-        with pytest.raises(CommandRefused, match="Server 1 not found"):
+        with pytest.raises(DaemonRefused, match="Server 1 not found"):
             await daemon.control.client_pids(1)
-        with pytest.raises(CommandRefused, match="not found"):
+        with pytest.raises(DaemonRefused, match="not found"):
             await daemon.control.terminate_client(1, 2)
 
 

@@ -12,11 +12,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.mps import following, serverlog
+from agent.mps import daemon_logs
 from agent.mps.binary import Program
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import (
     OPTIONS,
@@ -257,7 +257,7 @@ async def test_fault_in_the_server_log_and_recovery(
 async def test_a_fault_is_told_without_a_look_at_the_clock(
     newest: Program, run_folder: Path, tmp_path: Path, stand_in_server: Path
 ) -> None:
-    """Neither probe nor poll comes within the test: the kernel tells of the write, so the daemon is asked."""
+    """Neither probe nor poll comes within the test: the kernel reports the write, so the daemon is asked."""
     word = Word.of(newest, tmp_path)
     bench = Bench(run_folder, word.program)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True, probe_seconds=600, log_seconds=600))
@@ -284,7 +284,7 @@ async def test_logs_are_looked_at_where_the_kernel_gives_no_watch(
     def no_watch(*_: object, **__: object) -> object:
         raise OSError(24, "too many watches")
 
-    monkeypatch.setattr(following, "watching", no_watch)
+    monkeypatch.setattr(daemon_logs, "watching", no_watch)
     bench = Bench(run_folder, oldest)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True, probe_seconds=600))
     async with bench.kept(daemon):
@@ -299,7 +299,7 @@ async def test_the_logs_do_not_grow_for_ever(
     program: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon writes down every question, and the run folder is memory."""
-    monkeypatch.setattr(serverlog, "LARGE_BYTES", 2000)
+    monkeypatch.setattr(daemon_logs, "LARGE_BYTES", 2000)
     bench = Bench(run_folder, program)
     daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=0.02))
     async with bench.kept(daemon):

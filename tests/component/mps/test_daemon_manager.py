@@ -21,8 +21,8 @@ from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError, ProgramMissing
-from agent.mps.probing import Prober
+from agent.mps.mps_errors import MpsError, ProgramMissing
+from agent.mps.probing import DaemonProber
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports
 
@@ -107,7 +107,7 @@ async def test_a_program_that_has_died_is_not_waited_for(tmp_path: Path, run_fol
         ):
             await manager.set_up(gpu(0))
         assert manager.statuses.value == {}
-    assert reports.kinds() == []  # the error tells of it, and once
+    assert reports.kinds() == []  # the error names it, and once
 
 
 async def test_a_set_up_that_is_cancelled_is_taken_back(newest: Program, run_folder: Path) -> None:
@@ -245,12 +245,12 @@ async def test_supervision_that_crashed_is_taken_up_again(
     manager = manager_of(run_folder, newest, modes)
     crashed = anyio.Event()
 
-    async def crash(_: Prober) -> None:
+    async def crash(_: DaemonProber) -> None:
         crashed.set()
         raise RuntimeError("a fault of ours")
 
     with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True), monkeypatch.context() as patch:
-        patch.setattr(Prober, "_probe", crash)
+        patch.setattr(DaemonProber, "_probe", crash)
         async with running(manager):
             await manager.set_up(one)
     assert crashed.is_set()

@@ -1,4 +1,4 @@
-"""What pods can do to the folders that they share with a daemon: nothing that reaches the node.
+"""Attacks of pods on the folders that they share with a daemon: nothing that reaches the node.
 
 Pods mount the pipe folder read-only. Those that started under an agent of before have it writable, and root
 in one of them plays the attacker here.
@@ -26,7 +26,7 @@ from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState
 from agent.mps.directories import Directories
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from tests.component.mps.keeping import Bench, daemons_of, reached
 from tests.component.mps.pods import NOBODY, Container, again_and_again
 from tests.unit.kit.test_trees import deep

@@ -1,4 +1,4 @@
-"""What lets a daemon outlive the agent and its pod: a session, a cgroup and a mount namespace of its own."""
+"""How a daemon outlives the agent and its pod: a session, a cgroup and a mount namespace of its own."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ import pytest
 from agent.mps import launch
 from agent.mps.binary import Program
 from agent.mps.daemon_status import DaemonState
-from agent.mps.errors import MpsError
+from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, reached
 

@@ -1,4 +1,4 @@
-"""What tenants of an MPS node can reach: the log fifo, the control socket, the looks of a daemon."""
+"""Interfaces that tenants of an MPS node reach: the log fifo, the control socket, the looks of a daemon."""
 
 import os
 import shutil
@@ -180,7 +180,7 @@ async def test_default_percentage_is_restored(program: Program, run_folder: Path
                 await anyio.sleep(0.05)
         assert await daemon.control.alive() == 100
         assert "set the default active thread percentage to 1" in bench.reports.told[0][2]
-        # Again and again: set back each time, told of once.
+        # Again and again: set back each time, reported once.
         await daemon.control.set_default_percentage(2)
         with anyio.fail_after(20):
             while await daemon.control.alive() != 100:

@@ -29,7 +29,7 @@ class Faces:
     python: SimulatedNvml
 
     def agree(self, method: str, *args: object) -> object:
-        """What both answer to a method of the port, an error included; fails when they differ."""
+        """The answer of both to a method of the port, or the error; fails when they differ."""
         real, python = outcome(self.real, method, *args), outcome(self.python, method, *args)
         assert real == python
         return real

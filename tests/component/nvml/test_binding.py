@@ -137,7 +137,7 @@ def test_no_sysfs_no_node(faces: Faces, tmp_path: Path) -> None:
 
 
 def test_calls_for_later_capabilities(faces: Faces) -> None:
-    """What MPS and monitoring will ask: compute mode, processes, clocks, links; straight through pynvml."""
+    """Calls of MPS and monitoring: compute mode, processes, clocks, links; straight through pynvml."""
     machine = faces.machine
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
     pynvml.nvmlDeviceSetComputeMode(gpu, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)

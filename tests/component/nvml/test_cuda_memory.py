@@ -1,4 +1,4 @@
-"""What programs have through the CUDA double shows in NVML, to the byte, and ends with them."""
+"""Memory of programs on the CUDA double shows in NVML, to the byte, and ends with them."""
 
 import ctypes
 import time
@@ -69,7 +69,7 @@ def test_work_of_a_program_is_sampled(faces: Faces, cuda: CudaMachine, app: Prog
     deadline = time.monotonic() + 30
     found: list[tuple[int, int]] = []
     while (app.pid, 100) not in found and time.monotonic() < deadline:
-        app("call('cuStreamQuery', u64())")  # the GPU's time is moved on by whoever looks
+        app("call('cuStreamQuery', u64())")  # the GPU's time moves on with each look
         try:
             samples = pynvml.nvmlDeviceGetProcessUtilization(device(faces, 1), 0)
         except pynvml.NVMLError_NotFound:

@@ -73,6 +73,6 @@ def test_graphs_of_10_and_90_percent_are_one_to_nine(tmp_path: Path) -> None:
 
 
 def test_without_shares_a_gpu_is_divided_by_its_time_slices(tmp_path: Path) -> None:
-    """What the other tests would measure if nothing were enforced."""
+    """The figures of the other tests if nothing were enforced."""
     row = Row((Load(100, "train"), Load(100, "train")), 5)
     assert [mean(windows) for windows in shares(row, tmp_path / "row")] == [pytest.approx(50, abs=1)] * 2

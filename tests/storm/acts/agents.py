@@ -1,4 +1,4 @@
-"""What befalls the agent's own process."""
+"""Faults of the agent's own process."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What befalls the API server."""
+"""Faults of the API server."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What befalls the scheduler extender and kube-scheduler's way to it."""
+"""Faults of the scheduler extender and of kube-scheduler's connection to it."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What befalls GPUs and the driver."""
+"""Faults of GPUs and the driver."""
 
 import random
 

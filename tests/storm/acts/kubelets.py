@@ -1,4 +1,4 @@
-"""What befalls the kubelet and its files."""
+"""Faults of the kubelet and its files."""
 
 import random
 from dataclasses import replace
@@ -23,14 +23,14 @@ async def restart(world: World, rng: random.Random) -> str:
 
 
 async def reboot(world: World, rng: random.Random) -> str:
-    """The machine restarts: all processes end at once, /run is empty, containers start anew."""
+    """The machine restarts: all processes end at once, /run is empty, containers start again."""
     if not world.kubelet_up.is_set():
         return "no reboot while the kubelet is down"
     mend_checkpoint(world)
     await world.kill_agent()
     for daemon in world.daemons.daemons:
         world.daemons.end(daemon.process.pid)
-    for slot in range(world.spare + 1):  # the driver is loaded anew
+    for slot in range(world.spare + 1):  # the driver is loaded again
         world.machine.gpu(slot).compute_mode = ComputeMode.DEFAULT
     await world.restart_kubelet(rng.choice((0.0, 30.0)), reboot=True)
     await anyio.sleep(rng.choice((0.0, 2.0, 45.0)))
@@ -110,7 +110,7 @@ async def tear_checkpoint(world: World, rng: random.Random) -> str:
 
 
 def mend_checkpoint(world: World) -> None:
-    """Put back what stood there, unless the kubelet has written anew."""
+    """Put back what stood there, unless the kubelet has written again."""
     file = _checkpoint(world)
     if world.checkpoint is not None and file.read_bytes() == world.checkpoint[1]:
         file.write_bytes(world.checkpoint[0])

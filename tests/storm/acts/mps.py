@@ -1,4 +1,4 @@
-"""What befalls MPS control daemons."""
+"""Faults of MPS control daemons."""
 
 import random
 

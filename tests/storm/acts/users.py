@@ -1,4 +1,4 @@
-"""What users do: pods, labels, annotations, some of them forged, and manifests of static pods."""
+"""Acts of users: pods, labels, annotations, some of them forged, and manifests of static pods."""
 
 import random
 

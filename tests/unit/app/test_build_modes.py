@@ -11,9 +11,9 @@ from agent.app.mode_parts import ModeContext, ModeModule
 from agent.app.parts import Tasks
 from agent.app.run import core_of
 from agent.kit.cell import Cell
-from agent.model.modes import OFFERED_MODES, Assignment
+from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.plugins.context import PluginContext
-from agent.plugins.inject import Injector
+from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Cluster, Host, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
@@ -56,3 +56,8 @@ async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_s
         if mode.row.pair:
             assert names == set(mode.resources)
         assert (parts.backend is not None) is mode.row.needs_daemon
+        # Only modes of amounts say whether they are enforced.
+        assert (parts.enforced() is not None) is (mode.row.pair is not None)
+    assert modes[Mode.MPS].enforced() == "no"  # nobody knows the runtime
+    plugins.injector.software = NodeSoftware("v1.34.0", "containerd://2.1.0")
+    assert modes[Mode.MPS].enforced() == "yes"

@@ -13,7 +13,7 @@ from agent.cdi.specification import Devices
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver
-from agent.plugins.inject import Choice, Injector
+from agent.plugins.inject import InjectionChoice, Injector
 from agent.settings import Host, Injection, Settings
 from tests.unit.pairing.kubelet_model import machine
 
@@ -61,7 +61,10 @@ CHANGES: dict[str, tuple[Callable[[Node], object], str]] = {
     "no driver": (lambda node: node.driven(None), "driver that is not known"),
     "cgroup v1": (lambda node: (node.root / "cgroup.controllers").unlink(), "is not the root of cgroup v2"),
     "no hook": (lambda node: node.devices.publish(Devices(frozenset(node.uuids))), "without NVIDIA's hook"),
-    "a variable": (lambda node: setattr(node.injector, "choice", Choice(False, "")), "without NVIDIA's hook"),
+    "a variable": (
+        lambda node: setattr(node.injector, "choice", InjectionChoice(False, "")),
+        "without NVIDIA's hook",
+    ),
     "no GPU": (
         lambda node: node.emptied(),
         "is not there",

@@ -63,7 +63,7 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
     assert scene.control.terminated == []
     assert [client.pod for client in (await scene.look()).clients] == ["team-a/training"]
 
-    # It has not ended because the forger has, and the forger is told apart from it.
+    # It has not ended because the forger has, and the forger is not taken for it.
     pods = _pods(_forger(owners))
     assert not ClusterPods(pods).view().ended(VICTIM)
     assert not ClusterPods(pods).view().ended(FORGER)

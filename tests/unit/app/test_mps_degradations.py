@@ -1,4 +1,4 @@
-"""What status and /readyz say of MPS that works less well than it should, and the event for caps."""
+"""Remarks in status and at /readyz about MPS that works less well than it should, and the event for caps."""
 
 from types import SimpleNamespace
 from typing import Any

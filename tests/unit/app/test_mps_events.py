@@ -1,4 +1,4 @@
-"""What people are told of daemons, and what the MPS room is told of pods."""
+"""Events of daemons, and the pods that the MPS room gets."""
 
 import datetime as dt
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Whose cores may be root's: the pods of the node as the API server tells them."""
+"""Containers with cores that may run as root: the pods of the node as the API server has them."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,5 +1,6 @@
-"""Limits of vGPU containers that are built when they are first needed, once, and whoever asks for them."""
+"""Limits of vGPU containers that are built when they are first needed, once, whichever room asks for them."""
 
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.reducer import Grant
+from agent.pairing.pair_rules import Grant
 from agent.settings import Host, Modes, Settings, Vgpu
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ class Parts:
         self.built = 0
         self._problems = [*problems]
         self.followed: list[object] = []
-        self._takes = takes
+        self.takes = takes
 
     async def build(self) -> "LimitParts":
-        await anyio.sleep(self._takes)
+        await anyio.sleep(self.takes)
         if self._problems:
             raise self._problems.pop()
         self.built += 1
@@ -70,7 +71,7 @@ async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
         limits.follow_resizes(context, cast("Any", "shares"))
         await anyio.wait_all_tasks_blocked()
         assert (parts.built, parts.followed, limits.units_grown(GPU)) == (0, [], frozenset())
-        assert (limits.problem, limits.computes, limits.allotted()) == (None, False, {})
+        assert (limits.problem, limits.enforced(), limits.allotted()) == (None, "no", {})
         assert not any(limits.fences().values())
         modes.publish(Assignment({GPU: GpuMode(Mode.VGPU)}))
         await anyio.wait_all_tasks_blocked()
@@ -125,6 +126,17 @@ async def test_building_that_failed_does_not_end_the_agent() -> None:
         group.cancel_scope.cancel()
     assert (parts.built, parts.followed) == (1, ["shares"])
     assert supervisor.states["vgpu limits"].last_error == "OSError: no space"
+
+
+async def test_building_that_hangs_is_given_up_and_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is shielded from the end of its Allocate, so nothing else would end it."""
+    monkeypatch.setattr("agent.app.vgpu_limits.BUILD_SECONDS", 0.01)
+    parts = Parts(takes=math.inf)
+    limits, _ = _limits(parts)
+    with anyio.fail_after(10), pytest.raises(TimeoutError, match="look whether the folders"):
+        await _allocate(limits)
+    parts.takes = 0.0
+    assert await _allocate(limits) == ANSWER
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -36,7 +36,7 @@ def snapshot(*states: GpuState, **changes: Any) -> Snapshot:
 
 
 class Machine:
-    """What the generator sees."""
+    """The input of the generator."""
 
     def __init__(self, *names: str) -> None:
         self.names = names

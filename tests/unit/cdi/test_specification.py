@@ -1,4 +1,4 @@
-"""What of a generated specification is accepted, and which devices of an older one stay."""
+"""The accepted part of a generated specification, and the devices of an older one stay."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""cf-crl ConfigMaps: good ones pass, every fault is told once, with its place."""
+"""cf-crl ConfigMaps: good ones pass, every fault is reported once, with its place."""
 
 import copy
 from pathlib import Path

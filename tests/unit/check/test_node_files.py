@@ -1,4 +1,4 @@
-"""What is read of runtimes, toolkits and kubelets from files as nodes have them."""
+"""Facts about runtimes, toolkits and kubelets from files as nodes have them."""
 
 from pathlib import Path
 

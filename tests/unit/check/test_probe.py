@@ -1,4 +1,4 @@
-"""What a container says of its share: by the agent's program, and by any shell."""
+"""A container's report of its share: by the agent's program, and by any shell."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""An API server in a dictionary: nodes with annotations, whose agents answer requests as they are told to."""
+"""An API server in a dictionary: nodes with annotations, whose agents answer requests as the test says."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The uninstall hook: everything or nothing, and words for whoever stands in the way."""
+"""The uninstall hook: everything or nothing, and the name of each obstacle."""
 
 import anyio
 import pytest

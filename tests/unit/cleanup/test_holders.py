@@ -47,7 +47,7 @@ def kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubelet:
 
 
 def cache(*uids: str, problem: str | None = None) -> PodCache:
-    """What the API server tells of the node's pods; their names are their UIDs."""
+    """The node's pods by the API server; their names are their UIDs."""
     made = PodCache(KubeApi(None, None), "node1")
     pods = {uid: Pod(Metadata(name=uid, namespace="team", uid=uid)) for uid in (*uids, "other")}
     made.reflector.items.publish(MappingProxyType(pods))

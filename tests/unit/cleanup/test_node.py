@@ -11,7 +11,7 @@ import pytest
 
 from agent.cleanup import this_node
 from agent.cleanup.errors import CleanupFailed
-from agent.cleanup.node_object import forget
+from agent.cleanup.this_node import forget_node
 from agent.cli.main import main
 from agent.cluster.api import KubeApi
 from agent.kit.lock import exclusive
@@ -186,7 +186,7 @@ LABELS = {
 
 async def test_labels_of_others_stay() -> None:
     api = _Node(LABELS)
-    await forget(api, "n")
+    await forget_node(api, "n")
     (path, metadata), (status_path, status) = api.patches
     assert path == "/api/v1/nodes/n"
     assert set(metadata["metadata"]["labels"]) == {
@@ -202,18 +202,18 @@ async def test_labels_of_others_stay() -> None:
 
 async def test_what_is_to_be_kept_is_kept() -> None:
     api = _Node({})
-    await forget(api, "n", keep=["gpu-node-agent.io/state"])
+    await forget_node(api, "n", keep=["gpu-node-agent.io/state"])
     assert [path for path, _ in api.patches] == ["/api/v1/nodes/n/status"]
 
 
 async def test_labels_of_gpu_feature_discovery_stay() -> None:
     api = _Node({**LABELS, "nvidia.com/gfd.timestamp": "1"})
-    await forget(api, "n")
+    await forget_node(api, "n")
     assert "nvidia.com/gpu.product" not in api.patches[0][1]["metadata"]["labels"]
 
 
 async def test_our_taint_goes_and_those_of_others_stay() -> None:
     api = _Node(LABELS)
     api.taints = [{"key": "a", "effect": "NoSchedule"}, {"key": TAINT, "effect": EFFECT}]
-    await forget(api, "n")
+    await forget_node(api, "n")
     assert api.taint_patches == [[("test", api.taints), ("add", api.taints[:1])]]

@@ -1,4 +1,4 @@
-"""What an agent answers, and when it leaves service or comes back."""
+"""An agent's answers, and the times at which it leaves service or comes back."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ from agent.cluster.node import Node, NodeObject
 from agent.cluster.reflector import Metadata
 from agent.settings import Settings
 
-NOBODY: Any = None  # which pods there are is told by Obstacles
+NOBODY: Any = None  # Obstacles have the pods
 NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 
 
@@ -68,7 +68,7 @@ class OwnNode(NodeObject):
 
 
 class Obstacles:
-    """What stands in the way, look by look; nothing once the list is empty. Counts the clean-ups."""
+    """The obstacles, look by look; none once the list is empty. Counts the clean-ups."""
 
     def __init__(self) -> None:
         self.next: list[Exception] = []
@@ -93,7 +93,7 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
         monkeypatch.setattr(where, "refuse_holders", made.look)
     monkeypatch.setattr(node_files, "stop_daemons", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
-    monkeypatch.setattr(standby, "forget", forget)
+    monkeypatch.setattr(node_files, "forget_node", forget)
     for where in (on_request, standby):
         monkeypatch.setattr(where, "RETRY_SECONDS", 0.01)
     yield made

@@ -1,4 +1,4 @@
-"""What the lean client pulls in: in a fresh interpreter, since a test run has imported half the world."""
+"""Modules that the lean client imports: in a fresh interpreter, since tests have imported many more."""
 
 import json
 import subprocess

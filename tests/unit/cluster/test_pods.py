@@ -1,4 +1,4 @@
-"""What pods ask for, what they have not got yet, and by which UID their cgroups know them."""
+"""Requests of pods, the part that they have not got yet, and the UID in their cgroups."""
 
 from typing import Any
 

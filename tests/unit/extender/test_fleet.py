@@ -3,7 +3,7 @@
 import pytest
 
 from agent.extender.fleet import BoundPod, Fleet
-from agent.extender.free_capacity import Held, PodClaim
+from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
 from agent.model.demand import MPS, VGPU, Container, Pod
 from agent.model.modes import Mode
@@ -122,7 +122,7 @@ def test_a_pod_whose_gpus_nobody_told_counts_on_all_it_may_be_on() -> None:
 def test_the_kubelets_records_win_over_a_forged_annotation() -> None:
     made = fleet(gpus(2))
     demand = asks((90, 10))
-    held = (Held("GPU-0", Mode.VGPU, 90, 10),)
+    held = (HeldUnits("GPU-0", Mode.VGPU, 90, 10),)
     made.set_pod(BoundPod("a", "n", PodClaim(demand, held=held, chosen=((1,),)), confirmed=True))
     found = made.pick("n", demand, Policy.BINPACK)
     assert found is not None

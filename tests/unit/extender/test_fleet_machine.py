@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agent.extender.fleet import BoundPod, Fleet
-from agent.extender.free_capacity import Held, PodClaim
+from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
 from agent.model.modes import Mode
@@ -82,7 +82,7 @@ class Clusters(RuleBasedStateMachine):
             )
         elif how == "records":
             held = [
-                Held(f"{node}-{index}", Mode.VGPU, min(CORES, slot.demand.cores), slot.demand.blocks)
+                HeldUnits(f"{node}-{index}", Mode.VGPU, min(CORES, slot.demand.cores), slot.demand.blocks)
                 for slot, indices in zip(demand.slots, chosen, strict=True)
                 for index in indices
             ]

@@ -1,4 +1,4 @@
-"""What the ledger keeps of the API's nodes and pods, whatever stands in them."""
+"""The ledger's part of the API's nodes and pods, whatever is in them."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.extender.free_capacity import Held
+from agent.extender.free_capacity import HeldUnits
 from agent.extender.objects import demand_for, read_node, read_pod
 from agent.model.demand import VGPU, Container, Impossible, Pod
 from agent.model.modes import Mode
@@ -37,7 +37,7 @@ def statuses(*devices: dict[str, Any]) -> dict[str, Any]:
 def test_what_the_kubelet_gave_is_taken_by_gpu() -> None:
     _, found = read_pod(pod(**statuses(given(CORE, "GPU-1::c4", "GPU-1::c9"), given(MEMORY, "GPU-1::m0"))))
     assert found is not None
-    assert found.claim.held == (Held("GPU-1", Mode.VGPU, 2, 1, 1),)
+    assert found.claim.held == (HeldUnits("GPU-1", Mode.VGPU, 2, 1, 1),)
     assert (found.node, found.claim.name) == ("n", "ns/p")
 
 

@@ -1,4 +1,4 @@
-"""What is kept of earlier judgements never differs from judging again."""
+"""Kept verdicts never differ from judging again."""
 
 import random
 

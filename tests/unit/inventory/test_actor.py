@@ -60,7 +60,7 @@ async def test_transitions_are_logged_once(logs: Logs) -> None:
             await inventory.mailbox.post(message)
         await wait(inventory, 5)
         await anyio.wait_all_tasks_blocked()
-    # Changes of a GPU's health are told elsewhere.
+    # Changes of a GPU's health are logged elsewhere.
     told = [(event["event"], event.get("gpu")) for event in logs if "health" not in event["event"]]
     assert [one for one in told if one[0] != "gpu_recovered"] == [
         ("nvml_ready", None),

@@ -133,7 +133,7 @@ class Storm(RuleBasedStateMachine):
     def look(self) -> None:
         """A round of the scanner, as it would find the machine."""
         present = tuple(one for one in GPUS if one.uuid not in self.gone)
-        # A driver that tells, and asks for nothing: it settles what the table of Xids leaves open.
+        # A driver that reports, and asks for nothing: it settles what the table of Xids leaves open.
         probes = tuple(
             Probed(one.uuid, LOST, "lost")
             if one.uuid in self.gone

@@ -61,7 +61,7 @@ class Site:
         return self.folders.create(self.held[pod])
 
     def launch(self, pod: str, *, next_ns: int = 1, waited_ns: int = 0) -> None:
-        """What the library writes when a container works."""
+        """The library's entries when a container works."""
         path = self.folders.path(key_of(self.held[pod].ids), "usage")
         at = layout.USAGE_HEADER_BYTES + layout.SHARE_AT
         with path.open("r+b") as file:
@@ -338,9 +338,9 @@ async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Pat
         await anyio.to_thread.run_sync(site.compute.turn, site.isolation.containers.value, {})
         assert (await anyio.to_thread.run_sync(site.shares)) == {"a": share}
         on_disk = await anyio.to_thread.run_sync(site.folders.about, key)
-        assert on_disk.cores_now == share  # an agent that starts anew goes on from there
+        assert on_disk.cores_now == share  # the next agent goes on from there
         assert (on_disk.cores, len(on_disk.grown_cores)) == (60, grown)
-        # Nobody else is offered these, by an agent that starts anew either.
+        # No other container is offered these, by the next agent either.
         assert len(site.isolation.grown.get(GPU, ())) == grown
     refused = [number for number, (reason, _) in enumerate(owners.events) if reason == "ResizeRefused"]
     assert (refused, len(owners.events), owners.returned) == ([3], 7, 2)

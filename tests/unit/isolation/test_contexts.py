@@ -1,4 +1,4 @@
-"""What a context costs, by what is measured of containers."""
+"""The cost of a context, by figures of containers."""
 
 import os
 import struct

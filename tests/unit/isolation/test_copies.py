@@ -18,7 +18,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def rebooted(node: Node, key: str) -> None:
-    """What a runtime leaves that starts the container before the agent: folders where files are missing."""
+    """Leftovers of a runtime that starts the container before the agent: folders where files are missing."""
     shutil.rmtree(node.root / "run" / "limits")
     for name in ("limits", "usage"):
         (node.root / "run" / "limits" / key / name).mkdir(parents=True)

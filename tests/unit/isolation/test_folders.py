@@ -139,7 +139,7 @@ def test_a_usage_region_that_its_container_made_longer_is_cut_back(limits: Limit
 
 
 def unprivileged(root: Path, command: str) -> str:
-    """What a command on the folders prints in an agent as the chart starts it: root without capabilities."""
+    """The output of a command on the folders in an agent as the chart runs it: root without capabilities."""
     script = (
         "import sys; from pathlib import Path; from agent.isolation.folders import LimitFolders; "
         f"limits = LimitFolders(Path(sys.argv[1])); key, = limits.keys(); print({command})"

@@ -52,7 +52,7 @@ def test_a_file_that_somebody_damaged_is_replaced_in_one_step(tmp_path: Path) ->
     try:
         library.install(source(tmp_path), tmp_path / "state")
         assert found.file.read_bytes() == ELF + b"one"
-        assert os.pread(damaged, 100, 0) == b"damaged"  # whoever has it mapped keeps it
+        assert os.pread(damaged, 100, 0) == b"damaged"  # processes that have it mapped keep it
     finally:
         os.close(damaged)
 

@@ -1,4 +1,4 @@
-"""What the driver measures of containers: the sweep, the check that the library is there, unseen memory."""
+"""The driver's figures of containers: the sweep, the check that the library is there, unseen memory."""
 
 import os
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ PLACE: Place = ("default", "a", "main", GPU)
 
 
 class Owners:
-    """What pods' owners were told."""
+    """Events for the owners of pods."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, Mapping[str, str]]] = []
@@ -91,7 +91,7 @@ class Node:
         (folder / "stat").write_text(f"{pid} (a) b) {' '.join(['S', *['1'] * 18, str(start), '0'])}\n")
 
     def enter(self, number: int, own: int, state: int, start: int) -> None:
-        """What the library writes of a process that it is in."""
+        """The library's entry for a process that it is in."""
         descriptor = os.open(self.isolation.folders.path(key_of(units()), USAGE), os.O_RDWR)
         entry = layout.ENTRY.pack(own, state, start)
         os.pwrite(descriptor, entry, layout.SLOTS_AT + number * layout.SLOT_BYTES)

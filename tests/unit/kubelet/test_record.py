@@ -28,7 +28,7 @@ Entry = tuple[str, str, str]  # pod UID, container, device ID
 
 @dataclass
 class Kubelet:
-    """What a kubelet tells, and its files. It started long ago, unless a test says otherwise."""
+    """The answers of a kubelet, and its files. It started long ago, unless a test says otherwise."""
 
     folder: Path
     pods: dict[str, dict[str, str]] = field(default_factory=dict)  # listed: pod -> container -> ID, or empty

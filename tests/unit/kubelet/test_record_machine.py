@@ -62,7 +62,7 @@ class RecordMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         RecordMachine.now = 1e6
         self.kubelet, self.started = 1, 0.0  # which one, and since when
-        self.heard: set[str] | None = None  # UIDs that a kubelet has been told of; None: of all
+        self.heard: set[str] | None = None  # UIDs that a kubelet has learnt; None: all
         self.admitted: dict[str, Admitted] = {}  # by UID
         self.checkpoint: dict[tuple[str, str, str], frozenset[str]] = {}
         self.api: dict[str, Pod] = {}  # pods as they are
@@ -175,7 +175,7 @@ class RecordMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.told.keys() >= self.admitted.keys() or not self.complete)
     @rule(outage=st.booleans())
     def restart_kubelet(self, outage: bool) -> None:
-        """It knows what its checkpoint says, and lists nothing before it has been told of its pods."""
+        """It knows what its checkpoint says, and lists nothing before it has learnt its pods."""
         fired["kubelet restart"] += 1
         self.write_checkpoint()
         self.kubelet, self.started, self.heard = self.kubelet + 1, self.now, set()
@@ -193,7 +193,7 @@ class RecordMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.away)
     @rule()
     def time_passes(self) -> None:
-        """A kubelet has been told of all its pods by then."""
+        """A kubelet has learnt all its pods by then."""
         fired["time"] += 1
         self.heard = None
         self.shown()

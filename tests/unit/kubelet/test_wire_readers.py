@@ -118,12 +118,12 @@ def as_pod_list(data: bytes) -> PodList:
 @given(LISTS)
 @example(b"")
 def test_pod_lists(data: bytes) -> None:
-    assert PodList.parse(data) == as_pod_list(data)
+    assert Reader().parse(data) == as_pod_list(data)
 
 
 @given(LISTS, LISTS)
 def test_pod_lists_that_come_in_two_parts(first: bytes, second: bytes) -> None:
-    assert PodList.parse(first + second) == as_pod_list(first + second)
+    assert Reader().parse(first + second) == as_pod_list(first + second)
 
 
 @st.composite
@@ -176,7 +176,7 @@ def test_damaged_messages_are_refused_or_read_but_never_crash(data: bytes, more:
     if flipped:
         flipped[more.draw(st.integers(0, len(data) - 1))] ^= more.draw(st.integers(1, 255))
     for damaged in (data[:cut], bytes(flipped)):
-        for reader in (PodList, PreferenceRequests, AllocationRequests):
+        for reader in (Reader(), PreferenceRequests, AllocationRequests):
             try:
                 reader.parse(damaged)
             except MalformedMessage:
@@ -196,7 +196,7 @@ def test_damaged_messages_are_refused_or_read_but_never_crash(data: bytes, more:
 )
 def test_broken_messages_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
-        PodList.parse(data)
+        Reader().parse(data)
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
@@ -208,8 +208,8 @@ def test_an_entry_that_only_begins_like_its_neighbour_is_read_by_itself() -> Non
     first = message([(1, 2, b"r"), (2, 2, b"GPU::m1")])
     other = message([(1, 2, b"s"), (2, 2, b"GPU::m2")])
     data = message([(1, 2, message([(3, 2, message([(2, 2, first), (2, 2, other), (2, 2, first)]))]))])
-    assert PodList.parse(data) == as_pod_list(data)
-    assert [each.ids for each in PodList.parse(data).holdings] == [("GPU::m1", "GPU::m1"), ("GPU::m2",)]
+    assert Reader().parse(data) == as_pod_list(data)
+    assert [each.ids for each in Reader().parse(data).holdings] == [("GPU::m1", "GPU::m1"), ("GPU::m2",)]
 
 
 @given(st.lists(SHORT_LISTS, min_size=1, max_size=4))

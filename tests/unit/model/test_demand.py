@@ -1,4 +1,4 @@
-"""What containers and pods ask of a pair: every rule, with the sentence that goes with it."""
+"""Requests of containers and pods for a pair: every rule, with its sentence."""
 
 import pytest
 

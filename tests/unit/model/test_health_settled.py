@@ -1,4 +1,4 @@
-"""What settles a verdict that the number of an Xid leaves open: the driver, its log line, Xids beside it."""
+"""Evidence for a verdict that an Xid's number leaves open: the driver, its log line, Xids beside it."""
 
 import pytest
 

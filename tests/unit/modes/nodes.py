@@ -20,7 +20,7 @@ from agent.modes.switcher import ModeSwitcher
 
 
 def gpu(index: int, product: str = "NVIDIA H200", mig: bool = False) -> Gpu:
-    """A GPU whose UUID tells its index."""
+    """A GPU with its index in its UUID."""
     return Gpu(f"GPU-{index:08x}", index, index, f"0000:{index:02x}:00.0", product, 143771 << 20, (9, 0), mig)
 
 
@@ -83,7 +83,7 @@ class Lists:
 
 
 class Daemon:
-    """A backend: counts, and fails or waits when told to."""
+    """A backend: counts, and fails or waits as the test sets it to."""
 
     def __init__(self) -> None:
         self.up: set[str] = set()

@@ -16,7 +16,7 @@ from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
-from agent.mps.errors import CommandRefused
+from agent.mps.mps_errors import DaemonRefused
 from agent.mps.users import kept_apart
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
@@ -47,7 +47,7 @@ class Control:
         assert server == SERVER
         self.terminated.append(client)
         if self.stubborn:
-            raise CommandRefused("it does not want to")
+            raise DaemonRefused("it does not want to")
 
 
 class Scene:
@@ -70,7 +70,12 @@ class Scene:
         )
         self._proc = proc
         self.watch = ClientWatch(
-            cast("DaemonManager", manager), Cell(PodList(held, ())), lambda: self.pods, proc=proc
+            cast("DaemonManager", manager),
+            Cell(PodList(held, ())),
+            lambda: self.pods,
+            dict,
+            lambda *_: None,
+            proc=proc,
         )
 
     def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
@@ -215,7 +220,7 @@ async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path:
 async def test_without_the_api_server_nothing_is_said_of_pods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It alone tells which pod a UID is of."""
+    """It alone knows the pod of a UID."""
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
     scene = Scene(tmp_path, ["p1", "p2"])
     scene.process(101, 1)

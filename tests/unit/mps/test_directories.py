@@ -6,7 +6,7 @@ import pytest
 
 from agent.model.mps_abilities import LONGEST_SOCKET
 from agent.mps.directories import SOCKETS, Directories
-from agent.mps.errors import BadFolder
+from agent.mps.mps_errors import BadFolder
 from tests.component.mps.keeping import UUID
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from agent.mps import parse as answers
-from agent.mps.errors import CommandRefused, NotSupported
+from agent.mps.mps_errors import DaemonRefused, NotSupported
 from agent.mps.parse import ServerState
 
 
@@ -13,7 +13,7 @@ from agent.mps.parse import ServerState
         ("100.0", 100.0),
         ("Invalid percentage, expected between (0.0, 100.0]\n40.0", 40.0),
         ("", None),
-        ("Server 1 not found", 1.0),  # a refusal is told by `check`, before this
+        ("Server 1 not found", 1.0),  # `check` raises a refusal, before this
         ("1200", None),
     ],
 )
@@ -39,7 +39,7 @@ def test_refusals_are_told_apart() -> None:
     assert answers.check("get_server_list", "17\n") == "17\n"
     with pytest.raises(NotSupported, match="'get_server_status'"):
         answers.check("get_server_status 1", 'Unknown command "get_server_status"')
-    with pytest.raises(CommandRefused, match="Server 1 not found"):
+    with pytest.raises(DaemonRefused, match="Server 1 not found"):
         answers.check("get_client_list 1", "Server 1 not found\n")
 
 

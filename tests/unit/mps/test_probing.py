@@ -8,14 +8,12 @@ import pytest
 
 from agent.mps import probing
 from agent.mps.control_commands import Survey
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_logs import ServerLog
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import DaemonState, EventReason, StatusPublisher
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from agent.mps.parse import ServerState
-from agent.mps.probing import Prober
-from agent.mps.serverlog import ServerLog
-from agent.mps.status_publisher import Publisher
+from agent.mps.probing import DaemonProber
 
 PROBE_SECONDS = 0.4
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
@@ -27,16 +25,16 @@ class Scene:
     def __init__(self, state: ServerState | None, flood: bool = False) -> None:
         self.said = ServerLog()
         self.state = state
-        self.tells_state = state is not None
+        self.gives_state = state is not None
         self.moments: list[float] = []
         self.told: list[EventReason] = []
         self._flood = flood
-        publisher = Publisher("GPU-1", lambda kind, *_: self.told.append(kind))
+        publisher = StatusPublisher("GPU-1", lambda kind, *_: self.told.append(kind))
         self.publisher = publisher
         any_part: Any = self
         options = Options(probe_seconds=PROBE_SECONDS, prestart=False)
         folders = Directories(Path("/nowhere"))
-        self.prober = Prober(DaemonParts(any_part, folders, any_part, any_part, publisher, options))
+        self.prober = DaemonProber(DaemonParts(any_part, folders, any_part, any_part, publisher, options))
 
     async def hold(self, lost: bool = False) -> None:
         """Nothing to hold."""

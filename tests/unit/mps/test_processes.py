@@ -1,15 +1,17 @@
 """Which processes may be a daemon of the agent's, by the text of /proc/<pid>/cgroup."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from agent.kubelet.owners import container_of_process
-from agent.mps import processes, shm_sweep
+from agent.mps import processes
 from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods
 
@@ -63,6 +65,31 @@ def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:
     assert effective_user(7, tmp_path) == 1000
 
 
+def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
+    """Its sockets do, too: one that is ended is gone when nobody listens any more."""
+    code = (
+        "import ctypes, platform, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print(flush=True)\nctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout
+        assert child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while ") Z" not in (processes.PROC / str(child.pid) / "stat").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = processes.identify(child.pid)
+        assert found is not None
+        found.send(signal.SIGKILL)
+        while found.alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.communicate()
+
+
 @pytest.mark.parametrize("name", [b"\x1cUid: 0 0 0", b"\rUid: none", b"\vUid:"])
 def test_no_process_chooses_its_user_by_its_name(name: bytes) -> None:
     """The kernel leaves in a name what Python takes for an end of line; prctl(2) lets anybody choose one."""
@@ -75,7 +102,7 @@ def test_no_process_chooses_its_user_by_its_name(name: bytes) -> None:
         assert process.stdout
         assert process.stdout.readline()
         assert effective_user(process.pid) == 65534
-        assert shm_sweep._users(Path(f"/proc/{process.pid}/status")) == {65534}
+        assert set(processes.user_ids(process.pid)) == {65534}
     finally:
         process.kill()
         process.communicate()
@@ -92,7 +119,7 @@ def test_a_cgroup_s_name_need_not_be_text(tmp_path: Path) -> None:
 def test_a_command_line_without_end_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a process tells of itself is as long as it likes, by prctl(PR_SET_MM_MAP) without a privilege."""
+    """A process can make its own description of any length, by prctl(PR_SET_MM_MAP) without a privilege."""
     monkeypatch.setattr(processes, "PROC", tmp_path)
     process = tmp_path / "7"
     process.mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.mps.session import MOST_BYTES, session
+from agent.mps.control_commands import MOST_BYTES, session
 
 
 def script(folder: Path, text: str) -> Path:

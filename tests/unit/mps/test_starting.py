@@ -1,4 +1,4 @@
-"""What people are told when a daemon is looked for."""
+"""Events while a daemon is looked for."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,11 @@ import pytest
 
 from agent.mps import processes, starting
 from agent.mps.binary import NO_PROGRAM
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import EventReason, StatusPublisher
 from agent.mps.directories import Directories
-from agent.mps.options import Options
 from agent.mps.processes import Process
 from agent.mps.starting import Starter
-from agent.mps.status_publisher import Publisher
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(
@@ -24,7 +22,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     monkeypatch.setattr(processes, "impostors", lambda _: tuple(crowd))
     monkeypatch.setattr(processes, "daemon_of", lambda _: None)
     told: list[tuple[EventReason, str, frozenset[int]]] = []
-    publisher = Publisher(
+    publisher = StatusPublisher(
         "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
     )
     unused: Any = None

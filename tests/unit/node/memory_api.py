@@ -66,7 +66,7 @@ class MemoryApi(KubeApi):
         self._changed()
 
     async def carry_out_later(self, seconds: float, act: Act) -> bytes:
-        """Carry out a write so late, whether or not whoever asked for it still waits."""
+        """Carry out a write so late, whether or not the caller still waits."""
 
         async def late() -> bytes:
             await asyncio.sleep(seconds)

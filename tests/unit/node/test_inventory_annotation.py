@@ -1,4 +1,4 @@
-"""What schedulers are told of a node's GPUs, and when."""
+"""The inventory of a node's GPUs for schedulers, and when it is written."""
 
 from collections.abc import Mapping
 from dataclasses import replace

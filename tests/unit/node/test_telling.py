@@ -1,4 +1,4 @@
-"""What the Node object says of the mode: label, annotation, condition, events."""
+"""The mode on the Node object: label, annotation, condition, events."""
 
 import json
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ def pod(name: str, *resources: str, phase: str = "Pending", deleted: str | None 
 
 
 class Node:
-    """What API server and kubelet say."""
+    """The views of API server and kubelet."""
 
     def __init__(self, *pods: Pod) -> None:
         self.pods = {each.metadata.uid: each for each in pods}

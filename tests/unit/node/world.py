@@ -39,7 +39,7 @@ def lists(assignment: Assignment) -> Amounts:
 
 @dataclass
 class Kubelet:
-    """What it knows of, and which bound pods it has not served yet."""
+    """The pods that it knows, and the bound pods that it has not served yet."""
 
     known: dict[str, int] = field(default_factory=dict)
     unserved: set[str] = field(default_factory=set)
@@ -100,7 +100,7 @@ class World:
         self.capacity.wake()
 
     async def stop(self) -> None:
-        """As an agent does that was told to end."""
+        """As an agent does at SIGTERM."""
         await self.withdrawals.stop(lambda: self.publish(NOTHING))
 
     async def publish(self, assignment: Assignment) -> None:
@@ -114,7 +114,7 @@ class World:
     async def running(self) -> AsyncIterator["World"]:
         """Its tasks run."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self.node.run)
+            group.start_soon(self.node.reflector.run)
             group.start_soon(self.inherited.run)
             group.start_soon(self.taint.run)
             group.start_soon(self.capacity.run)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from agent.model.demand import Pod
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Recorder
+from agent.pairing.pod_access import Recorder
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel
 
 

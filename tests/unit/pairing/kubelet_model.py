@@ -19,9 +19,9 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
 from agent.model.units import ResourcePair
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PairRefused, PodSource, PodsUnavailable
-from agent.pairing.reducer import Grant, Rules
+from agent.pairing.pair_rules import Grant, PairRules
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
 from agent.plugins.shared_pair import SharedPair, Sharing
@@ -71,7 +71,7 @@ class AgentKilled(Exception):
 
 @dataclass
 class Admission:
-    """What the kubelet knows of a pod that it took up."""
+    """The kubelet's knowledge of a pod that it admitted."""
 
     pod: Pod
     held: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)  # container, resource -> IDs
@@ -97,7 +97,7 @@ class KubeletModel(PodSource):
         self.taken_up: dict[Key, Admission] = {}
         self.api: dict[Key, Pod] = {}
         self.specs_readable = True
-        self.cached = True  # whether the watch told of pods before the kubelet asks
+        self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
         self.lists = 0
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
@@ -172,7 +172,7 @@ class KubeletModel(PodSource):
         """A new process that remembers nothing."""
         self._record = Record()
         resolver = RequesterResolver(self.pair, self, self)
-        self.pairing = Pairing(Rules(self.pair, self.policy), resolver, clock=lambda: self.now)
+        self.pairing = Pairing(PairRules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
         self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)
         self.shares.restock()

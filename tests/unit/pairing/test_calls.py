@@ -6,7 +6,7 @@ import pytest
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Demand
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.pod_access import Cause, PairRefused
 from tests.unit.pairing.asking import first, index
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 

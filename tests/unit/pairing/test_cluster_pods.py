@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
-from agent.cluster.conversion import convert
 from agent.cluster.event_recorder import Event
 from agent.cluster.pods import Pod as ApiPod
+from agent.cluster.pods import convert
 from agent.model.demand import Container, Pod, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
-from agent.pairing.ports import PodsUnavailable
+from agent.pairing.pod_access import PodsUnavailable
 
 
 def api_pod(uid: str = "u", **metadata: object) -> ApiPod:

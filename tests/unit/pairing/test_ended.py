@@ -20,7 +20,7 @@ async def test_a_pod_that_ended_at_once_keeps_no_gpu_off_the_lists() -> None:
     short = pod("short", WHOLE)
     await kubelet.admit(short)
     assert kubelet.pairing.ledger.reservations
-    # The API server tells of its end before the record was read again.
+    # The API server shows its end before the record was read again.
     kubelet.cell.publish(PodList((), (), frozenset({short.uid})))
     kubelet.shares.refresh()
     assert kubelet.pairing.ledger.reservations == ()

@@ -9,7 +9,7 @@ from agent.kubelet.plugin_types import Refused
 from agent.model.demand import Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.pairing.ports import PairRefused
+from agent.pairing.pod_access import PairRefused
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPairPlugin, Sharing
 from agent.settings import load
@@ -48,7 +48,7 @@ class Kubelet(KubeletModel):
         return self.known[member]
 
     async def told(self) -> None:
-        """The pod watch has told of an end, or the record was read; the lists follow at once."""
+        """The pod watch has shown an end, or the record was read; the lists follow at once."""
         await self.refresh()
         self.read()
 

@@ -9,7 +9,7 @@ from agent.model.demand import MPS, Container, Pod, Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.placement import ASSIGNED, Policy
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.pod_access import Cause, PairRefused
 from tests.unit.pairing.asking import Told, index, told
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share, undisturbed
 

@@ -6,7 +6,7 @@ import pytest
 from agent.kubelet.podresources import PodList, PodResourcesUnavailable
 from agent.model.demand import Container, Pod, Stage
 from agent.model.ledger import PairMember
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.pod_access import Cause, PairRefused
 from tests.unit.pairing.asking import first, index
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 
@@ -127,7 +127,7 @@ async def test_gpu_only_init_phase_then_agent_restart() -> None:
 
 
 async def test_static_pod_gets_its_share() -> None:
-    """It cannot: the API server tells of a static pod once it was admitted. The refusal says so."""
+    """It cannot: the API server shows a static pod once it was admitted. The refusal says so."""
     kubelet = KubeletModel(gpus=4)
     static = pod("etcd-node1", share("main", 30, 40))
 

@@ -1,9 +1,9 @@
-"""What MPS adds to the pair of resources: caps, ceiling, daemons that must serve."""
+"""Additions of MPS to the pair of resources: caps, ceiling, daemons that must serve."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -15,18 +15,19 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.actor import Pairing
-from agent.pairing.ports import PodSource, Recorder
+from agent.mps.daemon_manager import DaemonManager
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import PodSource, Recorder
 from agent.plugins import mps
 from agent.plugins.context import PluginContext
-from agent.plugins.inject import Choice, Injector, NodeSoftware
+from agent.plugins.inject import InjectionChoice, Injector, NodeSoftware
 from agent.plugins.mps import Conditions, MpsPlugin
 from agent.settings import Settings, load
 from tests.unit.pairing.kubelet_model import machine
 
 
-class Daemons:
-    """Daemons that serve or not, as the test says."""
+class FakeDaemons:
+    """FakeDaemons that serve or not, as the test says."""
 
     def __init__(self) -> None:
         self.statuses: Cell[Mapping[str, Any]] = Cell({})
@@ -78,7 +79,7 @@ class Node:
         self.uuids = [state.uuid for state in self.snapshot.gpus]
         inventory = Cell(self.snapshot)
         modes = Cell(Assignment({uuid: GpuMode(Mode.MPS) for uuid in self.uuids}))
-        self.daemons, self.lister = Daemons(), Lister()
+        self.daemons, self.lister = FakeDaemons(), Lister()
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
         context = PluginContext(
@@ -90,7 +91,7 @@ class Node:
             source or PodSource(),
             recorder or Recorder(),
         )
-        pairing, conditions, plugins = mps.build(context, self.daemons)
+        pairing, conditions, plugins = mps.build(context, cast("DaemonManager", self.daemons))
         self.pairing: Pairing = pairing
         self.conditions: Conditions = conditions
         self.plugins: dict[PairMember, MpsPlugin] = dict(zip(PairMember, plugins, strict=True))
@@ -127,7 +128,7 @@ def test_each_half_answers_its_own_caps_by_variables() -> None:
 def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> None:
     node = Node()
     node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
-    assert node.injector.choice == Choice(False, node.injector.choice.reason)
+    assert node.injector.choice == InjectionChoice(False, node.injector.choice.reason)
     answer = node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
     assert answer.cdi_devices == ("gpu-node-agent.io/share=mps-memory-4",)
     assert not answer.environment

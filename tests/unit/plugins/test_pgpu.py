@@ -74,7 +74,7 @@ class Parts:
         return self.truth.holdings
 
     async def prefer(self, available: Sequence[str], size: int, must: Sequence[str] = ()) -> list[str]:
-        """What is preferred, in order."""
+        """The preferred IDs, in order."""
         return sorted(await self.plugin.prefer(PreferenceRequest(tuple(available), tuple(must), size)))
 
     def listed(self) -> list[tuple[str, str, list[int]]]:
@@ -87,7 +87,7 @@ class Parts:
         ]
 
     async def allocate(self, *ids: str) -> str:
-        """What NVIDIA_VISIBLE_DEVICES gets."""
+        """The value of NVIDIA_VISIBLE_DEVICES."""
         return (await self.plugin.allocate(ids)).environment["NVIDIA_VISIBLE_DEVICES"]
 
     async def refusal(self, *ids: str) -> Refused:

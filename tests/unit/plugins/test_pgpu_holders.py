@@ -77,7 +77,7 @@ async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> Non
     parts.cell.publish(parts.truth)
     assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
     assert await parts.allocate("GPU-0") == "GPU-0"
-    # All containers of that pod have what they ask for: whoever asks now is another pod.
+    # All containers of that pod have what they ask for: the next request is of another pod.
     main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
     parts.truth = PodList((held, main), (("ns", "p", "main"),))
     assert await parts.held_by("GPU-0") == ("ns/p", "prepare")

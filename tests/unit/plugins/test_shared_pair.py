@@ -1,4 +1,4 @@
-"""What the two resources of a pair list, and what their containers get."""
+"""Lists of the two resources of a pair, and the answers for their containers."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.mount import Mount
 from agent.plugins import encode
-from agent.plugins.inject import Choice, Injector, NodeSoftware
+from agent.plugins.inject import InjectionChoice, Injector, NodeSoftware
 from agent.plugins.shared_pair import Sharing
 from agent.plugins.vgpu import VgpuPlugin
 from agent.settings import load
@@ -177,7 +177,7 @@ async def test_only_the_part_of_a_changed_gpu_is_made_anew(monkeypatch: pytest.M
 @pytest.mark.parametrize("cdi", [False, True])
 async def test_both_halves_show_the_same_gpu_and_nothing_else(cdi: bool) -> None:
     node = Node()
-    node.injector.choice = Choice(cdi, "for the test")
+    node.injector.choice = InjectionChoice(cdi, "for the test")
     new = pod("a", share("main", 30, 10))
     answers: list[Allocation] = []
     allocate = node.kubelet.pairing.allocate

@@ -65,7 +65,9 @@ async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path
     def mounts_of(uuid: str) -> tuple[Mount, ...]:
         return (Mount("/dev/shm", f"{source[0]}/{uuid}"),)
 
-    keeper = shares_cdi.SpecificationKeeper(tmp_path, inventory, changes, mounts_of, "/pipe", lambda: True)
+    keeper = shares_cdi.ShareSpecificationKeeper(
+        tmp_path, inventory, changes, mounts_of, "/pipe", lambda: True
+    )
     path = anyio.Path(tmp_path / "gpu-node-agent.json")
     await path.write_text("what the agent before wrote")
 
@@ -96,7 +98,7 @@ async def test_without_shares_the_folder_is_left_alone(tmp_path: Path) -> None:
     changes: Cell[Mapping[str, Any]] = Cell({})
     allowed = False
     folder = tmp_path / "cdi"
-    keeper = shares_cdi.SpecificationKeeper(
+    keeper = shares_cdi.ShareSpecificationKeeper(
         folder, inventory, changes, lambda _: (), "/pipe", lambda: allowed
     )
     await keeper.keep()

@@ -1,47 +1,22 @@
 """A share that is only promised is called so."""
 
-from collections.abc import Mapping
-
 import pytest
 
-from agent.model.modes import GpuMode, Mode
-from agent.status.report import _enforced
+from agent.app.vgpu_limits import NO_FENCES, word_of
 from agent.status.table import _mode_notes
-
-
-class Limits:
-    """Limits of vGPU with one fence."""
-
-    def __init__(self, fence: str, *, computes: bool = False) -> None:
-        self._fence = fence
-        self.computes = computes
-
-    def fences(self) -> Mapping[str, bool]:
-        return {self._fence: True}
-
-    def document(self, *place: str) -> None:
-        """No container has limits."""
 
 
 @pytest.mark.parametrize(
     ("fence", "word"), [("library", "memory"), ("driver", "memory"), ("sweep", "no"), (None, "no")]
 )
 def test_vgpu_says_that_memory_alone_is_enforced(fence: str | None, word: str) -> None:
-    assert _enforced(GpuMode(Mode.VGPU), None, Limits(fence) if fence else None) == word
+    assert word_of(NO_FENCES | ({fence: True} if fence else {}), computes=False) == word
 
 
 def test_with_shares_of_compute_vgpu_is_enforced_where_the_library_is() -> None:
-    mode = GpuMode(Mode.VGPU)
-    assert _enforced(mode, None, Limits("library", computes=True)) == "yes"
-    assert _enforced(mode, None, Limits("driver", computes=True)) == "memory"
-    assert _enforced(mode, None, Limits("sweep", computes=True)) == "no"
-
-
-def test_only_modes_of_amounts_say_whether_they_are_enforced() -> None:
-    assert _enforced(GpuMode(Mode.MPS), {"capsAdvisory": None}, None) == "yes"
-    assert _enforced(GpuMode(Mode.MPS), {"capsAdvisory": "containerd 1.7"}, None) == "no"
-    assert _enforced(GpuMode(Mode.PGPU), None, None) is None
-    assert _enforced(None, None, None) is None
+    assert word_of(NO_FENCES | {"library": True}, computes=True) == "yes"
+    assert word_of(NO_FENCES | {"driver": True}, computes=True) == "memory"
+    assert word_of(NO_FENCES | {"sweep": True}, computes=True) == "no"
 
 
 def test_the_table_names_the_gpus() -> None:

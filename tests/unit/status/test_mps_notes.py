@@ -1,4 +1,4 @@
-"""What `status` says of a GPU's MPS daemon."""
+"""A GPU's MPS daemon in `status`."""
 
 from typing import Any
 

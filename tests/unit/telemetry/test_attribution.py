@@ -1,4 +1,4 @@
-"""Whose use of a GPU it is: by process, by elimination, by limits."""
+"""The container that uses a GPU: by process, by elimination, by limits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -131,10 +131,10 @@ def test_mps_clients_have_their_own_memory_and_the_servers_work_by_caps() -> Non
     found = attribute(shares, listed, {99: 0.2}, owners, known("a", "b", "idle"))
     assert memory(found) == [(1, MEASURED), (2, MEASURED), (0, MEASURED)]
     assert work(found) == [(0.15, ESTIMATED), (0.05, ESTIMATED), (0, MEASURED)]
-    # A driver that tells nothing by process: the GPU's own figure.
+    # A driver without figures by process: the GPU's own figure.
     silent = attribute(shares, listed, {}, owners, known("a", "b", "idle"))
     assert work(silent) == work(found)
-    # A driver that tells clients apart.
+    # A driver with figures of each client.
     told = attribute(shares, listed, {1: 0.25, 2: 0.05}, owners, known("a", "b", "idle"))
     assert work(told) == [(0.25, MEASURED), (0.05, MEASURED), (0, MEASURED)]
 

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,12 +17,12 @@ from agent import __version__
 from agent.inventory.reducer import Unavailable, reduce
 from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
-from agent.pairing.actor import PairingStats
+from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
 from agent.telemetry import reference
 from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.process import read_process_use
-from agent.telemetry.reading import Add
+from agent.telemetry.reading import Series
 from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
 from tests.unit.telemetry.agents import Parts
@@ -158,14 +158,9 @@ async def test_another_room_adds_its_part() -> None:
     parts = Parts()
     units = {"free": 3}
 
-    def part() -> Callable[[Add], None]:
-        read = dict(units)
-
-        def emit(add: Add) -> None:
-            add(d.GPUS_UNREADABLE, read["free"])
-            add(d.TASK_UP, 1, ("another room",))
-
-        return emit
+    def part() -> Iterator[Series]:
+        yield d.GPUS_UNREADABLE, units["free"], ()
+        yield d.TASK_UP, 1, ("another room",)
 
     parts.sources.collectors.append(part)
     reading = parts.sources.read()
@@ -203,7 +198,7 @@ async def test_pairs_that_wait_are_told() -> None:
     parts = Parts()
     stats = PairingStats(granted=3, refused=1)
     parts.sources.collectors.append(
-        pairs_collector("vgpu", stats, enforced=lambda: {"library": False, "sweep": True}, reserved=lambda: 2)
+        lambda: pairs_collector("vgpu", stats, reserved=2, fences={"library": False, "sweep": True})
     )
     text = await page(parts.sources)
     assert value(text, "gpu_agent_reservations", mode="vgpu") == 2

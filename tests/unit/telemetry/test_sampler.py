@@ -1,7 +1,7 @@
 """The sampler over a simulated machine with injected faults."""
 
 import time
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,12 @@ async def rounds(sampler: Sampler, count: int = 2) -> Samples:
         for _ in range(count):
             await sampler.samples.wait_change(sampler.samples.version)
     return sampler.samples.value
+
+
+async def work_becomes(sampler: Sampler, uuid: str, work: Mapping[int, float]) -> None:
+    """Wait until the processes of a GPU are known to do just this work."""
+    with anyio.fail_after(30):
+        await sampler.samples.wait_for(lambda newest: newest.taken[uuid].work == work)
 
 
 async def test_every_healthy_gpu_is_read() -> None:
@@ -138,7 +144,10 @@ async def test_a_peak_between_two_scrapes_is_told() -> None:
     assert (taken.spans["power"].most, taken.spans["temperature"].most) == (70, 80)
 
 
-async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a_moment() -> None:
+async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agent.telemetry.sampler.HELD_SECONDS", 600.0)  # rounds of a busy machine take long
     parts = Parts()
     uuids = parts.scan()
     machine = parts.machine
@@ -153,9 +162,11 @@ async def test_work_of_processes_is_asked_for_since_the_last_time_and_kept_for_a
 
     parts.nvml.sample = recording  # type: ignore[method-assign]
     async with running(parts.sampler):
+        await rounds(parts.sampler)  # the first round looks back by one interval: a late one sees nothing
         machine.processes.work(77, 60)
-        samples = await rounds(parts.sampler, 4)
-        assert samples.taken[uuids[0]].work == {77: 0.6}  # though the driver told of it once
+        await work_becomes(parts.sampler, uuids[0], {77: 0.6})
+        samples = await rounds(parts.sampler)
+        assert samples.taken[uuids[0]].work == {77: 0.6}  # though the driver reported it once
         assert asked[-1] == machine.mapping.state.processes[0].sampled_us
         machine.processes.stop(77)
         samples = await rounds(parts.sampler)
@@ -177,7 +188,7 @@ async def test_counters_are_read_less_often_and_told_all_the_same(monkeypatch: p
         fault = parts.machine.fail("nvmlDeviceGetUtilizationRates", NvmlCode.UNKNOWN, gpu=0)
         await rounds(parts.sampler)
         fault.release()
-        samples = await rounds(parts.sampler)  # after a failure nothing old is told
+        samples = await rounds(parts.sampler)  # after a failure nothing old is shown
         assert samples.taken[uuids[0]].sample.energy_joules == 7
 
 
@@ -199,17 +210,35 @@ async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.Monk
     machine.processes.start(0, 77, memory_mib=100)
     machine.processes.start(0, 78, memory_mib=100)
     async with running(parts.sampler):
+        await rounds(parts.sampler)  # the first round looks back by one interval: a late one sees nothing
         machine.processes.work(77, 60)
         machine.processes.work(78, 30)
-        assert (await rounds(parts.sampler)).taken[uuids[0]].work == {77: 0.6, 78: 0.3}
-    before = time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: before() - 3600 * 10**9)
-    async with running(parts.sampler):
+        await work_becomes(parts.sampler, uuids[0], {77: 0.6, 78: 0.3})
+        before = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: before() - 3600 * 10**9)
+        await rounds(parts.sampler)  # as does the first one after the step
         # The driver still has the hour-ahead sample of 78: it is an old one, not a new one each second.
         for percent in (20, 80):
             machine.processes.work(77, percent)
-            work = (await rounds(parts.sampler)).taken[uuids[0]].work
-            assert work
-            assert work[77] == percent / 100
+            await work_becomes(parts.sampler, uuids[0], {77: percent / 100})
     asked = parts.nvml.sample(uuids[0], SampleRequest(0, until_us=time.time_ns() // 1000))
     assert asked.busy == ((77, 0.8),)
+
+
+async def test_a_round_that_is_late_after_the_clock_stepped_back_misses_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = Parts(interval=1.0)
+    uuid = parts.scan()[0]
+    now = 1_000_000 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    parts.machine.processes.start(0, 77)
+    parts.machine.processes.work(77, 60)
+    now += 10**8
+    assert parts.sampler.sample(uuid).busy == ((77, 0.6),)
+    now -= 3600 * 10**9
+    assert parts.sampler.sample(uuid).busy == ()
+    now += 10**8
+    parts.machine.processes.work(77, 20)
+    now += 5 * 10**9  # the machine was busy: five rounds are missing
+    assert parts.sampler.sample(uuid).busy == ((77, 0.2),)

@@ -1,4 +1,4 @@
-"""What /healthz and /readyz say."""
+"""Answers of /healthz and /readyz."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""What the HTTP server takes of its callers: bodies, heads, places, and time."""
+"""Limits of the HTTP server for its callers: bodies, heads, places, and time."""
 
 import asyncio
 import contextlib

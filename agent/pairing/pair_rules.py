@@ -1,4 +1,4 @@
-"""Pairing's decisions: pure functions of a state and a call. `agent.pairing.actor` runs them."""
+"""Pairing's decisions: pure functions of a state and a call. `agent.pairing.pairing` runs them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
 from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.model.units import ResourcePair
-from agent.pairing.ports import Cause, PairRefused
+from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
 
 # The second round of calls follows the first at once. Within this time, in seconds, it is recognised by its
@@ -50,7 +50,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class State:
+class PairState:
     """All that is known of one kind of pair on one node."""
 
     ledger: Ledger = field(default_factory=Ledger)
@@ -58,12 +58,13 @@ class State:
     refused: frozenset[str] = NOTHING  # UIDs of pods that were turned away
     prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
-    def with_pools(self, pools: Collection[UnitPool]) -> "State":
-        """With what there is to give out now."""
+    def with_pools(self, pools: Collection[UnitPool]) -> "PairState":
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
         return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
 
-    def observed(self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None) -> "State":
+    def observed(
+        self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None
+    ) -> "PairState":
         """With what the record says. `covers`: it was read after promises that expire by then were made.
 
         `pods`: those of the node, where they are known.
@@ -79,12 +80,10 @@ class State:
         refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
         return replace(self, ledger=self.ledger.observed(records.held, over), refused=refused)
 
-    def without(self, over: Callable[[Reservation], bool]) -> "State":
-        """Without the promises that are over."""
+    def without(self, over: Callable[[Reservation], bool]) -> "PairState":
         return replace(self, ledger=self.ledger.without(over))
 
-    def promised(self, promise: Reservation) -> "State":
-        """With a promise."""
+    def promised(self, promise: Reservation) -> "PairState":
         return replace(self, ledger=self.ledger.promised(promise))
 
     def second_member(self, call: Call) -> Reservation | None:
@@ -97,7 +96,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PairRules:
     """The rules, which do not change between calls."""
 
     pair: ResourcePair
@@ -106,7 +105,7 @@ class Rules:
     whole: WholeChooser = lowest
     node: str = ""
 
-    def promise(self, state: State, call: Call, asker: Asker) -> tuple[Reservation, str]:
+    def promise(self, state: PairState, call: Call, asker: Asker) -> tuple[Reservation, str]:
         """A promise to the asker, and why the scheduler's choice was not followed. Raises PairRefused."""
         holder, ledger = asker.holder, state.ledger
         existing = ledger.reservation(holder)
@@ -147,7 +146,7 @@ class Rules:
         promise = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
         return promise, choice.hint_ignored
 
-    def pick(self, state: State, promise: Reservation, call: Call) -> tuple[State, list[str]]:
+    def pick(self, state: PairState, promise: Reservation, call: Call) -> tuple[PairState, list[str]]:
         """IDs of a promised member: inherited ones first, then the lowest free ones. Raises PairRefused."""
         available, known = call.available or NOTHING, promise.ids(call.member)
         own = self._own(state, promise.pod, promise.holder) | call.inherited
@@ -176,7 +175,7 @@ class Rules:
             )
         return state.promised(promise.with_ids(call.member, frozenset(picked))), list(picked)
 
-    def checked(self, state: State, member: PairMember, ids: Collection[str]) -> tuple[str, ...]:
+    def checked(self, state: PairState, member: PairMember, ids: Collection[str]) -> tuple[str, ...]:
         """GPUs of these IDs in order of index. Raises PairRefused for IDs that are not of this member."""
         pools, resource = state.ledger.pools, resource_of(self.pair, member)
         if len(set(ids)) < len(ids):
@@ -191,8 +190,8 @@ class Rules:
         return tuple(sorted(gpus, key=lambda gpu: pools[gpu].index))
 
     def grant(
-        self, state: State, promise: Reservation, call: Call, ids: frozenset[str], gpus: Collection[str]
-    ) -> tuple[State, Grant]:
+        self, state: PairState, promise: Reservation, call: Call, ids: frozenset[str], gpus: Collection[str]
+    ) -> tuple[PairState, Grant]:
         """Hand out a member of a promise. Raises PairRefused where `ids`, which lie on `gpus`, cannot be."""
         if not set(gpus) <= set(promise.gpus):
             raise PairRefused(
@@ -229,7 +228,7 @@ class Rules:
         granted = Grant(promise.pod, container, promise.demand, promise.gpus, ids, promise.complete)
         return replace(state.promised(promise), prompt=(promise.holder, call.member, call.now)), granted
 
-    def _own(self, state: State, pod: Pod, holder: Holder) -> frozenset[str]:
+    def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it."""
         group = init_group_of(self.pair, pod)
         inherits = group is not None and holder.container in group.containers
@@ -246,7 +245,7 @@ class Rules:
         others = (ids for one, ids in entries if one != holder and one.container not in early)
         return mine | left.difference(*others)
 
-    def _taken(self, state: State, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
+    def _taken(self, state: PairState, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
         taken = state.ledger.taken(holder, own)
         if call.available is None:
             return taken

@@ -21,8 +21,8 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
 from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
-from agent.pairing.ports import Cause, PairRefused, Recorder
-from agent.pairing.reducer import Call, Grant, Rules, State
+from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
+from agent.pairing.pod_access import Cause, PairRefused, Recorder
 from agent.pairing.requester import PodKey, Records, resource_of
 from agent.pairing.resolver import RequesterResolver
 
@@ -46,7 +46,7 @@ class Pairing:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: PairRules,
         resolver: RequesterResolver,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,7 +59,7 @@ class Pairing:
         self._resolver = resolver
         self._recorder = recorder or Recorder()
         self._clock = clock
-        self._state = State()
+        self._state = PairState()
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
         # The pod whose later containers are still to be admitted.
@@ -67,7 +67,6 @@ class Pairing:
 
     @property
     def ledger(self) -> Ledger:
-        """Held and promised units now."""
         return self._state.ledger
 
     @property
@@ -99,7 +98,6 @@ class Pairing:
         self._forget_late()
 
     async def reconcile(self) -> None:
-        """Read who holds what now."""
         if records := await self._resolver.records():
             self._take_in(records)
 
@@ -166,7 +164,7 @@ class Pairing:
         self._recorder.refused(pod, message)
 
     def report_waiting(self, pod: PodKey, message: str, key: str) -> None:
-        """Tell a pod's owner why a container of it cannot start yet; nothing where the pod is not known."""
+        """Report to a pod's owner why a container cannot start yet; nothing where the pod is not known."""
         if found := self._resolver.known(pod):
             self._recorder.waiting(found, message, key)
 
@@ -225,7 +223,7 @@ class Pairing:
             self._continuing = NOBODY
             self._publish()
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: PairState) -> None:
         before, self._state = self._state, state
         if state.ledger is not before.ledger:
             self._publish()

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cli.serving import exit_code
+from agent.cli.running import exit_code
 from agent.kit import logs
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError

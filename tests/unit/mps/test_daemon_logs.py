@@ -1,11 +1,11 @@
-"""What the logs tell of faults. The lines follow NVIDIA's documentation on MPS error handling."""
+"""Faults in the logs. The lines follow NVIDIA's documentation on MPS error handling."""
 
 from pathlib import Path
 
 import pytest
 
-from agent.mps import serverlog
-from agent.mps.serverlog import ServerLog, Tail
+from agent.mps import daemon_logs
+from agent.mps.daemon_logs import ServerLog, Tail
 
 FAULT = [
     "[2026-11-21 10:00:00.001 Server  6472] Server is handling a fatal GPU error.",
@@ -74,7 +74,7 @@ def test_tail_reads_each_line_once_through_growth_truncation_and_replacement(tmp
 def test_a_large_file_is_begun_anew_and_its_words_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serverlog, "LARGE_BYTES", 20)
+    monkeypatch.setattr(daemon_logs, "LARGE_BYTES", 20)
     path = tmp_path / "control.log"
     tail = Tail(path)
     path.write_text("a line of some length\nthe beginning of ano")
@@ -87,15 +87,15 @@ def test_a_large_file_is_begun_anew_and_its_words_are_kept(
 
 
 def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
-    """Whoever reaches the fifo of the log may leave out every line feed."""
+    """A writer of the fifo of the log may leave out every line feed."""
     path = tmp_path / "server.log"
     tail = Tail(path)
     for _ in range(8):
         with path.open("a") as file:
-            file.write("x" * serverlog.MOST_BYTES)
+            file.write("x" * daemon_logs.MOST_BYTES)
         assert tail.lines() == []
     with path.open("a") as file:
         file.write("\nthe next line\n")
     endless, following = tail.lines()
-    assert len(endless) == serverlog.LONGEST_LINE_BYTES
+    assert len(endless) == daemon_logs.LONGEST_LINE_BYTES
     assert following == "the next line"

@@ -1,7 +1,8 @@
-"""Running a long-lived role: an error that ends it is one line of the log and exit code 1."""
+"""Running the asynchronous part of a command: until an error ends it, or until a signal does."""
 
+import signal
 from collections.abc import Awaitable, Callable
-from typing import TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 import structlog
@@ -11,11 +12,12 @@ from agent.kit.supervise import FatalError, describe
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
 def exit_code(failed: str, serve: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> int:
-    """Run `serve` to its end; `failed` is the log event where an error ends it."""
+    """Run `serve` to its end: an error is one line of the log, the event `failed`, and code 1."""
     raise_limit()
     try:
         anyio.run(serve, *arguments)
@@ -32,3 +34,23 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for each in error.exceptions for leaf in _leaves(each)]
     return [error]
+
+
+async def until_interrupted(act: Callable[[], Awaitable[T]]) -> T | None:
+    """Run it until SIGTERM or SIGINT; None: it was interrupted, and has cleaned up.
+
+    Process 1 of a container receives only the signals that it handles.
+    """
+    result: T | None = None
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as group:
+
+            async def obey() -> None:
+                async for _ in signals:
+                    acting.cancel()
+
+            group.start_soon(obey)
+            with anyio.CancelScope() as acting:
+                result = await act()
+            group.cancel_scope.cancel()
+    return result

@@ -17,17 +17,13 @@ class Unanswered(MpsError):
     """The daemon gave no answer: it is not there, hangs, or was busy with somebody else for too long."""
 
 
-class CommandRefused(MpsError):
+class DaemonRefused(MpsError):
     """The daemon answered, but not with what was asked for."""
 
 
-class NotSupported(CommandRefused):
+class NotSupported(DaemonRefused):
     """This version of the daemon has no such command."""
 
 
 class StartFailed(MpsError):
     """The daemon could not be started."""
-
-
-class StillServed(MpsError):
-    """A daemon cannot be ended from here."""

@@ -12,8 +12,6 @@ log = structlog.get_logger()
 
 
 class Cause(Enum):
-    """Why a request is refused."""
-
     INVALID = "invalid"  # asking again will not help
     EXHAUSTED = "exhausted"  # no GPU has room
     UNAVAILABLE = "unavailable"  # who asks, or who holds what, is not known
