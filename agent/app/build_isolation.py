@@ -234,7 +234,6 @@ class GpuUnits:
             raise NoUnits(str(refusal)) from refusal
 
     def give_back(self) -> None:
-        """See agent.isolation.resize.Units."""
         self._shares.restock()
 
 
