@@ -61,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the driver measured of a container."""
+    """The use of a container, as the driver measured it."""
 
     percent: float  # of the GPU
     processes: int = 1  # of those that worked

@@ -183,7 +183,7 @@ class _Conductor:
                     os._exit(LOAD_FAILED)
 
     def _correct(self, samples: Sequence[Sequence[float]], busy: AbstractSet[int]) -> None:
-        """What the agent does once a second; `busy` are the processes that worked in it."""
+        """The agent's part, once a second; `busy` are the processes that worked in it."""
         used = [mean(each) if each else 0.0 for each in samples]
         for number, load in enumerate(self.row.loads):
             head = self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
