@@ -41,6 +41,11 @@ STEP = 2 << 20
 Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
 
 
+def place_of(about: About) -> Place:
+    """Which container of which pod on which GPU."""
+    return (about.namespace, about.pod, about.container, about.gpu)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A container on one GPU, by the driver's word for each of its processes."""
@@ -182,7 +187,7 @@ class LimitWatch:
             return None
 
     def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
-        """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        """Give the library the figures that it cannot count: contexts, code, calls past it."""
         folders, contexts = self._isolation.folders, self._isolation.contexts
         gpu, cap = limits.about.gpu, limits.memory_bytes
         written = self._written.get(key)
