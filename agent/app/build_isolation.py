@@ -16,8 +16,8 @@ from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
-from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
+from agent.isolation.isolation_errors import IsolationError
 from agent.isolation.library import IMAGE_FILE
 from agent.isolation.limits import Policy, Request
 from agent.isolation.publishing import Publisher

@@ -13,7 +13,7 @@ from agent.inventory.messages import Connected, Unavailable
 from agent.inventory.prober import Prober
 from agent.kit.supervise import FatalError
 from agent.model.gpu import Driver, Gpu
-from agent.nvml.errors import NvmlDriverMismatch, NvmlError, NvmlHung
+from agent.nvml.nvml_errors import NvmlDriverMismatch, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
-from agent.isolation.errors import BadLayout, FolderUnusable
+from agent.isolation.isolation_errors import BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
 from agent.kit import trees

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.isolation.errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout
 from agent.isolation.loaded import Entries
 from agent.isolation.waking import wake
 

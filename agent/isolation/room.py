@@ -16,8 +16,8 @@ import structlog
 from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
-from agent.isolation.errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
 from agent.isolation.library import Library
 from agent.isolation.limits import Admission, ContainerLimits, Policy, Request
 from agent.isolation.problems import Problems

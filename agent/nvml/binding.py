@@ -12,7 +12,7 @@ from agent.model.recovery_action import RecoveryAction
 from agent.nvml import loading
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
-from agent.nvml.errors import (
+from agent.nvml.nvml_errors import (
     NvmlCode,
     NvmlDriverMismatch,
     NvmlError,

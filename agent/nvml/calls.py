@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 import pynvml
 
-from agent.nvml.errors import NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlNotSupported, error_for
 
 Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import pynvml
 
 from agent.nvml.calls import Opaque, call, offered
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlNotSupported
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported
 from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
 
 ALL_LINKS = 0xFFFFFFFF

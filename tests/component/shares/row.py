@@ -16,7 +16,7 @@ from typing import Final
 
 from agent.isolation import layout
 from agent.isolation.clib import toolchain
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from agent.isolation.correction import Observed, corrected
 from tests.component.caps.container import make
 from tests.cuda_double.build import build

@@ -12,7 +12,7 @@ from agent.isolation.folders import LIMITS, key_of
 from agent.isolation.limits import Admission, Policy, Request
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
-from agent.nvml.errors import NvmlCode, error_for
+from agent.nvml.nvml_errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

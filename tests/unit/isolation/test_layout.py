@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.isolation import layout
-from agent.isolation.errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout
 from agent.isolation.layout import Limits
 from agent.isolation.waking import wake
 

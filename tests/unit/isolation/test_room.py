@@ -7,8 +7,8 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import library as libraries
-from agent.isolation.errors import FolderUnusable, LibraryUnusable
 from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable, LibraryUnusable
 from agent.isolation.limits import Admission, Policy, Request
 from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell

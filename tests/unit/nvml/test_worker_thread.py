@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.nvml import worker_thread as threads
-from agent.nvml.errors import NvmlGpuLost, NvmlHung
+from agent.nvml.nvml_errors import NvmlGpuLost, NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 Logs = list[MutableMapping[str, Any]]
@@ -219,7 +219,7 @@ async def test_an_agent_that_ends_makes_its_last_calls_while_none_hangs(gate: Ga
 def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     script = """
 import anyio, threading
-from agent.nvml.errors import NvmlHung
+from agent.nvml.nvml_errors import NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 async def main():
