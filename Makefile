@@ -61,7 +61,7 @@ lint: venv ## ruff, format, types, import contracts
 	mypy
 	lint-imports
 
-format: venv ## put the code into the house's format
+format: venv ## format the code
 	ruff check --fix .
 	ruff format .
 
