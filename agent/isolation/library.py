@@ -47,7 +47,6 @@ class Library:
 
     @property
     def in_container(self) -> str:
-        """The library's path in containers."""
         return f"{IN_CONTAINER}/{self.file.name}"
 
 

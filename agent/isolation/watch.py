@@ -66,8 +66,6 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last round."""
-
     measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
     above: frozenset[Place] = frozenset()
 

@@ -1,5 +1,6 @@
 """Calls into nvidia-ml-py, its errors as ours."""
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import pynvml
@@ -25,3 +26,8 @@ def offered(name: str, *args: Opaque) -> Opaque:
         return call(name, *args)
     except NvmlNotSupported:
         return None
+
+
+def first_offered(names: Iterable[str], *args: Opaque) -> Opaque:
+    """The answer of the first of these functions that there is; None: there is none."""
+    return next((found for name in names if (found := offered(name, *args)) is not None), None)
