@@ -17,8 +17,6 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The findings of NVML."""
-
     driver: Driver | None
     gpus: tuple[Gpu, ...]
     looks: tuple[Look, ...]

@@ -14,8 +14,8 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi import memory_limits, specification
-from agent.cdi.nvidia_programs import FOLDER as BIN
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cdi.hook import FOLDER as BIN
+from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.isolation.folders import FOLDER as LIMITS
 from agent.isolation.library import FOLDER as LIBRARIES
 from agent.kit import trees
@@ -75,8 +75,8 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
 
     `known`: the node's pods by the API server, followed by somebody. Without them PodResources count
-    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where nobody
-    can tell.
+    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where
+    neither answers.
     """
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
@@ -89,7 +89,7 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
                 await anyio.sleep(POLL_SECONDS / 10)
         if not record.view().complete:
             raise CleanupFailed(
-                "who holds MPS shares is not known: the API server does not tell of the node's pods "
+                "who holds MPS shares is not known: the API server does not list the node's pods "
                 f"({known.reflector.problem})"
             )
     try:

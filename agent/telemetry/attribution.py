@@ -77,7 +77,7 @@ def attribute(
     owners: Mapping[int, ContainerRef | None],
     pods: Mapping[str, KnownPod] = NO_PODS,
 ) -> Attributed:
-    """Tell apart the use of one GPU.
+    """Divide the use of one GPU among its shares.
 
     `work` is each process's use (0..1), None where the GPU has no such figures. `owners` are the processes
     that could be looked up; None: in no pod. `pods` are known ones by UID as cgroups name it; without them,
