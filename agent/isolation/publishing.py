@@ -11,7 +11,7 @@ from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
-from agent.isolation.watch import LimitWatch, Place
+from agent.isolation.watch import LimitWatch, Place, place_of
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
 
@@ -255,11 +255,6 @@ class Publisher:
         if self._watch and place in self._watch.seen.value.measured:
             found.append(Fence.SWEEP)
         return tuple(found)
-
-
-def place_of(about: About) -> Place:
-    """Which container of which pod on which GPU."""
-    return (about.namespace, about.pod, about.container, about.gpu)
 
 
 def _pod(about: About) -> Pod:

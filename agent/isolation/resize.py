@@ -20,8 +20,9 @@ from msgspec import Meta
 from agent.isolation.folders import About
 from agent.isolation.isolation_errors import IsolationError
 from agent.isolation.limits import ContainerLimits
-from agent.isolation.publishing import Publisher, place_of
+from agent.isolation.publishing import Publisher
 from agent.isolation.room import Isolation
+from agent.isolation.watch import place_of
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
 from agent.model.demand import VGPU
