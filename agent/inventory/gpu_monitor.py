@@ -69,7 +69,6 @@ class GpuMonitor:
         self._scanner.end_release()
 
     def close(self) -> None:
-        """Let go of the thread and of the kernel log."""
         self.thread.close()
         self.persistence.close()
 

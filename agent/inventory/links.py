@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from agent.model.gpu import Gpu
 from agent.model.topology import Topology, Wires, count_wires, nvlinks_between, pair_score
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 
 UNKNOWN_LEVEL = -1

@@ -15,8 +15,8 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation.ending import NotEnded, end
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.loaded import Entries, Looks, loads
 from agent.isolation.problems import Problems
@@ -71,8 +71,6 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last round."""
-
     measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
     above: frozenset[Place] = frozenset()
 

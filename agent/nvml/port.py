@@ -2,7 +2,7 @@
 
 Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated machine's
 (`agent.simulator`). All methods block and are called from worker threads only; all raise
-`agent.nvml.errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
+`agent.nvml.nvml_errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
 except in `describe`, which is how UUIDs are learnt.
 """
 
