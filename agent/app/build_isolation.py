@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from agent.app.avoidance import Avoidance
-from agent.app.build_compute import build_compute, percents_of
+from agent.app.build_compute import build_compute, work_of
 from agent.app.driver_fence import DriverFence
 from agent.app.mode_parts import ModeContext
 from agent.app.parts import ClusterAccess, Tasks
@@ -234,7 +234,6 @@ class GpuUnits:
             raise NoUnits(str(refusal)) from refusal
 
     def give_back(self) -> None:
-        """See agent.isolation.resize.Units."""
         self._shares.restock()
 
 
@@ -276,7 +275,7 @@ async def _sweep(uses: Cell[Uses], watch: LimitWatch, compute: Compute | None) -
     """Have each round of samples looked at, for ever."""
     async for now in uses.values():
         if compute:
-            compute.measured(percents_of(now))
+            compute.measured(work_of(now))
         await watch.look(round_of(now))
 
 

@@ -12,8 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi.errors import BadSpecification, CdiError
-from agent.cdi.specification import FILE, Devices, Specification, parse
+from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, Specification, parse
 from agent.cdi.toolkit import MOST_BYTES, Generator
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file, small_file

@@ -12,15 +12,17 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from agent.cdi.errors import GenerationFailed
-from agent.cdi.hook import install
-from agent.cdi.nvidia_programs import CTK, HOOK
-from agent.cdi.specification import CLASS, VENDOR, Specification, parse
+from agent.cdi.hook import CTK, HOOK, install
+from agent.cdi.specification import CLASS, VENDOR, CdiError, Specification, parse
 from agent.kit import programs, small_file
 
 SECONDS = 30.0  # NVML without persistence mode wakes one GPU after the other
 MOST_BYTES = 4 << 20  # 16 GPUs take 30 KiB
 CONTROL_NODE = "dev/nvidiactl"
+
+
+class GenerationFailed(CdiError):
+    """NVIDIA's program gave no specification."""
 
 
 class Generator(Protocol):

@@ -21,8 +21,6 @@ SWITCH_ON = "set enable_cdi = true there and restart containerd"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The known facts of it."""
-
     settings: Settings
     host: Host
     facts: NodeFacts | None
@@ -92,7 +90,7 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
         )
     program, version = found
     if version is None:
-        text = f"{program} is there and does not tell its version"
+        text = f"{program} is there and does not print its version"
         if unneeded:
             return Look("toolkit", Grade.OK, f"{text}; {unneeded}")
         return Look("toolkit", Grade.UNKNOWN, f"{text}: run {program} --version there, 1.7.0 is needed")

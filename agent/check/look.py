@@ -9,8 +9,6 @@ GOOD, WRONG, NOT_SEEN = 0, 1, 3
 
 
 class Grade(Enum):
-    """The outcome of one look."""
-
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
@@ -26,14 +24,11 @@ class Look:
     text: str
 
     def line(self) -> str:
-        """One line."""
         return f"{self.grade.value:8} {self.what:18} {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the looks: the last line, and the exit code."""
-
     text: str
     code: int
 

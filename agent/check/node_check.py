@@ -17,8 +17,6 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Answers of the API server and of NVIDIA's program."""
-
     host: Host
     own: Own
     facts: NodeFacts | None
@@ -26,7 +24,6 @@ class Observed:
 
 
 async def observe(settings: Settings, host: Host) -> Observed:
-    """Ask."""
     own = await own_specification(settings, host)
     try:
         return Observed(host, own, await node_facts(settings.cluster))

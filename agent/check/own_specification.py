@@ -6,10 +6,8 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.cdi import nvidia_programs
-from agent.cdi.errors import BadSpecification, CdiError
-from agent.cdi.hook import obstacle
-from agent.cdi.specification import FILE, Devices, parse
+from agent.cdi import hook as programs
+from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.cdi.toolkit import MOST_BYTES, Places, Toolkit
 from agent.check.driver_check import Machine
 from agent.check.host import Host
@@ -37,14 +35,14 @@ async def own_specification(settings: Settings, host: Host) -> Own:
     if standing := await anyio.to_thread.run_sync(_standing, settings, host):
         return standing
     folder = Path(injection.toolkit)
-    if not await anyio.to_thread.run_sync(nvidia_programs.present, folder):
-        missing = f"{nvidia_programs.CTK} and {nvidia_programs.HOOK} are not in {folder}"
+    if not await anyio.to_thread.run_sync(programs.present, folder):
+        missing = f"{programs.CTK} and {programs.HOOK} are not in {folder}"
         return Own(True, Devices(problem=f"{missing}; use an image that holds them (injection.toolkit)"))
-    hook = Path(settings.host.state) / nvidia_programs.FOLDER
+    hook = Path(settings.host.state) / programs.FOLDER
     root = Path(injection.driver_root or settings.driver.root)
     places = Places(folder, root, Path(injection.host_driver_root or root), hook)
     try:
-        made = await Toolkit(places).specification(hook / nvidia_programs.HOOK)
+        made = await Toolkit(places).specification(hook / programs.HOOK)
     except CdiError as error:
         return Own(True, Devices(problem=str(error)))
     return Own(True, Devices(made.names))
@@ -73,7 +71,7 @@ def look_at_specification(
         yield Look(WHAT, worst, own.devices.problem)
         return
     missing = [gpu.uuid for gpu in machine.gpus if not gpu.mig_enabled and gpu.uuid not in own.devices.names]
-    if problem := obstacle(host.folder(Path(settings.host.state) / nvidia_programs.FOLDER)):
+    if problem := programs.obstacle(host.folder(Path(settings.host.state) / programs.FOLDER)):
         yield Look(WHAT, worst, problem)
     elif missing:
         remedy = "the check and the agent need the device nodes of all GPUs (docs/injection.md)"

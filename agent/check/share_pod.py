@@ -34,13 +34,10 @@ class TrialOptions:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A mode and what a pod's limits name for it."""
-
     mode: Mode
     limits: Mapping[str, int]
 
     def text(self) -> str:
-        """As in a manifest."""
         return ", ".join(f"{name}: {amount}" for name, amount in self.limits.items())
 
 

@@ -14,8 +14,7 @@ import msgspec
 import structlog
 
 from agent.cleanup import request
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.request import Exchange, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, State
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
@@ -36,8 +35,6 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Facts of an installation for the hook."""
-
     namespace: str
     agents: str  # label selector of the agents' pods
     record: str = ""  # the Secret in which helm keeps the release; empty: leave it alone
@@ -58,8 +55,6 @@ class _Node(msgspec.Struct):
 
 @dataclass
 class ClusterCleanup:
-    """One run of the hook."""
-
     api: KubeApi
     release: Release
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)

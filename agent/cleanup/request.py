@@ -33,6 +33,18 @@ class State(StrEnum):
     FAILED = "failed"  # it is tried again
 
 
+class CleanupFailed(Exception):
+    """A clean-up failed and may be tried again; the text names cause and remedy."""
+
+    state = State.FAILED
+
+
+class CleanupRefused(CleanupFailed):
+    """Pods prevent the clean-up: it cannot succeed before they have ended."""
+
+    state = State.REFUSED
+
+
 class Request(msgspec.Struct, frozen=True):
     """`until`: when it ends; a time in the past takes the request back."""
 
@@ -63,7 +75,6 @@ class Exchange:
 
     @classmethod
     def of(cls, annotations: Mapping[str, str]) -> "Exchange":
-        """Read a node's annotations."""
         return cls(
             _read(annotations.get(REQUEST), Request),
             _read(annotations.get(REPORT), Report),

@@ -13,9 +13,8 @@ import structlog
 
 from agent.cleanup import request as exchange
 from agent.cleanup import this_node as node_files
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now
-from agent.cleanup.request import Exchange, Request, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, Request, State
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import NodeObject
@@ -139,7 +138,7 @@ class Standby:
         await node_files.forget_node(self._api, self._node.name, keep=exchange.NOTHING.keys())
 
     async def _answer(self, request: Request, error: Exception) -> None:
-        state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED
+        state = error.state if isinstance(error, CleanupFailed) else State.FAILED
         try:
             await answer(self._node, request, state, str(error))
         except ApiError as problem:

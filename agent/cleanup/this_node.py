@@ -14,8 +14,8 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi import memory_limits, specification
-from agent.cdi.nvidia_programs import FOLDER as BIN
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cdi.hook import FOLDER as BIN
+from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.isolation.folders import FOLDER as LIMITS
 from agent.isolation.library import FOLDER as LIBRARIES
 from agent.kit import trees
@@ -25,7 +25,7 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
@@ -75,8 +75,8 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
 
     `known`: the node's pods by the API server, followed by somebody. Without them PodResources count
-    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where nobody
-    can tell.
+    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where
+    neither answers.
     """
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
@@ -89,7 +89,7 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
                 await anyio.sleep(POLL_SECONDS / 10)
         if not record.view().complete:
             raise CleanupFailed(
-                "who holds MPS shares is not known: the API server does not tell of the node's pods "
+                "who holds MPS shares is not known: the API server does not list the node's pods "
                 f"({known.reflector.problem})"
             )
     try:
@@ -114,7 +114,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     thread = WorkerThread("cleanup")
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
-        compute: ComputeModes = NoComputeModes()
+        compute = ComputeModes()
         # It may have been set before the configuration said otherwise.
         if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await thread.run(nvml.open, deadline=30.0)

@@ -112,8 +112,8 @@ def _compat(options: argparse.Namespace) -> int:
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(
-        f"{verdict.name.lower()}: CUDA {cuda.dotted(options.runtime)} in mode {options.mode} on a driver for "
-        f"CUDA {cuda.dotted(driver.cuda)}"
+        f"{verdict.name.lower()}: CUDA {compat.dotted(options.runtime)} in mode {options.mode} "
+        f"on a driver for CUDA {compat.dotted(driver.cuda)}"
     )
     for finding in findings:
         print(f"  {finding.level.name.lower():8}  {finding.rule:7}  {finding.text}")

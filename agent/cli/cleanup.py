@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cli.arguments import Commands, add_configuration, load, nvml_of
 from agent.cli.running import until_interrupted
 from agent.kit import logs

@@ -36,7 +36,6 @@ class Scanner:
         inventory: Inventory,
         beside: Callable[[], Awaitable[None]] | None = None,
         seconds: float = SCAN_SECONDS,
-        released_until: float | None = None,
     ) -> None:
         self._nvml = nvml
         self._thread = thread
@@ -45,8 +44,8 @@ class Scanner:
         self._seconds = seconds
         self._open = False
         self._unclosed = ""  # why NVML could not be closed last
-        self._released_until = released_until
-        self._maintenance = _maintenance(released_until) if released_until is not None else ""
+        self._released_until: float | None = None
+        self._maintenance = ""  # why it is released
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
     def release(self, until: float, why: str = "") -> None:
@@ -56,7 +55,6 @@ class Scanner:
         self._asked.set()
 
     def end_release(self) -> None:
-        """Open NVML again."""
         self._released_until = None
         self._asked.set()
 

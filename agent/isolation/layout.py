@@ -31,8 +31,9 @@ STRICT, COMPUTE = 1, 2
 GATE_AT = 4608
 CHANGES_AT = GATE_AT + 4
 CORRECTION_ONE = 65536
+RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
-COPY = struct.Struct("<Q16sQQQQIIIIIII24x")
+COPY = struct.Struct("<Q16sQQQQIIIIIIII20x")
 CRC = struct.Struct("<I")
 GATE = struct.Struct("<II")
 
@@ -71,6 +72,7 @@ class Limits:
     share: int = 0  # of compute, in 1/100 %; 0: nothing may be launched now
     correction: float = 1.0  # learned device times are worth 1 / this much of the share
     context_bytes: int = 0  # charged for each context
+    rivals: float | None = None  # other processes at work on the GPU at a time, on average; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,7 @@ def _copy(generation: int, limits: Limits) -> bytes:
         0,
         0,
         STRICT * limits.strict | COMPUTE * limits.compute,
+        0 if limits.rivals is None else round(limits.rivals * RIVAL) + 1,
     )
     return body + CRC.pack(zlib.crc32(body))
 
@@ -224,7 +227,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags = (
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals = (
             COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
@@ -239,6 +242,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
                 share if flags & COMPUTE else 0,
                 (correction or CORRECTION_ONE) / CORRECTION_ONE,
                 context,
+                (rivals - 1) / RIVAL if rivals else None,
             )
             found.append((generation, place, limits))
     if not found:

@@ -41,6 +41,11 @@ STEP = 2 << 20
 Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
 
 
+def place_of(about: About) -> Place:
+    """Which container of which pod on which GPU."""
+    return (about.namespace, about.pod, about.container, about.gpu)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A container on one GPU, by the driver's word for each of its processes."""

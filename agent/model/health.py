@@ -108,7 +108,6 @@ class Rules:
     by_line: frozenset[int] = NVLINK_XIDS
 
     def of(self, fault: Fault) -> Rule:
-        """The rule for a fault."""
         if fault.kind is FaultKind.DRIVER and RecoveryAction.of(fault.number).reboots:
             return replace(self.others[fault.kind], kind=XidClass.REBOOT)
         if fault.kind is not FaultKind.XID:

@@ -25,7 +25,6 @@ class PairMember(Enum):
 
     @property
     def other(self) -> "PairMember":
-        """The other one."""
         return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
 
 
@@ -78,7 +77,6 @@ class UnitPool:
         )
 
     def ids(self, member: PairMember) -> tuple[str, ...]:
-        """Units of one resource."""
         return self.cores if member is PairMember.CORE else self.blocks
 
     def id_set(self, member: PairMember) -> frozenset[str]:
@@ -107,7 +105,6 @@ class Holdings:
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        """All IDs that anybody holds."""
         return frozenset().union(*(entry.ids for entry in self.entries))
 
     @cached_property
@@ -219,11 +216,9 @@ class Ledger:
         return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
-        """Without the promises that are late."""
         return self.without(lambda each: each.expires <= now)
 
     def with_pools(self, pools: Mapping[str, UnitPool]) -> Self:
-        """With other pools."""
         return replace(self, pools=pools)
 
     def promised(self, reservation: Reservation) -> Self:
@@ -232,7 +227,6 @@ class Ledger:
         return replace(self, reservations=(*others, reservation))
 
     def without(self, over: Callable[[Reservation], bool]) -> Self:
-        """Without the promises that are over."""
         kept = tuple(each for each in self.reservations if not over(each))
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 

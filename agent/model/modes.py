@@ -157,5 +157,4 @@ class Assignment:
     gpus: Mapping[str, GpuMode] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, uuid: str) -> GpuMode:
-        """The mode of one GPU."""
         return self.gpus.get(uuid, OFF)

@@ -22,7 +22,6 @@ class RecoveryAction(IntEnum):
 
     @classmethod
     def of(cls, number: int) -> "RecoveryAction":
-        """The action of NVML's number."""
         try:
             return cls(number)
         except ValueError:
@@ -43,7 +42,6 @@ class RecoveryAction(IntEnum):
 
     @property
     def words(self) -> str:
-        """The verdict in words."""
         return f"the driver asks for {_WORDS[self]}"
 
 

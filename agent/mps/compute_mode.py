@@ -6,7 +6,6 @@ not be given back is known as the agent's later, and an administrator's is left 
 """
 
 from pathlib import Path
-from typing import Protocol
 
 import anyio.to_thread
 import structlog
@@ -23,17 +22,18 @@ RECORD = "compute-mode"
 OURS, OTHERS = "set by gpu-node-agent\n", "not set by gpu-node-agent\n"
 
 
-class ComputeModes(Protocol):
-    """Compute modes as a daemon's supervisor needs them."""
+class ComputeModes:
+    """Compute modes as a daemon's supervisor needs them. This one leaves them alone."""
 
-    async def get(self, uuid: str) -> ComputeMode | None:
+    async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
         """The mode; None: this GPU or driver has none, or the GPU is lost. Raises MpsError."""
+        return None
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """Change it. Raises MpsError with the remedy."""
 
 
-class NvmlComputeModes:
+class NvmlComputeModes(ComputeModes):
     """Compute modes through NVML, in the worker thread."""
 
     def __init__(self, nvml: NvmlPort, thread: WorkerThread) -> None:
@@ -55,16 +55,6 @@ class NvmlComputeModes:
             raise MpsError(
                 f"compute mode {mode.name} cannot be set ({error}); the agent must run as root, privileged"
             ) from error
-
-
-class NoComputeModes:
-    """Leaves compute modes alone."""
-
-    async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
-        return None
-
-    async def set(self, uuid: str, mode: ComputeMode) -> None:
-        """Nothing to do."""
 
 
 class ExclusiveMode:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -68,20 +69,15 @@ class NodeStateWriter:
         self.failures = 0
 
     async def run(self) -> None:
-        """Write for ever."""
         async with anyio.create_task_group() as group:
-            wake = [anyio.Event()]
-
-            def wake_up() -> None:
-                wake[0].set()
-
-            group.start_soon(follow, wake_up, *self._wake_on)
+            wake = Cell(None)
+            group.start_soon(follow, partial(wake.publish, None), *self._wake_on)
             while True:
-                wake[0] = anyio.Event()
+                seen = wake.version
                 pause = await self._write()
                 await anyio.sleep(pause)
                 if not pause or self.problem is None:  # without a pause there was nothing to write
-                    await wake[0].wait()
+                    await wake.wait_change(seen)
 
     async def _write(self) -> float:
         """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""

@@ -14,14 +14,13 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, Protocol
 
-import anyio
 import structlog
 
 from agent.cluster.own_node import OwnNode
 from agent.inventory.clock import boot_seconds
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.kit.timestamps import now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
@@ -104,18 +103,11 @@ class DriverUpgrade:
 
     async def run(self) -> None:
         """Follow the labels for ever."""
-        async with anyio.create_task_group() as group:
-            wake = [anyio.Event()]
-            cells = (self._node.changes, self._inventory, self._switch, self._by_hand)
 
-            def wake_up() -> None:
-                wake[0].set()
+        async def look() -> float:
+            return self.look()
 
-            group.start_soon(follow, wake_up, *cells)
-            while True:
-                wake[0] = anyio.Event()
-                with anyio.move_on_after(self.look()):
-                    await wake[0].wait()
+        await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
     def look(self) -> float:
         """Do what the labels ask for now; after how many seconds to look again, whatever happens."""

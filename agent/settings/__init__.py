@@ -212,7 +212,7 @@ class Mps(Section, frozen=True):
     quit_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
     # Fewer holders per GPU than MPS can serve; null: as many as it can (48, or 60 with newer drivers).
     most_clients: Annotated[int, Meta(ge=1, le=60)] | None = None
-    # Pods that may run as root reach the daemon's control socket: tell of them, or refuse them.
+    # Pods that may run as root reach the daemon's control socket: report them, or refuse them.
     root_pods: Literal["report", "refuse"] = "report"
     # Without CDI devices in kubelet and runtime a pod's manifest can undo its caps: report it, or offer none.
     advisory_caps: Literal["report", "refuse"] = "report"

@@ -51,7 +51,7 @@ def _lines(shown: Document) -> Iterator[str]:
     yield from _table(table)
     grades = {each["utilizationAttribution"] for each in rows} | {each["memoryAttribution"] for each in rows}
     if "estimated" in grades:
-        yield "~ estimated: the driver does not tell containers apart; shared out by limits"
+        yield "~ estimated: the driver has no figures by container; shared out by limits"
     if "allocated" in grades:
         yield "? the driver reports nothing of this GPU; only what was allocated is known"
 

@@ -51,6 +51,7 @@ class Use:
     utilization: float = 0.0  # 0..1 of the GPU
     utilization_grade: Grade = Grade.ALLOCATED
     pids: tuple[int, ...] = ()  # of its processes, where the driver reports each
+    working: int = 0  # of its processes, those that the driver saw using the GPU
 
     @property
     def processes(self) -> int:
@@ -77,7 +78,7 @@ def attribute(
     owners: Mapping[int, ContainerRef | None],
     pods: Mapping[str, KnownPod] = NO_PODS,
 ) -> Attributed:
-    """Tell apart the use of one GPU.
+    """Divide the use of one GPU among its shares.
 
     `work` is each process's use (0..1), None where the GPU has no such figures. `owners` are the processes
     that could be looked up; None: in no pod. `pods` are known ones by UID as cgroups name it; without them,
@@ -89,7 +90,14 @@ def attribute(
     memory, foreign, unknown = _memory(split, sample)
     utilization = _utilization(split, sample, work)
     uses = tuple(
-        Use(share, round(memory[n][0]), memory[n][1], *utilization[n], pids=tuple(split.processes[n]))
+        Use(
+            share,
+            round(memory[n][0]),
+            memory[n][1],
+            *utilization[n],
+            pids=tuple(split.processes[n]),
+            working=split.working[n],
+        )
         for n, share in enumerate(shares)
     )
     return Attributed(uses, foreign, unknown)
@@ -106,6 +114,7 @@ class _Split:
     ) -> None:
         self.shares = shares
         self.processes: list[list[int]] = [[] for _ in shares]
+        self.working = [0] * len(shares)
         self._owners = owners
         self._pods = pods
         self._found: dict[int, int | None] = {}
@@ -179,6 +188,7 @@ def _utilization(
         number = split.of(pid)
         if number is not None:
             own[number] = min(1.0, (own[number] or 0.0) + ratio)
+            split.working[number] += ratio > 0
         elif split.foreign(pid):
             servers += ratio
         else:

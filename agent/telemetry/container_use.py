@@ -70,12 +70,10 @@ class ContainerWatch:
         self.uses: Cell[Uses] = Cell(Uses())
 
     async def run(self) -> None:
-        """Follow the sampler for ever."""
         async for samples in self._samples.values():
             await self.look(samples)
 
     async def look(self, samples: Samples) -> None:
-        """Work out one round."""
         holdings, snapshot = self._holdings.value, self._snapshot.value
         if (holdings is None or not holdings.holdings) and not _anybody(samples):
             # Nobody is there: not worth waking a thread.

@@ -15,8 +15,6 @@ _UNITS = ("bytes", "seconds", "ratio", "watts", "celsius", "joules", "hertz")
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One metric family."""
-
     name: str
     kind: Literal["gauge", "counter", "info"]
     labels: tuple[str, ...]

@@ -46,8 +46,6 @@ def _bound(path: Path) -> socket.socket:
 
 
 class ControlServer:
-    """Serves commands on a unix socket."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handlers: dict[str, Handler] = {}

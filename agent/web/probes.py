@@ -32,7 +32,6 @@ class Probes:
         self._shortcomings = shortcomings or blockers
 
     def add_to(self, server: HttpServer) -> None:
-        """Take all routes."""
         server.add_probe("/healthz", self.health)
         server.add_probe("/readyz", self.ready)
         server.add_probe("/readyz/agent", self.agent_ready)

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from agent.cleanup import this_node
-from agent.cleanup.errors import CleanupFailed
+from agent.cleanup.request import CleanupFailed
 from agent.cleanup.this_node import forget_node
 from agent.cli.main import main
 from agent.cluster.api import KubeApi
