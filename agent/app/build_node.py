@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """The writers of the own Node object."""
-
     taint: SchedulingTaint
     capacity: Capacity
     withdrawals: Withdrawals

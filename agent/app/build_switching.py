@@ -46,8 +46,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Switching:
-    """The switcher, and what starts and stops with it."""
-
     switcher: ModeSwitcher
     cordons: CordonBook
     resources: ResourceSet

@@ -27,8 +27,6 @@ RETRY_SECONDS = 10.0
 
 
 class DriverFence:
-    """Of one node."""
-
     def __init__(self, host: Host, inventory: Cell[Snapshot], injector: Injector) -> None:
         self._snapshot = inventory
         self._injector = injector

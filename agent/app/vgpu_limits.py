@@ -93,11 +93,9 @@ class VgpuLimits:
         return self.parts.problem if self.parts else None
 
     def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
         return self.parts.fences() if self.parts else NO_FENCES
 
     def enforced(self) -> str:
-        """Whether containers that start now are kept to their shares."""
         return word_of(self.fences(), computes=self.parts is not None and self.parts.computes)
 
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:

@@ -10,7 +10,7 @@ from agent.model.gpu import Driver, Gpu
 from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
 from agent.mps.binary import find
 from agent.mps.mps_errors import ProgramMissing
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from agent.isolation.errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout
 from agent.isolation.layout import LIMITS_BYTES, read_limits
 from agent.isolation.library import IN_CONTAINER
 

@@ -31,7 +31,7 @@ from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.plugins import shares_cdi

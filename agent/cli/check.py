@@ -95,7 +95,7 @@ def _configmaps(options: argparse.Namespace) -> int:
 
 
 def _compat(options: argparse.Namespace) -> int:
-    from agent.nvml.errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
+    from agent.nvml.nvml_errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
 
     settings = load(options)
     driver: cuda.DriverFacts | None = options.driver

@@ -22,8 +22,8 @@ import structlog
 from agent.isolation import layout
 from agent.isolation.allotment import Claim, allot, claim, elastic
 from agent.isolation.correction import Observed, corrected, rivals
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import PERCENT, About
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.problems import Problems
 from agent.isolation.room import Isolation

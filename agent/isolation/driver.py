@@ -20,7 +20,7 @@ from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
 from agent.model.cgroup import container_of
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
-from agent.isolation.errors import BadLayout, FolderUnusable
+from agent.isolation.isolation_errors import BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
 from agent.kit import trees
@@ -47,7 +47,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     ids: tuple[str, ...]  # units of memory that the kubelet handed out
     memory_bytes: int  # the cap
     cores: int  # percent of the GPU; 0: no claim
-    policy: str
+    policy: str = ""  # at its admission; empty: it is being admitted
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
     avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
@@ -70,8 +70,6 @@ def key_of(ids: Collection[str]) -> str:
 
 
 class LimitFolders:
-    """All of them on this node."""
-
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes

@@ -7,6 +7,8 @@ valid one with the highest generation, so that a writer that dies halfway leaves
 force. The *usage region* is the container's own, and so a hint at most.
 """
 
+import ctypes
+import mmap
 import os
 import struct
 import time
@@ -15,9 +17,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.isolation.errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout
 from agent.isolation.loaded import Entries
-from agent.isolation.waking import wake
+from agent.kit import futex
 
 LAYOUT = 1
 MOST_DEVICES = 16
@@ -60,8 +62,6 @@ NEWER_AT = 272
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a container on one GPU."""
-
     gpu: str  # UUID as NVML writes it, GPU-...
     memory_bytes: int
     cores: int = 0  # percent; 0: no claim
@@ -125,6 +125,25 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
         os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
         return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
     return 0
+
+
+def wake(descriptor: int, offset: int, size: int) -> int:
+    """How many threads waited on the word at `offset` of a file of `size` bytes, opened for writing.
+
+    They sleep by futex(2) on the file's page, of which containers have a read-only mapping: waiting takes no
+    more than that, and a wake through the agent's own mapping reaches them. 0 also where they cannot be woken
+    (a file system without mappings, a sandbox without the call): they look again within 100 ms.
+    """
+    try:
+        with mmap.mmap(descriptor, size) as mapped:
+            return max(0, _wake(mapped, offset))
+    except (OSError, ValueError):
+        return 0
+
+
+def _wake(mapped: mmap.mmap, offset: int) -> int:
+    # In a function of its own: while the word is referred to the mapping cannot be closed.
+    return futex.wake(ctypes.addressof(ctypes.c_uint32.from_buffer(mapped, offset)))
 
 
 def usage_head(devices: int) -> bytes:

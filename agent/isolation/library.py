@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.isolation.errors import LibraryUnusable
+from agent.isolation.isolation_errors import LibraryUnusable
 from agent.kit import selinux, trees
 from agent.kit.selinux import label_for_pods
 
@@ -47,7 +47,6 @@ class Library:
 
     @property
     def in_container(self) -> str:
-        """The library's path in containers."""
         return f"{IN_CONTAINER}/{self.file.name}"
 
 

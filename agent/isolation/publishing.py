@@ -25,8 +25,6 @@ UNVERIFIED = "the library is given; whether processes load it is seen once they 
 
 
 class Fence(Enum):
-    """A fence that keeps a container to its memory."""
-
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
     SWEEP = "sweep"  # containers above their cap are reported

@@ -17,8 +17,8 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
+from agent.isolation.isolation_errors import IsolationError
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.publishing import Publisher
 from agent.isolation.room import Isolation

@@ -15,8 +15,8 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation.ending import NotEnded, end
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.loaded import Entries, Looks, loads
 from agent.isolation.problems import Problems
@@ -71,8 +71,6 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last round."""
-
     measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
     above: frozenset[Place] = frozenset()
 
@@ -187,7 +185,7 @@ class LimitWatch:
             return None
 
     def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
-        """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        """Give the library the figures that it cannot count: contexts, code, calls past it."""
         folders, contexts = self._isolation.folders, self._isolation.contexts
         gpu, cap = limits.about.gpu, limits.memory_bytes
         written = self._written.get(key)

@@ -18,8 +18,6 @@ from agent.model.units import ResourcePair
 
 
 class PairMember(Enum):
-    """One of the two resources of a pair."""
-
     CORE = "core"
     MEMORY = "memory"
 
@@ -204,7 +202,6 @@ class Ledger:
         return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
-        """The promise to a container."""
         return next((each for each in self.reservations if each.holder == holder), None)
 
     def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:

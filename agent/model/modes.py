@@ -16,8 +16,6 @@ from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """Facts of a mode for the rest of the agent."""
-
     # Resources of their own kind; those of a pair follow from it.
     single: tuple[str, ...] = ()
     single_units: tuple[Unit, ...] = ()  # what their device IDs stand for
@@ -138,7 +136,6 @@ class GpuMode:
 
     @property
     def offered(self) -> bool:
-        """Whether units may be offered."""
         return self.offering is Offering.OPEN
 
     @property

@@ -8,8 +8,6 @@ from enum import IntEnum
 
 
 class RecoveryAction(IntEnum):
-    """The driver's verdict on one GPU."""
-
     NONE = 0
     GPU_RESET = 1
     NODE_REBOOT = 2

@@ -12,7 +12,7 @@ import structlog
 
 from agent.kit import atomic_file
 from agent.mps.mps_errors import MpsError
-from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
+from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 

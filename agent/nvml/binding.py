@@ -3,16 +3,16 @@
 import ctypes
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml import loading
+from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
-from agent.nvml.errors import (
+from agent.nvml.nvml_errors import (
     NvmlCode,
     NvmlDriverMismatch,
     NvmlError,
@@ -33,8 +33,6 @@ from agent.nvml.port import (
     SampleRequest,
 )
 from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
-
-Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
 _KINDS = {
     EventKind.XID: pynvml.nvmlEventTypeXidCriticalError,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agent.kit.inside import inside
-from agent.nvml.errors import NvmlCode, NvmlLibraryMissing
+from agent.nvml.nvml_errors import NvmlCode, NvmlLibraryMissing
 
 SONAME = "libnvidia-ml.so.1"
 

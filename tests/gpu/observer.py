@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from agent.isolation.correction import Observed, corrected, rivals
 from agent.nvml.binding import Binding
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
 from tests.gpu.limits import Capped
 

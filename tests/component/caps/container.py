@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.isolation import layout
-from agent.isolation.clib.build import NAME
+from agent.isolation.clib.build_library import NAME
 from tests.cuda_double.machine import MIB, CudaGpu
 
 CONTEXT_MIB: Final = 300

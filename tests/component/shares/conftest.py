@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.isolation import layout
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from tests.component.caps.container import Container, make
 from tests.component.shares.row import CLOCK
 from tests.cuda_double.fixtures import driver

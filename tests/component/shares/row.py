@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from agent.isolation import layout
 from agent.isolation.clib import toolchain
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from agent.isolation.correction import Observed, corrected, rivals
 from tests.component.caps.container import make
 from tests.cuda_double.build import build

@@ -7,8 +7,8 @@ from typing import cast
 
 import anyio
 
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.event_watch import EventWatch
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 
