@@ -112,7 +112,7 @@ class Holdings:
 
     @cached_property
     def by_pod(self) -> Mapping[tuple[str, str], Sequence[Held]]:
-        """What containers of a pod hold, by its namespace and name."""
+        """Entries of each pod, by its namespace and name."""
         found: dict[tuple[str, str], list[Held]] = {}
         for each in self.entries:
             found.setdefault(each.holder.pod_key, []).append(each)
