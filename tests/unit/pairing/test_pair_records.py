@@ -43,7 +43,7 @@ def test_a_holding_that_changed_is_read_again() -> None:
     assert records.of(PodList((more,), LISTED)).held.ids == {"GPU-a::c0", "GPU-a::c7"}
     init = replace(CORES, listed=False)
     assert [each.init for each in records.of(PodList((init,), LISTED)).held] == [True]
-    # Each reading made anew, as after a restart of the kubelet: nothing of an earlier one comes back.
+    # All objects are others, as after a restart of the kubelet: nothing of an earlier reading comes back.
     for number in range(50):
         fresh = replace(CORES, ids=(f"GPU-a::c{number}",))
         assert records.of(PodList((fresh,), LISTED)).held.ids == {f"GPU-a::c{number}"}
