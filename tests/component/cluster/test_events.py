@@ -85,7 +85,8 @@ async def test_an_event_that_is_not_answered_is_sent_again_and_written_once(
                 if not lost.pop(0):
                     await post(path, body, deadline)
                 raise ApiUnavailable("POST: no answer")
-            return await post(path, body, deadline)
+            answer: bytes = await post(path, body, deadline)
+            return answer
 
         monkeypatch.setattr(api, "post", silent)
         recorder = EventRecorder(api, "n")
