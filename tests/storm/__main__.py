@@ -78,7 +78,7 @@ def _plans(
     if options.kept is not None:
         yield from map(read, options.kept or sorted(SEEDS.glob("*.json")))
         return
-    for seed in range(options.seed, options.seed + options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds * options.every, options.every):
         yield planned(seed, options.steps, skip, wanted, options.tempo)
 
 

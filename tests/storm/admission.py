@@ -7,6 +7,8 @@ must not die while nothing is wrong with the node.
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import chain
 
 import anyio
 
@@ -110,14 +112,19 @@ def _used(devices: DeviceManager, but: str) -> Used:
     """GPU -> how many units of each kind pods other than `but` hold."""
     found: Used = {}
     for uid, _, _, allocation in devices.tables.pods.entries():
-        counts: dict[str, Counter[Unit]] = {}
-        for each in allocation.ids if uid != but else ():
-            device = parse(each)
-            counts.setdefault(device.gpu, Counter())[device.unit] += 1
-        for gpu, count in counts.items():
-            if (
-                count[VGPU.core_unit] == CORES
-            ):  # the whole GPU, memory included, that nobody asked for by units
-                count[VGPU.memory_unit] = ALL
+        for gpu, count in _counts(tuple(allocation.by_numa.values())) if uid != but else ():
             found.setdefault(gpu, Counter()).update(count)
     return found
+
+
+@lru_cache(maxsize=512)
+def _counts(devices: tuple[tuple[str, ...], ...]) -> list[tuple[str, Counter[Unit]]]:
+    """How many units of each kind, by GPU; for devices by NUMA node."""
+    counts: dict[str, Counter[Unit]] = {}
+    for each in chain.from_iterable(devices):
+        device = parse(each)
+        counts.setdefault(device.gpu, Counter())[device.unit] += 1
+    for count in counts.values():
+        if count[VGPU.core_unit] == CORES:  # the whole GPU, memory included, that nobody asked for by units
+            count[VGPU.memory_unit] = ALL
+    return list(counts.items())
