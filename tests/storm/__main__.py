@@ -52,6 +52,7 @@ def _replay(plan: Plan) -> Outcome:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.storm")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="seeds apart (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
     parser.add_argument(
         "--steps",

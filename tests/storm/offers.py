@@ -9,12 +9,10 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import SEPARATOR
 from agent.model.modes import Mode
 from agent.model.units import ResourcePair
-from tests.storm.admission import excused
+from tests.storm.admission import OFFER_SECONDS, excused
 from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
-
-OFFER_SECONDS = 0.05  # the agent hears of the end of a pod by its watch, and lists what is free at once
 
 
 class Offers:
