@@ -25,10 +25,10 @@ RUN set -eu; \
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
 COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agent
-# What is preloaded into vGPU containers, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
+# The library that vGPU containers preload, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
 RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
     if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \
-    else python3 -m agent.isolation.clib.build lib; fi; \
+    else python3 -m agent.isolation.clib.build_library lib; fi; \
     rm -rf agent/isolation/clib
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.

@@ -61,7 +61,7 @@ lint: venv ## ruff, format, types, import contracts
 	mypy
 	lint-imports
 
-format: venv ## put the code into the house's format
+format: venv ## format the code
 	ruff check --fix .
 	ruff format .
 
@@ -72,7 +72,7 @@ pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one;
 	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
 docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
-	$(PYTHON_IN_VENV) -m agent.telemetry.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(PYTHON_IN_VENV) -m tests.metrics_reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
 	$(PYTHON_IN_VENV) -m tests.chart.schema

@@ -15,8 +15,6 @@ from agent.modes.switcher import ModeSwitcher
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent whose parts are all there."""
-
     core: Core
     modes: Mapping[Mode, ModeParts]
     desired: DesiredSource

@@ -27,8 +27,6 @@ UNKNOWN = "its specification cannot be read"
 
 
 class Avoidance:
-    """The check of one node."""
-
     def __init__(self, settings: Settings, pods: PodCache | None) -> None:
         """`pods`: those of the node; None: there is no way to the Kubernetes API."""
         self._pods = pods

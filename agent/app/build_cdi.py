@@ -10,7 +10,7 @@ import structlog
 
 from agent.app.degradations import specification
 from agent.app.parts import Core, Tasks
-from agent.cdi import nvidia_programs
+from agent.cdi import hook as programs
 from agent.plugins.inject import Injector
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Series
@@ -30,7 +30,7 @@ async def build_cdi(core: Core) -> "tuple[Injector, SpecificationKeeper | None]"
     folder = Path(configured.toolkit) if configured.toolkit else None
     if configured.strategy == "envvar" or folder is None or settings.simulator.profile:
         return Injector(settings), None
-    if not await anyio.to_thread.run_sync(nvidia_programs.present, folder):
+    if not await anyio.to_thread.run_sync(programs.present, folder):
         log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")
         return Injector(settings), None
     # Half a MiB that agents without the programs need not hold.
@@ -42,7 +42,7 @@ async def build_cdi(core: Core) -> "tuple[Injector, SpecificationKeeper | None]"
         folder,
         Path(root),
         Path(configured.host_driver_root or root),
-        Path(settings.host.state) / nvidia_programs.FOLDER,
+        Path(settings.host.state) / programs.FOLDER,
     )
     keeper = SpecificationKeeper(
         Path(settings.host.cdi),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 import structlog
 
-from agent.isolation.compute import Compute, ComputeRequest, release
+from agent.isolation.compute import Compute, ComputeRequest, Work, release
 from agent.isolation.compute_request import compute_request_of
 from agent.isolation.folders import About
 from agent.isolation.room import Isolation
@@ -48,10 +48,12 @@ def _none(_about: About) -> ComputeRequest:
     return ComputeRequest()
 
 
-def percents_of(uses: Uses) -> Mapping[Place, float]:
-    """Use of vGPU containers as the driver measured it, in percent of their GPU."""
+def work_of(uses: Uses) -> Mapping[Place, Work]:
+    """Use of vGPU containers as the driver measured it."""
     return {
-        (share.namespace, share.pod, share.container, share.gpu): each.use.utilization * 100
+        (share.namespace, share.pod, share.container, share.gpu): Work(
+            each.use.utilization * 100, each.use.working
+        )
         for each in uses.containers
         for share in (each.use.share,)
         if share.mode is Mode.VGPU and each.use.utilization_grade is Grade.MEASURED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from agent.app.avoidance import Avoidance
-from agent.app.build_compute import build_compute, percents_of
+from agent.app.build_compute import build_compute, work_of
 from agent.app.driver_fence import DriverFence
 from agent.app.mode_parts import ModeContext
 from agent.app.parts import ClusterAccess, Tasks
@@ -16,10 +16,10 @@ from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.compute import Compute
 from agent.isolation.driver import DriverLimits
-from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About, LimitFolders
+from agent.isolation.isolation_errors import IsolationError
 from agent.isolation.library import IMAGE_FILE
-from agent.isolation.limits import Policy, Request
+from agent.isolation.limits import Policy
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import ANNOTATION as RESIZE
 from agent.isolation.resize import NoUnits, Resizer
@@ -184,7 +184,7 @@ class VgpuFence:
         ways: tuple[str, ...] = ()
         if self._isolation.policy(grant.pod.namespace).enforces:
             ways = await self._avoidance.ways(grant.pod, grant.container)
-        request = Request(
+        request = About(
             grant.pod.uid,
             grant.pod.namespace,
             grant.pod.name,
@@ -193,8 +193,8 @@ class VgpuFence:
             tuple(sorted(grant.ids)),
             len(grant.ids) * VGPU.block_bytes,
             grant.demand.cores,
-            self._driver.obstacle(grant.gpus[0]) is None,
-            ways,
+            avoidable=ways,
+            driver=self._driver.obstacle(grant.gpus[0]) is None,
         )
         try:
             admission = await self._isolation.admit(request)
@@ -234,7 +234,6 @@ class GpuUnits:
             raise NoUnits(str(refusal)) from refusal
 
     def give_back(self) -> None:
-        """See agent.isolation.resize.Units."""
         self._shares.restock()
 
 
@@ -276,7 +275,7 @@ async def _sweep(uses: Cell[Uses], watch: LimitWatch, compute: Compute | None) -
     """Have each round of samples looked at, for ever."""
     async for now in uses.values():
         if compute:
-            compute.measured(percents_of(now))
+            compute.measured(work_of(now))
         await watch.look(round_of(now))
 
 

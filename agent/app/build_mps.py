@@ -44,24 +44,21 @@ log = structlog.get_logger()
 
 
 class MpsBackend:
-    """Daemons as the mode switcher sees them."""
+    """Daemons as the mode switcher sees them (`agent.modes.ports.Backend`)."""
 
     def __init__(self, manager: DaemonManager) -> None:
         self._manager = manager
 
     async def set_up(self, gpu: Gpu) -> None:
-        """See agent.modes.ports.Backend."""
         try:
             await self._manager.set_up(gpu)
         except MpsError as error:
             raise SetUpFailed(str(error)) from error
 
     async def tear_down(self, gpu: Gpu) -> None:
-        """See agent.modes.ports.Backend."""
         await self._manager.tear_down(gpu)
 
     def depends_on(self) -> object:
-        """See agent.modes.ports.Backend."""
         return self._manager.program
 
 

@@ -27,7 +27,6 @@ def start_commands(
     cordons: CordonBook,
     sources: Sources,
 ) -> None:
-    """Serve the commands that people give the running agent."""
     switch, readiness = core.readiness.switch, core.readiness
     limits = next((parts.limits for parts in modes.values() if parts.limits), None)
 

@@ -27,7 +27,7 @@ from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
-from agent.node import inventory_annotation as inventory_note
+from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
 from agent.settings import Settings
 
@@ -46,8 +46,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Switching:
-    """The switcher, and what starts and stops with it."""
-
     switcher: ModeSwitcher
     cordons: CordonBook
     resources: ResourceSet
@@ -82,7 +80,7 @@ async def build_switching(
         lambda plugin: _endpoint(core, plugin),
         core.supervisor,
         tasks.group,
-        before_first=inventory_note.ahead(own, snapshot, assignment, most, grown) if own else None,
+        before_first=inventory_annotation.ahead(own, snapshot, assignment, most, grown) if own else None,
     )
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
     cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)

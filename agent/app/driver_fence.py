@@ -15,7 +15,7 @@ from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
 from agent.plugins.inject import Injector
@@ -27,8 +27,6 @@ RETRY_SECONDS = 10.0
 
 
 class DriverFence:
-    """Of one node."""
-
     def __init__(self, host: Host, inventory: Cell[Snapshot], injector: Injector) -> None:
         self._snapshot = inventory
         self._injector = injector
@@ -37,7 +35,6 @@ class DriverFence:
         self._unified = False
         self._most_units = 0  # for which there are devices
         self._said: str | None = ""
-        self._wake = anyio.Event()
 
     def obstacle(self, uuid: str) -> str | None:
         """Why the driver cannot limit containers on a GPU; None: it can."""
@@ -65,13 +62,11 @@ class DriverFence:
 
     async def run(self, looked: Cell[Any]) -> None:
         """Keep the devices true to the GPUs, for ever. `looked` changes with how containers get GPUs."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, self._snapshot, looked)
-            while True:
-                self._wake = anyio.Event()
-                written = await self._keep()
-                with anyio.move_on_after(None if written else RETRY_SECONDS):
-                    await self._wake.wait()
+
+        async def keep() -> float | None:
+            return None if await self._keep() else RETRY_SECONDS
+
+        await repeat(keep, self._snapshot, looked)
 
     async def _keep(self) -> bool:
         """Whether the devices are as they should be."""
@@ -101,6 +96,3 @@ class DriverFence:
         if not self._unified:
             return f"{self._cgroups} is not the root of cgroup v2, which the driver's limits take"
         return None
-
-    def _wake_up(self) -> None:
-        self._wake.set()

@@ -39,18 +39,6 @@ class Limits(Protocol):
         """The limits of a container, for `status`; None: it has none, and is not measured."""
 
 
-def _never_refused(_: GpuState) -> None:
-    return None
-
-
-def _no_daemon(_: str) -> None:
-    return None
-
-
-def _not_by_amounts() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ModeParts:
     """A mode, ready to be switched to."""
@@ -58,11 +46,11 @@ class ModeParts:
     plugins: Sequence[ResourcePlugin]
     backend: Backend | None = None  # None: nothing has to run for it
     # Why a GPU cannot be offered in it, in words; None: it can.
-    refusal: Callable[[GpuState], str | None] = _never_refused
+    refusal: Callable[[GpuState], str | None] = lambda _: None
     # The daemon of a GPU for `status`, by UUID; None: it has none.
-    daemon: Callable[[str], dict[str, Any] | None] = _no_daemon
+    daemon: Callable[[str], dict[str, Any] | None] = lambda _: None
     # Whether containers are kept to their shares, see agent.status.report; None: it has no shares by amounts.
-    enforced: Callable[[], str | None] = _not_by_amounts
+    enforced: Callable[[], str | None] = lambda: None
     limits: Limits | None = None  # None: nothing of ours enforces them
 
 

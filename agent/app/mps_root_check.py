@@ -43,7 +43,6 @@ class RootCheck:
         return None
 
     def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
-        """See agent.plugins.mps.RootCheck."""
         if self._pods is None:
             return USER_UNKNOWN
         suspects = [

@@ -54,8 +54,6 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """The agent's access to the Kubernetes API."""
-
     api: "KubeApi"
     node: "NodeObject"
     pods: "PodCache"

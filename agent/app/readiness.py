@@ -47,5 +47,4 @@ class Readiness:
         return found
 
     def remarks(self) -> list[str]:
-        """All degradations; empty: all is well."""
         return [text for degradations in self.degradations for text in degradations()]

@@ -83,7 +83,6 @@ class VgpuLimits:
             context.tasks.start("vgpu limits", follow)  # what cannot be loaded must not end the agent
 
     def units_grown(self, uuid: str) -> frozenset[str]:
-        """See Grown."""
         return self.parts.units_grown(uuid) if self.parts else frozenset()
 
     # Nothing of the following is so before the first GPU is offered.
@@ -94,19 +93,15 @@ class VgpuLimits:
         return self.parts.problem if self.parts else None
 
     def fences(self) -> Mapping[str, bool]:
-        """Which fences hold for containers that start now."""
         return self.parts.fences() if self.parts else NO_FENCES
 
     def enforced(self) -> str:
-        """Whether containers that start now are kept to their shares."""
         return word_of(self.fences(), computes=self.parts is not None and self.parts.computes)
 
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
-        """See agent.app.mode_parts.Limits."""
         return self.parts.allotted() if self.parts else {}
 
     def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        """See agent.app.mode_parts.Limits."""
         return self.parts.document(namespace, pod, container, gpu) if self.parts else None
 
 

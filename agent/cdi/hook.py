@@ -1,4 +1,4 @@
-"""NVIDIA's hook program on the host: the container runtime calls it by its path there, agent or no agent.
+"""NVIDIA's two programs in the image, and the hook on the host: runtimes call it by its path there.
 
 Below the state folder and never below /run, which many nodes mount noexec. The image brings the program; the
 copy stays when the agent goes, for containers that are started again.
@@ -8,9 +8,21 @@ import filecmp
 import os
 from pathlib import Path
 
-from agent.cdi.errors import HookNotInstalled
-from agent.cdi.nvidia_programs import HOOK
+from agent.cdi.specification import CdiError
 from agent.kit import atomic_file
+
+CTK = "nvidia-ctk"
+HOOK = "nvidia-cdi-hook"
+FOLDER = "bin"  # of the hook on the host, below host.state
+
+
+class HookNotInstalled(CdiError):
+    """The hook cannot be put on the host, or not be run there."""
+
+
+def present(folder: Path) -> bool:
+    """Whether both programs lie in a folder. Blocks."""
+    return all(os.access(folder / name, os.X_OK) for name in (CTK, HOOK))
 
 
 def install(source: Path, folder: Path) -> Path:

@@ -12,8 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi.errors import BadSpecification, CdiError
-from agent.cdi.specification import FILE, Devices, Specification, parse
+from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, Specification, parse
 from agent.cdi.toolkit import MOST_BYTES, Generator
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file, small_file
@@ -38,10 +37,9 @@ class SpecificationKeeper:
         generator: Generator,
         inventory: Cell[Snapshot],
         held: Cell[PodList | None],
-        problem: str | None = None,
     ) -> None:
         """`held` says whose devices stay in the file although the machine has them no more."""
-        self.devices: Cell[Devices] = Cell(Devices(problem=problem))
+        self.devices: Cell[Devices] = Cell(Devices())
         self.generations = 0
         self.failures = 0
         self._file = folder / FILE
@@ -73,7 +71,7 @@ class SpecificationKeeper:
                 await self._inventory.wait_change(seen)
 
     async def keep(self) -> None:
-        """Make the file now if it is not as the machine is; what fails stands in `devices`."""
+        """Make the file now if it is not as the machine is; a failure stands in `devices`."""
         wanted = _needs(self._inventory.value)
         if wanted is None:
             return  # no driver to ask, or NVML is released and must stay closed

@@ -1,4 +1,4 @@
-"""The CDI specification of the node's GPUs as a value: what of a generated one is checked and carried over.
+"""The CDI specification of the node's GPUs as a value: its checks, and devices that a newer one keeps.
 
 Format: CDI specification 0.5 and newer (`kind`, `devices[].name`, `containerEdits`), as written by
 `nvidia-ctk cdi generate`. Its edits are NVIDIA's and pass through unread.
@@ -10,13 +10,19 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from agent.cdi.errors import BadSpecification
-
 VENDOR, CLASS = "gpu-node-agent.io", "gpu"
 # Never nvidia.com/gpu: a device name that stands in two files of one folder is lost in both.
 KIND = f"{VENDOR}/{CLASS}"
 FILE = "gpu-node-agent-gpus.json"
 LIMITS_HOOK = "apply-cuda-memory-limits"  # of nvidia-cdi-hook, from 1.20.1
+
+
+class CdiError(Exception):
+    """The specification cannot be made, or is not usable; the message names the remedy."""
+
+
+class BadSpecification(CdiError):
+    """A specification that container runtimes would refuse, or that is not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +37,10 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """A checked specification."""
-
     content: Mapping[str, Any]
 
     @property
     def names(self) -> frozenset[str]:
-        """The devices' names: UUIDs."""
         return frozenset(device["name"] for device in self.content["devices"])
 
     @property
@@ -46,7 +49,6 @@ class Specification:
         return frozenset(device["name"] for device in self.content["devices"] if _limits_memory(device))
 
     def encoded(self) -> bytes:
-        """The file's content."""
         return json.dumps(self.content, separators=(",", ":")).encode()
 
     def keeping(self, before: "Specification | None", named: AbstractSet[str] | None) -> "Specification":

@@ -1,4 +1,4 @@
-"""`gpu-node-agent check nodes`: what the pods of a preflight DaemonSet found, node by node (`helm test`)."""
+"""`gpu-node-agent check nodes`: the findings of a preflight DaemonSet's pods, node by node (`helm test`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,8 +32,6 @@ class _DaemonSet(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One look at all pods."""
-
     wanted: int | None  # nodes that are to have one; None: not known yet
     ended: Mapping[str, State]  # by node
     waiting: Mapping[str, str]  # by node or pod: the reasons
@@ -45,7 +43,7 @@ class Round:
 
 
 async def collect(api: KubeApi, namespace: str, daemonset: str, seconds: float, say: Say) -> int:
-    """Wait until each pod has looked at its node, and tell of all; the exit code. Raises ApiError."""
+    """Wait until each pod has looked at its node, and report all; the exit code. Raises ApiError."""
     found = Round(None, {}, {})
     with anyio.move_on_after(seconds):
         while not found.complete:
@@ -57,7 +55,7 @@ async def collect(api: KubeApi, namespace: str, daemonset: str, seconds: float, 
                 await anyio.sleep(POLL_SECONDS)
     for node, state in sorted(found.ended.items()):
         say(f"{node}:")
-        for line in state.message.splitlines() or [f"exit code {state.exit_code}, and no word of it"]:
+        for line in state.message.splitlines() or [f"exit code {state.exit_code}, and no message"]:
             say(f"  {line}")
     for node, reason in sorted(found.waiting.items()):
         say(f"{node}: has not answered within {seconds:g} s: {reason}")

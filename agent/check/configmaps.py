@@ -57,24 +57,19 @@ _OBJECT_NAME = re.compile(_DOMAIN)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A ConfigMap and where it was read."""
-
     source: str
     content: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """Its name; empty where it has none."""
         return str(_block(self.content, "metadata").get("name", ""))
 
     @property
     def labels(self) -> Mapping[str, Any]:
-        """Its labels."""
         return _block(_block(self.content, "metadata"), "labels")
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Its data."""
         return _block(self.content, "data")
 
     @property
@@ -83,7 +78,6 @@ class Found:
         return CONFIG_LABEL in self.labels or self.name.endswith(CONFIG_SUFFIX)
 
     def placed(self, fault: str) -> str:
-        """A fault with its place."""
         return f"{self.source}: {self.name or '(no name)'}: {fault}"
 
 
@@ -234,7 +228,6 @@ def _twice(configs: Sequence[Found]) -> Iterator[str]:
 
 
 def names(text: str) -> list[str]:
-    """The names of a comma list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

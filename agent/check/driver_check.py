@@ -1,24 +1,22 @@
-"""Looks at the driver, its GPUs, and what the modes need of them."""
+"""Looks at the driver, its GPUs, and the needs of the modes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent.check.look import Grade, Look
-from agent.model.compat import hooked, vgpu_warning
-from agent.model.cuda import MPS_CAPABILITY, MPS_CUDA, dotted
+from agent.model.compat import dotted, hooked, vgpu_warning
 from agent.model.gpu import Driver, Gpu
+from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
 from agent.mps.binary import find
 from agent.mps.mps_errors import ProgramMissing
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The findings of NVML."""
-
     driver: Driver | None
     gpus: tuple[Gpu, ...]
     looks: tuple[Look, ...]
@@ -69,11 +67,11 @@ def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
 
 
 def _mps(settings: Settings, driver: Driver, gpus: tuple[Gpu, ...]) -> Iterator[Look]:
-    if driver.cuda_version < MPS_CUDA:
-        text = f"needs a driver for CUDA {dotted(MPS_CUDA)} or later"
+    if driver.cuda_version < LEAST_CUDA:
+        text = f"needs a driver for CUDA {dotted(LEAST_CUDA)} or later"
         yield Look("mode mps", Grade.FAILED, f"{text}: get a newer driver, or set modes.mps: false")
-    elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < MPS_CAPABILITY]:
-        text = f"GPU {', '.join(old)} is older than Volta ({dotted(MPS_CAPABILITY)}): no MPS shares"
+    elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY]:
+        text = f"GPU {', '.join(old)} is older than Volta ({dotted(LEAST_COMPUTE_CAPABILITY)}): no MPS shares"
         yield Look("mode mps", Grade.WARNING, text)
     try:
         explicit = settings.mps.control_program

@@ -21,8 +21,6 @@ SWITCH_ON = "set enable_cdi = true there and restart containerd"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The known facts of it."""
-
     settings: Settings
     host: Host
     facts: NodeFacts | None
@@ -55,7 +53,7 @@ class Way:
 def way_of(settings: Settings, host: Host, facts: NodeFacts | None, own: Own, *, driver: bool) -> Way:
     """Read the node's files. Blocks."""
     folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
-    # The missing driver alone is to be named as missing, not what follows from it.
+    # The missing driver alone is to be named as missing, not its consequences.
     devices = own.devices if driver or not own.wanted else Devices(frozenset({"GPU-"}))
     version = facts.software.runtime if facts else ""
     return Way(settings, host, facts, devices, runtimes(host, version), toolkit_devices(folders))
@@ -92,7 +90,7 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
         )
     program, version = found
     if version is None:
-        text = f"{program} is there and does not tell its version"
+        text = f"{program} is there and does not print its version"
         if unneeded:
             return Look("toolkit", Grade.OK, f"{text}; {unneeded}")
         return Look("toolkit", Grade.UNKNOWN, f"{text}: run {program} --version there, 1.7.0 is needed")
@@ -103,27 +101,27 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
 
 
 def _runtime(way: Way) -> Look:
-    what = "default runtime"
+    subject = "default runtime"
     found = way.runtime
     if found is None and way.host.root is None:
         remedy = "it must be nvidia, or pods must name a RuntimeClass that leads to it"
-        return Look(what, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
+        return Look(subject, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
     if found is None:
         found = Runtimes("its defaults, without a configuration file", "runc")
     if found.unread:
-        return Look(what, Grade.UNKNOWN, _unread(found))
+        return Look(subject, Grade.UNKNOWN, _unread(found))
     if found.default == "nvidia":
-        return Look(what, Grade.OK, f"nvidia, by {found.file}")
+        return Look(subject, Grade.OK, f"nvidia, by {found.file}")
     seen = f"{found.default} by {found.file}"
     if "nvidia" in found.names:
         return Look(
-            what,
+            subject,
             Grade.WARNING,
             f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "
             "nvidia-ctk runtime configure --set-as-default, or CDI, serves all pods",
         )
     return Look(
-        what,
+        subject,
         way.worst,
         f"{seen}: pods would start without their GPUs; nvidia-ctk runtime configure --set-as-default and a "
         "restart of the runtime set it, or use CDI (below)",

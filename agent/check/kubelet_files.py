@@ -80,8 +80,6 @@ def _configuration(host: Host, file: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A socket of another agent that offers GPUs."""
-
     socket: str
     owner: str
     listening: bool

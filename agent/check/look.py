@@ -9,8 +9,6 @@ GOOD, WRONG, NOT_SEEN = 0, 1, 3
 
 
 class Grade(Enum):
-    """The outcome of one look."""
-
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
@@ -19,21 +17,18 @@ class Grade(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One thing that was looked at; `text` says what was seen, and the remedy."""
+    """One thing that was looked at; `text` has the finding and the remedy."""
 
-    what: str
+    subject: str
     grade: Grade
     text: str
 
     def line(self) -> str:
-        """One line."""
-        return f"{self.grade.value:8} {self.what:18} {self.text}"
+        return f"{self.grade.value:8} {self.subject:18} {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the looks: the last line, and the exit code."""
-
     text: str
     code: int
 
@@ -52,4 +47,4 @@ def verdict(looks: Sequence[Look]) -> Verdict:
 
 
 def _named(looks: Sequence[Look], grade: Grade) -> list[str]:
-    return list(dict.fromkeys(each.what for each in looks if each.grade is grade))
+    return list(dict.fromkeys(each.subject for each in looks if each.grade is grade))

@@ -1,4 +1,4 @@
-"""`gpu-node-agent check node`: what stands in the way of offering this node's GPUs, with the remedies."""
+"""`gpu-node-agent check node`: obstacles to offering this node's GPUs, with the remedies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +17,6 @@ from agent.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Answers of the API server and of NVIDIA's program."""
-
     host: Host
     own: Own
     facts: NodeFacts | None
@@ -26,7 +24,6 @@ class Observed:
 
 
 async def observe(settings: Settings, host: Host) -> Observed:
-    """Ask."""
     own = await own_specification(settings, host)
     try:
         return Observed(host, own, await node_facts(settings.cluster))

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.cdi import nvidia_programs
-from agent.cdi.errors import BadSpecification, CdiError
-from agent.cdi.hook import obstacle
-from agent.cdi.specification import FILE, Devices, parse
+from agent.cdi import hook as programs
+from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.cdi.toolkit import MOST_BYTES, Places, Toolkit
 from agent.check.driver_check import Machine
 from agent.check.host import Host
@@ -17,7 +15,7 @@ from agent.check.look import Grade, Look
 from agent.kit import small_file
 from agent.settings import Settings
 
-WHAT = "GPU specification"
+SUBJECT = "GPU specification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +28,21 @@ class Own:
 
 
 async def own_specification(settings: Settings, host: Host) -> Own:
-    """The one that stands there; without it what NVIDIA's program would make, without writing anything."""
+    """The file there; without one the output of NVIDIA's program, which is not written."""
     injection = settings.injection
     if injection.strategy == "envvar" or not injection.toolkit or settings.simulator.profile:
         return Own(wanted=False)
     if standing := await anyio.to_thread.run_sync(_standing, settings, host):
         return standing
     folder = Path(injection.toolkit)
-    if not await anyio.to_thread.run_sync(nvidia_programs.present, folder):
-        missing = f"{nvidia_programs.CTK} and {nvidia_programs.HOOK} are not in {folder}"
+    if not await anyio.to_thread.run_sync(programs.present, folder):
+        missing = f"{programs.CTK} and {programs.HOOK} are not in {folder}"
         return Own(True, Devices(problem=f"{missing}; use an image that holds them (injection.toolkit)"))
-    hook = Path(settings.host.state) / nvidia_programs.FOLDER
+    hook = Path(settings.host.state) / programs.FOLDER
     root = Path(injection.driver_root or settings.driver.root)
     places = Places(folder, root, Path(injection.host_driver_root or root), hook)
     try:
-        made = await Toolkit(places).specification(hook / nvidia_programs.HOOK)
+        made = await Toolkit(places).specification(hook / programs.HOOK)
     except CdiError as error:
         return Own(True, Devices(problem=str(error)))
     return Own(True, Devices(made.names))
@@ -70,14 +68,14 @@ def look_at_specification(
         return  # without a driver there is nothing to make one of, and that is said already
     worst = Grade.FAILED if needed else Grade.WARNING
     if own.devices.problem:
-        yield Look(WHAT, worst, own.devices.problem)
+        yield Look(SUBJECT, worst, own.devices.problem)
         return
     missing = [gpu.uuid for gpu in machine.gpus if not gpu.mig_enabled and gpu.uuid not in own.devices.names]
-    if problem := obstacle(host.folder(Path(settings.host.state) / nvidia_programs.FOLDER)):
-        yield Look(WHAT, worst, problem)
+    if problem := programs.obstacle(host.folder(Path(settings.host.state) / programs.FOLDER)):
+        yield Look(SUBJECT, worst, problem)
     elif missing:
         remedy = "the check and the agent need the device nodes of all GPUs (docs/injection.md)"
-        yield Look(WHAT, worst, f"it lacks {', '.join(missing)}; {remedy}")
+        yield Look(SUBJECT, worst, f"it lacks {', '.join(missing)}; {remedy}")
     else:
         how = f"{own.file} names" if own.file else "the agent can make one, with"
-        yield Look(WHAT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")
+        yield Look(SUBJECT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")

@@ -21,23 +21,17 @@ class ContainerState(msgspec.Struct):
 
 
 class ContainerStatus(msgspec.Struct, rename="camel"):
-    """The state of one container, and of its run before."""
-
     state: ContainerState = msgspec.field(default_factory=ContainerState)
     last_state: ContainerState = msgspec.field(default_factory=ContainerState)
 
 
 class Condition(msgspec.Struct):
-    """One of `status.conditions`."""
-
     type: str
     status: str = ""
     message: str = ""
 
 
 class Status(msgspec.Struct, rename="camel"):
-    """`status`."""
-
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
@@ -46,28 +40,20 @@ class Status(msgspec.Struct, rename="camel"):
 
 
 class Container(msgspec.Struct):
-    """A container of the specification."""
-
     name: str
     image: str = ""
 
 
 class Spec(msgspec.Struct, rename="camel"):
-    """`spec`."""
-
     node_name: str = ""
     containers: list[Container] = msgspec.field(default_factory=list)
 
 
 class Owner(msgspec.Struct):
-    """One of `metadata.ownerReferences`."""
-
     uid: str = ""
 
 
 class Metadata(msgspec.Struct, rename="camel"):
-    """ObjectMeta."""
-
     name: str
     namespace: str = ""
     owner_references: list[Owner] = msgspec.field(default_factory=list)
@@ -75,16 +61,12 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Pod(msgspec.Struct):
-    """A pod, as far as it is looked at."""
-
     metadata: Metadata
     spec: Spec = msgspec.field(default_factory=Spec)
     status: Status = msgspec.field(default_factory=Status)
 
 
 class PodList(msgspec.Struct):
-    """Pods."""
-
     items: list[Pod]
 
 

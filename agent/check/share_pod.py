@@ -12,12 +12,12 @@ NAME = "gpu-node-agent-try"
 CONTAINER = "share"
 CORES = 10  # percent of one GPU
 MEMORY_BYTES = 2 << 30
-# Beyond the deadline: what is left of the pod ends by itself if nobody could take it away.
+# Beyond the deadline: the pod then ends by itself if nobody could take it away.
 GRACE_SECONDS = 60
 
 
 class NothingOffered(Exception):
-    """No node offers what is to be tried; the text names the remedy."""
+    """No node offers the share to be tried; the text names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,10 @@ class TrialOptions:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A mode and what a pod's limits name for it."""
-
     mode: Mode
     limits: Mapping[str, int]
 
     def text(self) -> str:
-        """As in a manifest."""
         return ", ".join(f"{name}: {amount}" for name, amount in self.limits.items())
 
 

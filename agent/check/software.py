@@ -17,11 +17,9 @@ OFF = (None, "none")  # the label of the mode in force while the agent offers no
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts of a node seen from outside."""
-
     software: NodeSoftware
     labels: Mapping[str, str] = field(default_factory=dict)
-    offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there, by whomever
+    offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there
 
     @property
     def offered_by_others(self) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ import msgspec
 import structlog
 
 from agent.cleanup import request
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.request import Exchange, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, State
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
@@ -36,8 +35,6 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Facts of an installation for the hook."""
-
     namespace: str
     agents: str  # label selector of the agents' pods
     record: str = ""  # the Secret in which helm keeps the release; empty: leave it alone
@@ -58,12 +55,10 @@ class _Node(msgspec.Struct):
 
 @dataclass
 class ClusterCleanup:
-    """One run of the hook."""
-
     api: KubeApi
     release: Release
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    # Of nodes that are not clean yet, by name; under no name what keeps the nodes from being known.
+    # Of nodes that are not clean yet, by name; under no name the reason why the nodes are not known.
     problems: dict[str, str] = field(default_factory=dict)
     _id: str = field(default_factory=lambda: str(uuid.uuid4()))
     _asked: set[str] = field(default_factory=set)

@@ -7,8 +7,7 @@ import anyio
 import structlog
 
 from agent.cleanup import request as exchange
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.request import Exchange, Report, Request, State
+from agent.cleanup.request import CleanupFailed, Exchange, Report, Request, State
 from agent.cleanup.this_node import refuse_holders
 from agent.cluster.api import ApiError
 from agent.cluster.node import NodeObject
@@ -76,9 +75,8 @@ class Requests:
         try:
             await refuse_holders(self._settings, self._pods)
         except CleanupFailed as error:
-            state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED
-            log.warning("cleanup_refused", request=request.id, state=state.value, problem=str(error))
-            await answer(self._node, request, state, str(error))
-            return state
+            log.warning("cleanup_refused", request=request.id, state=error.state.value, problem=str(error))
+            await answer(self._node, request, error.state, str(error))
+            return error.state
         log.info("cleanup_accepted", request=request.id, until=request.until.isoformat())
         return None

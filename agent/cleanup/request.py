@@ -17,7 +17,7 @@ REPORT = "gpu-node-agent.io/cleanup-report"
 # No request keeps an agent from its work for longer: one that names a later end is none, or it would be in
 # force again as soon as the agent is back.
 LONGEST_SECONDS = 2 * 3600.0
-# Bounds what is written into an annotation.
+# Of the text in an annotation.
 LONGEST_MESSAGE = 2000
 
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -31,6 +31,18 @@ class State(StrEnum):
     CLEAN = "clean"
     REFUSED = "refused"  # pods stand in the way, and nothing was changed
     FAILED = "failed"  # it is tried again
+
+
+class CleanupFailed(Exception):
+    """A clean-up failed and may be tried again; the text names cause and remedy."""
+
+    state = State.FAILED
+
+
+class CleanupRefused(CleanupFailed):
+    """Pods prevent the clean-up: it cannot succeed before they have ended."""
+
+    state = State.REFUSED
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -63,7 +75,6 @@ class Exchange:
 
     @classmethod
     def of(cls, annotations: Mapping[str, str]) -> "Exchange":
-        """Read a node's annotations."""
         return cls(
             _read(annotations.get(REQUEST), Request),
             _read(annotations.get(REPORT), Report),

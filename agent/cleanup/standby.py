@@ -13,9 +13,8 @@ import structlog
 
 from agent.cleanup import request as exchange
 from agent.cleanup import this_node as node_files
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now
-from agent.cleanup.request import Exchange, Request, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, Request, State
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import NodeObject
@@ -52,21 +51,18 @@ async def stand_by(
     Probes(supervisor, lambda: [_status_line(request)]).add_to(http)
     own = NodeObject(api, name)
     pods = PodCache(api, name, lambda: own.uid)
-    try:
-        async with anyio.create_task_group() as group:
+    async with api, anyio.create_task_group() as group:
 
-            async def stopped() -> None:
-                await stop.wait()
-                group.cancel_scope.cancel()
-
-            group.start_soon(stopped)
-            await group.start(http.serve)
-            group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
-            group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
-            await Standby(settings, nvml, api, own, pods).until_over(request)
+        async def stopped() -> None:
+            await stop.wait()
             group.cancel_scope.cancel()
-    finally:
-        await api.close()
+
+        group.start_soon(stopped)
+        await group.start(http.serve)
+        group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
+        group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
+        await Standby(settings, nvml, api, own, pods).until_over(request)
+        group.cancel_scope.cancel()
     if not stop.is_set():
         log.info("back_in_service")
 
@@ -139,7 +135,7 @@ class Standby:
         await node_files.forget_node(self._api, self._node.name, keep=exchange.NOTHING.keys())
 
     async def _answer(self, request: Request, error: Exception) -> None:
-        state = State.REFUSED if isinstance(error, CleanupRefused) else State.FAILED
+        state = error.state if isinstance(error, CleanupFailed) else State.FAILED
         try:
             await answer(self._node, request, state, str(error))
         except ApiError as problem:

@@ -1,6 +1,6 @@
-"""Takes from one node what the agent put there, with no agent running: daemons, modes, files, labels.
+"""Takes the agent's traces off one node, with no agent running: daemons, modes, files, labels.
 
-Safe to run again: each step looks for what is left.
+Safe to run again: each step looks for the rest.
 """
 
 from collections.abc import AsyncIterator, Collection
@@ -14,8 +14,8 @@ import anyio.to_thread
 import structlog
 
 from agent.cdi import memory_limits, specification
-from agent.cdi.nvidia_programs import FOLDER as BIN
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cdi.hook import FOLDER as BIN
+from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.isolation.folders import FOLDER as LIMITS
 from agent.isolation.library import FOLDER as LIBRARIES
 from agent.kit import trees
@@ -25,13 +25,13 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.binary import Program, find, find_any
-from agent.mps.compute_mode import RECORD, ComputeModes, NoComputeModes, NvmlComputeModes
+from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.plugins import shares_cdi
@@ -75,8 +75,8 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
 
     `known`: the node's pods by the API server, followed by somebody. Without them PodResources count
-    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where nobody
-    can tell.
+    alone: the kubelet's checkpoint keeps entries of pods that have ended. Raises CleanupFailed where
+    neither answers.
     """
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
@@ -89,7 +89,7 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
                 await anyio.sleep(POLL_SECONDS / 10)
         if not record.view().complete:
             raise CleanupFailed(
-                "who holds MPS shares is not known: the API server does not tell of the node's pods "
+                "who holds MPS shares is not known: the API server does not list the node's pods "
                 f"({known.reflector.problem})"
             )
     try:
@@ -114,7 +114,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     thread = WorkerThread("cleanup")
     try:
         program = await anyio.to_thread.run_sync(_program, settings)
-        compute: ComputeModes = NoComputeModes()
+        compute = ComputeModes()
         # It may have been set before the configuration said otherwise.
         if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
             await thread.run(nvml.open, deadline=30.0)
@@ -147,7 +147,7 @@ def _program(settings: Settings) -> Program:
 
 
 def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
-    """Remove sockets, the CDI files and what the agent's folders hold. Blocks. Raises CleanupFailed.
+    """Remove sockets, the CDI files and the content of the agent's folders. Blocks. Raises CleanupFailed.
 
     `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay, and what
     vGPU containers have mounted: the kubelet repeats CDI names and mounts when a container is started again.
@@ -178,7 +178,7 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
 
 
 async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
-    """Remove what the agent wrote to the Node object but annotations in `keep`. Raises CleanupFailed."""
+    """Remove the agent's entries of the Node object but annotations in `keep`. Raises CleanupFailed."""
     from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
     from agent.node.forget import forget  # noqa: PLC0415
 
@@ -189,7 +189,7 @@ async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> 
 
 
 def _empty(root: Path, kept: AbstractSet[str]) -> None:
-    """Remove what is in a folder but `kept`. Pods of before could write below: no link is followed."""
+    """Remove the content of a folder but `kept`. Pods of before could write below: no link is followed."""
     with trees.opened(root) as descriptor:
         for entry in root.iterdir():
             if entry.name not in kept:

@@ -15,7 +15,6 @@ Commands = Any  # argparse's action for subcommands, whose type has no public na
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """Add --config and --set."""
     parser.add_argument("--config", type=Path, help="configuration file (YAML)")
     parser.add_argument(
         "--set",
@@ -67,7 +66,6 @@ def nvml_of(loaded: settings.Settings, simulated: Path | None = None) -> NvmlPor
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
-    """Add --kubeconfig."""
     parser.add_argument("--kubeconfig", type=Path, help="(default: $KUBECONFIG, else the service account)")
 
 

@@ -41,7 +41,7 @@ def add_commands(check: argparse.ArgumentParser) -> None:
     add_configuration(compat)
     compat.set_defaults(command=_compat)
 
-    node = parts.add_parser("node", help="what of this node stands in the way")
+    node = parts.add_parser("node", help="obstacles of this node to offering its GPUs")
     add_configuration(node)
     node.add_argument(
         "--host-root",
@@ -50,9 +50,12 @@ def add_commands(check: argparse.ArgumentParser) -> None:
         help="where the node's root is mounted; default: as the configuration shows it",
     )
     node.add_argument(
-        "--summary", type=Path, metavar="FILE", help="also write what is not ok, and the last line, there"
+        "--summary",
+        type=Path,
+        metavar="FILE",
+        help="also write all findings but ok, and the last line, there",
     )
-    nodes = parts.add_parser("nodes", help="what the pods of a preflight DaemonSet found (helm test)")
+    nodes = parts.add_parser("nodes", help="the findings of a preflight DaemonSet's pods (helm test)")
     nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
     nodes.add_argument("--daemonset", required=True, metavar="NAME")
     nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
@@ -95,7 +98,7 @@ def _configmaps(options: argparse.Namespace) -> int:
 
 
 def _compat(options: argparse.Namespace) -> int:
-    from agent.nvml.errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
+    from agent.nvml.nvml_errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
 
     settings = load(options)
     driver: cuda.DriverFacts | None = options.driver
@@ -112,8 +115,8 @@ def _compat(options: argparse.Namespace) -> int:
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     print(
-        f"{verdict.name.lower()}: CUDA {cuda.dotted(options.runtime)} in mode {options.mode} on a driver for "
-        f"CUDA {cuda.dotted(driver.cuda)}"
+        f"{verdict.name.lower()}: CUDA {compat.dotted(options.runtime)} in mode {options.mode} "
+        f"on a driver for CUDA {compat.dotted(driver.cuda)}"
     )
     for finding in findings:
         print(f"  {finding.level.name.lower():8}  {finding.rule:7}  {finding.text}")

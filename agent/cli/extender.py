@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 def add_commands(commands: Commands) -> None:
-    extender = commands.add_parser("extender", help="tell kube-scheduler which GPUs of which node a pod gets")
+    extender = commands.add_parser("extender", help="choose node and GPUs of a pod for kube-scheduler")
     add_configuration(extender)
     extender.set_defaults(command=_extender)
     explain = commands.add_parser("explain", help="say why a pod waits or died at admission")

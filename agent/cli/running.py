@@ -45,11 +45,11 @@ async def until_interrupted(act: Callable[[], Awaitable[T]]) -> T | None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as group:
 
-            async def obey() -> None:
+            async def interrupt() -> None:
                 async for _ in signals:
                     acting.cancel()
 
-            group.start_soon(obey)
+            group.start_soon(interrupt)
             with anyio.CancelScope() as acting:
                 result = await act()
             group.cancel_scope.cancel()

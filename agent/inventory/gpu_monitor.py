@@ -33,9 +33,6 @@ class GpuMonitor:
         inventory: Inventory,
         supervisor: Supervisor,
     ) -> None:
-        self._settings = settings
-        self._nvml = nvml
-        self._calls = calls
         self._inventory = inventory
         self._supervisor = supervisor
         self.thread = WorkerThread("events")
@@ -48,34 +45,30 @@ class GpuMonitor:
             lambda: self.events.watched,
             self._look_again,
         )
-        self._scanner: Scanner | None = None
+        self._scanner = Scanner(
+            nvml,
+            calls,
+            inventory,
+            partial(supervisor.restarting, "nvml events", self.events.run),
+            settings.health.probe_seconds,
+        )
 
     async def start(self, group: TaskGroup) -> None:
         """Remember first, then look: no GPU is healthy only because nobody asked yet."""
         until = await self.persistence.restore()
-        self._scanner = Scanner(
-            self._nvml,
-            self._calls,
-            self._inventory,
-            partial(self._supervisor.restarting, "nvml events", self.events.run),
-            self._settings.health.probe_seconds,
-            until if until is not None and until > boot_seconds() else None,
-        )
+        if until is not None and until > boot_seconds():
+            self._scanner.release(until)
         group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
         group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
 
     def release(self, seconds: float, why: str = "") -> None:
         """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
-        if self._scanner is not None:
-            self._scanner.release(boot_seconds() + seconds, why)
+        self._scanner.release(boot_seconds() + seconds, why)
 
     def end_release(self) -> None:
-        """Open NVML again."""
-        if self._scanner is not None:
-            self._scanner.end_release()
+        self._scanner.end_release()
 
     def close(self) -> None:
-        """Let go of the thread and of the kernel log."""
         self.thread.close()
         self.persistence.close()
 
@@ -93,11 +86,10 @@ class GpuMonitor:
             case EventKind.ECC_DOUBLE:
                 fault = Fault(FaultKind.ECC)
             case EventKind.ECC_SINGLE:
-                return  # corrected: the counters tell of it
+                return  # corrected: the counters have it
         await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds()))
         self._look_again()
 
     def _look_again(self) -> None:
         """After each fault, a harmless one too: the driver may say by now that it was not."""
-        if self._scanner is not None:
-            self._scanner.look_now()
+        self._scanner.look_now()

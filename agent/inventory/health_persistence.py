@@ -15,6 +15,7 @@ from agent.inventory.reducer import records
 from agent.inventory.snapshot import KernelXid, Record
 from agent.inventory.verdict_file import EarlierVerdicts, VerdictFile
 from agent.kit.backoff import Backoff
+from agent.kit.follow import follow
 
 log = structlog.get_logger()
 
@@ -47,7 +48,7 @@ class HealthPersistence:
         self.problem: str | None = None  # why verdicts would not survive a restart now
 
     async def restore(self) -> float | None:
-        """Tell the inventory what earlier runs knew, before it sees any GPU.
+        """Give the inventory the verdicts of earlier runs, before it sees any GPU.
 
         Answers until when NVML was to stay released, in seconds since boot.
         """
@@ -68,7 +69,6 @@ class HealthPersistence:
                 group.start_soon(self._follow, self._log)
 
     def close(self) -> None:
-        """Let go of the kernel log."""
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -111,7 +111,7 @@ class HealthPersistence:
 
     async def _write(self) -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(self._notice)
+            group.start_soon(follow, lambda: self._changed.set(), self._inventory.snapshot)  # noqa: PLW0108
             backoff = Backoff(first=1.0, longest=60.0)
             while True:
                 self._changed = anyio.Event()
@@ -131,10 +131,6 @@ class HealthPersistence:
                     self._log_problem(None)
                     self._written = wanted
                     backoff.reset()
-
-    async def _notice(self) -> None:
-        async for _ in self._inventory.snapshot.values():
-            self._changed.set()
 
     def _wanted(self) -> Written:
         snapshot = self._inventory.snapshot.value

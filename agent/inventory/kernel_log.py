@@ -66,7 +66,6 @@ class KernelLog:
         self._rest = b""
 
     def close(self) -> None:
-        """Let go of the log."""
         os.close(self.descriptor)
 
     def read(self) -> Iterator[LogXid]:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from agent.model.gpu import Gpu
 from agent.model.topology import Topology, Wires, count_wires, nvlinks_between, pair_score
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 
 UNKNOWN_LEVEL = -1
 
 
 class LinkReading:
-    """One reading on its way through a worker thread. What a GPU does not tell counts as no link."""
+    """One reading on its way through a worker thread. A link that a GPU does not report counts as none."""
 
     def __init__(self, nvml: NvmlPort, gpus: Sequence[Gpu]) -> None:
         self._nvml = nvml

@@ -8,7 +8,7 @@ from agent.inventory.messages import Probed, Scanned
 from agent.inventory.snapshot import Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
-from agent.nvml.errors import NvmlCode, NvmlDriverMismatch, NvmlError, NvmlGpuLost
+from agent.nvml.nvml_errors import NvmlCode, NvmlDriverMismatch, NvmlError, NvmlGpuLost
 from agent.nvml.port import NvmlPort, Probe
 from agent.nvml.sweep import HANGS, Sweep
 from agent.nvml.worker_thread import WorkerThread

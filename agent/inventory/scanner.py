@@ -1,7 +1,8 @@
 """Keeps the inventory true: opens NVML, looks at all GPUs every few seconds, closes it for maintenance."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import anyio
 import structlog
@@ -13,13 +14,12 @@ from agent.inventory.messages import Connected, Unavailable
 from agent.inventory.prober import Prober
 from agent.kit.supervise import FatalError
 from agent.model.gpu import Driver, Gpu
-from agent.nvml.errors import NvmlDriverMismatch, NvmlError, NvmlHung
+from agent.nvml.nvml_errors import NvmlDriverMismatch, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
 
-SCAN_SECONDS = 2.0
 GATHER_SECONDS = 0.2
 CLOSE_RETRY_SECONDS = 1.0  # of a call that hangs: the thread may come back
 OPEN_RETRY_SECONDS = 2.0
@@ -34,9 +34,8 @@ class Scanner:
         nvml: NvmlPort,
         thread: WorkerThread,
         inventory: Inventory,
-        beside: Callable[[], Awaitable[None]] | None = None,
-        seconds: float = SCAN_SECONDS,
-        released_until: float | None = None,
+        beside: Callable[[], Coroutine[Any, Any, None]],
+        seconds: float,
     ) -> None:
         self._nvml = nvml
         self._thread = thread
@@ -45,8 +44,8 @@ class Scanner:
         self._seconds = seconds
         self._open = False
         self._unclosed = ""  # why NVML could not be closed last
-        self._released_until = released_until
-        self._maintenance = _maintenance(released_until) if released_until is not None else ""
+        self._released_until: float | None = None
+        self._maintenance = ""  # why it is released
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
 
     def release(self, until: float, why: str = "") -> None:
@@ -56,7 +55,6 @@ class Scanner:
         self._asked.set()
 
     def end_release(self) -> None:
-        """Open NVML again."""
         self._released_until = None
         self._asked.set()
 
@@ -89,7 +87,7 @@ class Scanner:
         """Look around until a release is asked for; then, or on failure, stop what runs beside and return."""
         failure: NvmlError | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(self._run_beside)
+            group.start_soon(self._beside)
             try:
                 await self._look_around(Prober(self._nvml, self._thread, driver))
             except NvmlError as error:
@@ -101,10 +99,6 @@ class Scanner:
         if failure is not None:
             raise failure
         await self._close()
-
-    async def _run_beside(self) -> None:
-        if self._beside is not None:
-            await self._beside()
 
     async def _look_around(self, prober: Prober) -> None:
         connected: tuple[str, ...] | None = None

@@ -22,7 +22,6 @@ class GpuState:
 
     @property
     def uuid(self) -> str:
-        """The GPU's UUID."""
         return self.gpu.uuid
 
     @property
@@ -72,7 +71,6 @@ class KernelXid:
 
     @property
     def fault(self) -> Fault:
-        """The suspected fault."""
         return Fault(FaultKind.XID, self.number, self.xid_class)
 
 

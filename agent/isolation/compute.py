@@ -21,13 +21,13 @@ import structlog
 
 from agent.isolation import layout
 from agent.isolation.allotment import Claim, allot, claim, elastic
-from agent.isolation.correction import Observed, corrected
-from agent.isolation.errors import FolderUnusable
+from agent.isolation.correction import Observed, corrected, rivals
 from agent.isolation.folders import PERCENT, About
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.problems import Problems
 from agent.isolation.room import Isolation
-from agent.isolation.watch import Place
+from agent.isolation.watch import Place, place_of
 from agent.kit.cell import Cell
 
 log = structlog.get_logger()
@@ -59,6 +59,14 @@ class Share:
     throttled_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The use of a container, as the driver measured it."""
+
+    percent: float  # of the GPU
+    processes: int = 1  # of those that worked
+
+
 @dataclass
 class _Followed:
     """A container that is held to a share."""
@@ -67,10 +75,11 @@ class _Followed:
     claim: Claim
     share: int = -1  # in force, in 1/100 %; -1: not written yet
     factor: float = 1.0
-    written: tuple[int, float] | None = None
+    rivals: float | None = None  # other processes that its own meet on the GPU; None: not known
+    written: tuple[int, float, float | None] | None = None
     seen: tuple[int, int, int] | None = None
     moved: float = float("-inf")  # when it last did something
-    since: float = float("-inf")  # when its share was changed
+    since: float = float("-inf")  # when its share was changed, or it began to work
     looked: float = float("-inf")
     held_back: bool = False  # whether launches waited since the last measurement
     throttled: float = 0.0  # seconds
@@ -98,11 +107,11 @@ class Compute:
         self._pause = pause
         self._followed: dict[str, _Followed] = {}
         self._unreadable = Problems()
-        self._measured: Mapping[Place, float] = {}
+        self._measured: Mapping[Place, Work] = {}
 
-    def measured(self, percents: Mapping[Place, float]) -> None:
-        """Take in one round of what the driver measured, in percent of the GPU by container."""
-        self._measured = percents
+    def measured(self, work: Mapping[Place, Work]) -> None:
+        """Take in one round of what the driver measured of containers."""
+        self._measured = work
 
     async def run(self) -> None:
         """Allot and correct, for ever."""
@@ -121,7 +130,7 @@ class Compute:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.settle)
 
-    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, float]) -> bool:
+    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, Work]) -> bool:
         """One turn; whether the next is to follow at once. Blocks for up to `TURN_SECONDS`."""
         self._follow(containers)
         gpus = self._by_gpu()
@@ -145,6 +154,7 @@ class Compute:
             found = allot([each.claim for each in group], {each.claim.key for each in group})
             for each in group:
                 each.share = max(PERCENT, int(found[each.claim.key] * PERCENT))
+                each.rivals = None
                 self._write(each)
 
     def _by_gpu(self) -> list[list[_Followed]]:
@@ -197,6 +207,8 @@ class Compute:
                 continue
             before = each.seen
             if (before is not None and seen != before) or seen[0] / 1e9 > now:
+                if not self._working(each):
+                    each.since = now
                 each.moved = now
             waited = (seen[2] - (before[2] if before else 0)) / 1e9
             if waited > 0:
@@ -208,18 +220,25 @@ class Compute:
     def _working(self, each: _Followed) -> bool:
         return self._clock() - each.moved < IDLE_SECONDS
 
-    def _observe(self, measured: Mapping[Place, float]) -> None:
-        for each in self._followed.values():
-            about = each.about
-            percent = measured.get((about.namespace, about.pod, about.container, about.gpu))
-            if percent is None:
-                continue
-            each.used = percent
-            # What was measured belongs to the share that was in force all the while.
-            if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
-                observed = Observed(each.share / PERCENT, (percent,), each.held_back)
-                each.factor = corrected(each.factor, observed)
-            each.held_back = False
+    def _observe(self, measured: Mapping[Place, Work]) -> None:
+        for group in self._by_gpu():
+            found = [(each, measured.get(place_of(each.about))) for each in group]
+            everybody = [work for _, work in found if work is not None]
+            total, processes = (
+                sum(each.percent for each in everybody),
+                sum(each.processes for each in everybody),
+            )
+            for each, work in found:
+                if work is not None:
+                    each.rivals = rivals(work.percent, work.processes, total, processes)
+                    self._correct(each, work.percent)
+
+    def _correct(self, each: _Followed, percent: float) -> None:
+        each.used = percent
+        # What was measured belongs to the share that was in force all the while.
+        if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
+            each.factor = corrected(each.factor, Observed(each.share / PERCENT, (percent,), each.held_back))
+        each.held_back = False
 
     def _allot(self, group: list[_Followed]) -> None:
         working = {each.claim.key for each in group if self._working(each)}
@@ -232,12 +251,13 @@ class Compute:
             self._write(each)
 
     def _write(self, each: _Followed) -> None:
-        if each.written == (each.share, each.factor):
+        wanted = (each.share, each.factor, each.rivals)
+        if each.written == wanted:
             return
-        values = {"compute": True, "share": each.share, "correction": each.factor}
+        values = {"compute": True, "share": each.share, "correction": each.factor, "rivals": each.rivals}
         try:
             self._isolation.folders.change(each.claim.key, **values)
-            each.written = (each.share, each.factor)
+            each.written = wanted
         except FolderUnusable as error:
             log.warning("share_not_written", problem=str(error))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import FOLDER, LONGEST_ABOUT, About, key_of
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.kit import atomic_file
 from agent.kit.small_file import read_text
 

@@ -18,9 +18,9 @@ from agent.isolation.folders import About
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.model.cgroup import container_of
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 
@@ -69,17 +69,14 @@ class DriverLimits:
         self._report = report
         self._states: dict[str, _State] = {}
         self._problems: dict[str, str] = {}
-        self._wake = anyio.Event()
 
     async def run(self, pods: Cell[Any]) -> None:
         """Follow containers with limits, and the node's pods, for ever."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
-            while True:
-                self._wake = anyio.Event()
-                waits = await self.look()
-                with anyio.move_on_after(RETRY_SECONDS if waits else None):
-                    await self._wake.wait()
+
+        async def look() -> float | None:
+            return RETRY_SECONDS if await self.look() else None
+
+        await repeat(look, pods, self._isolation.containers)
 
     async def look(self) -> bool:
         """Have the driver's limits be the containers'; whether something is to be tried again."""
@@ -90,9 +87,6 @@ class DriverLimits:
         for key, limits in known.items():
             waits |= await self._keep(key, limits)
         return waits
-
-    def _wake_up(self) -> None:
-        self._wake.set()
 
     async def _keep(self, key: str, limits: ContainerLimits) -> bool:
         containers = frozenset(self._containers_of(limits.about))

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from agent.isolation.errors import IsolationError
+from agent.isolation.isolation_errors import IsolationError
 from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.model.cgroup import ContainerRef
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
-from agent.isolation.errors import BadLayout, FolderUnusable
+from agent.isolation.isolation_errors import BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
 from agent.kit import trees
@@ -47,7 +47,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     ids: tuple[str, ...]  # units of memory that the kubelet handed out
     memory_bytes: int  # the cap
     cores: int  # percent of the GPU; 0: no claim
-    policy: str
+    policy: str = ""  # at its admission; empty: it is being admitted
     build: str = ""  # of the library; empty: none is shown to the container
     grown: tuple[str, ...] = ()  # units beside those of the kubelet, which has no word for them
     avoidable: tuple[str, ...] = ()  # how its pod could get around the limits, each in words
@@ -70,8 +70,6 @@ def key_of(ids: Collection[str]) -> str:
 
 
 class LimitFolders:
-    """All of them on this node."""
-
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
@@ -125,90 +123,56 @@ class LimitFolders:
 
     def about(self, key: str) -> About:
         """The container of a folder. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, ABOUT, os.O_RDONLY)
-            try:
-                found = msgspec.json.decode(os.pread(descriptor, LONGEST_ABOUT, 0), type=About)
-            except msgspec.MsgspecError as error:
-                raise FolderUnusable(f"{self.path(key, ABOUT)} cannot be understood: {error}") from error
-            finally:
-                os.close(descriptor)
+        with self._file(key, ABOUT) as file:
+            content = os.pread(file, LONGEST_ABOUT, 0)
+        try:
+            found = msgspec.json.decode(content, type=About)
+        except msgspec.MsgspecError as error:
+            raise FolderUnusable(f"{self.path(key, ABOUT)} cannot be understood: {error}") from error
         if not found.ids or key_of(found.ids) != key:
             raise FolderUnusable(f"{self.path(key, ABOUT)} is of other units than its folder")
         return found
 
     def limits(self, key: str) -> Limits:
         """The limits in force. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, LIMITS, os.O_RDONLY)
-            try:
-                return layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
-            except BadLayout as error:
-                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
-            finally:
-                os.close(descriptor)
+        with self._file(key, LIMITS) as file:
+            return layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
 
     def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of Limits
         """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
-        with self._changing, self._folder(key) as folder:
-            descriptor = _opened(folder, LIMITS, os.O_RDWR)
-            try:
-                now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
-                layout.write_limits(descriptor, 0, replace(now, **values))
-            except BadLayout as error:
-                raise FolderUnusable(f"{self.path(key, LIMITS)}: {error}") from error
-            finally:
-                os.close(descriptor)
+        with self._changing, self._file(key, LIMITS, os.O_RDWR) as file:
+            now = layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
+            layout.write_limits(file, 0, replace(now, **values))
 
     def resize(self, key: str, about: About) -> None:
         """Give a container another cap. Raises FolderUnusable.
 
         What the folder says of units comes first: an agent that is killed in between finds them there.
         """
-        with self._folder(key) as folder:
-            scratch = f".{secrets.token_hex(8)}"
-            try:
-                _write(folder, scratch, msgspec.json.encode(about), 0o600)
-                os.rename(scratch, ABOUT, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(scratch, dir_fd=folder)
-                raise
+        with self._folder(key) as folder, trees.replacing(folder, ABOUT) as scratch:
+            _write(folder, scratch, msgspec.json.encode(about), 0o600)
         self.change(key, memory_bytes=about.memory_bytes)
 
     def bound(self, key: str) -> None:
         """Cut a usage region back that its container made longer. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, USAGE, os.O_RDWR)
-            try:
-                if os.fstat(descriptor).st_size > layout.USAGE_BYTES:
-                    os.ftruncate(descriptor, layout.USAGE_BYTES)
-            finally:
-                os.close(descriptor)
+        with self._file(key, USAGE, os.O_RDWR) as file:
+            if os.fstat(file).st_size > layout.USAGE_BYTES:
+                os.ftruncate(file, layout.USAGE_BYTES)
 
     def mend(self, key: str, about: About) -> None:
         """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, LIMITS, os.O_RDWR)
-            try:
-                os.pwrite(descriptor, _limits(about), 0)
-                os.ftruncate(descriptor, layout.LIMITS_BYTES)
-            finally:
-                os.close(descriptor)
+        with self._file(key, LIMITS, os.O_RDWR) as file:
+            os.pwrite(file, _limits(about), 0)
+            os.ftruncate(file, layout.LIMITS_BYTES)
 
     def usage(self, key: str) -> Usage | None:
         """The container's use by the library's word; None: the region cannot be read. A hint.
 
         Raises FolderUnusable.
         """
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, USAGE, os.O_RDONLY)
-            try:
-                return layout.read_usage(os.pread(descriptor, layout.usage_head_bytes(1), 0))[0]
-            except BadLayout:
-                return None
-            finally:
-                os.close(descriptor)
+        with self._file(key, USAGE) as file, suppress(BadLayout):
+            return layout.read_usage(os.pread(file, layout.usage_head_bytes(1), 0))[0]
+        return None
 
     def open_usage(self, key: str) -> int:
         """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
@@ -220,24 +184,14 @@ class LimitFolders:
 
         None: it has several, or what is there says nothing. A hint. Raises FolderUnusable.
         """
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, USAGE, os.O_RDONLY)
-            try:
-                slots = os.pread(descriptor, layout.READ_SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
-            finally:
-                os.close(descriptor)
+        with self._file(key, USAGE) as file:
+            slots = os.pread(file, layout.READ_SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
         return layout.sole_process(slots, total_bytes)
 
     def entries(self, key: str) -> Entries:
         """The processes that say of themselves that they have the library. A hint. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            descriptor = _opened(folder, USAGE, os.O_RDONLY)
-            try:
-                return layout.read_entries(
-                    os.pread(descriptor, layout.SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
-                )
-            finally:
-                os.close(descriptor)
+        with self._file(key, USAGE) as file:
+            return layout.read_entries(os.pread(file, layout.SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT))
 
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
@@ -252,6 +206,18 @@ class LimitFolders:
                 yield folder
             finally:
                 os.close(folder)
+
+    @contextmanager
+    def _file(self, key: str, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+        """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout."""
+        with self._folder(key) as folder:
+            descriptor = _opened(folder, name, flags)
+            try:
+                yield descriptor
+            except BadLayout as error:
+                raise FolderUnusable(f"{self.path(key, name)}: {error}") from error
+            finally:
+                os.close(descriptor)
 
 
 def _limits(about: About, context_bytes: int = 0) -> bytes:

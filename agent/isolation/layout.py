@@ -7,6 +7,8 @@ valid one with the highest generation, so that a writer that dies halfway leaves
 force. The *usage region* is the container's own, and so a hint at most.
 """
 
+import ctypes
+import mmap
 import os
 import struct
 import time
@@ -15,9 +17,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.isolation.errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout
 from agent.isolation.loaded import Entries
-from agent.isolation.waking import wake
+from agent.kit import futex
 
 LAYOUT = 1
 MOST_DEVICES = 16
@@ -31,8 +33,9 @@ STRICT, COMPUTE = 1, 2
 GATE_AT = 4608
 CHANGES_AT = GATE_AT + 4
 CORRECTION_ONE = 65536
+RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
-COPY = struct.Struct("<Q16sQQQQIIIIIII24x")
+COPY = struct.Struct("<Q16sQQQQIIIIIIII20x")
 CRC = struct.Struct("<I")
 GATE = struct.Struct("<II")
 
@@ -59,8 +62,6 @@ NEWER_AT = 272
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a container on one GPU."""
-
     gpu: str  # UUID as NVML writes it, GPU-...
     memory_bytes: int
     cores: int = 0  # percent; 0: no claim
@@ -71,6 +72,7 @@ class Limits:
     share: int = 0  # of compute, in 1/100 %; 0: nothing may be launched now
     correction: float = 1.0  # learned device times are worth 1 / this much of the share
     context_bytes: int = 0  # charged for each context
+    rivals: float | None = None  # other processes at work on the GPU at a time, on average; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,25 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
         os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
         return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
     return 0
+
+
+def wake(descriptor: int, offset: int, size: int) -> int:
+    """How many threads waited on the word at `offset` of a file of `size` bytes, opened for writing.
+
+    They sleep by futex(2) on the file's page, of which containers have a read-only mapping: waiting takes no
+    more than that, and a wake through the agent's own mapping reaches them. 0 also where they cannot be woken
+    (a file system without mappings, a sandbox without the call): they look again within 100 ms.
+    """
+    try:
+        with mmap.mmap(descriptor, size) as mapped:
+            return max(0, _wake(mapped, offset))
+    except (OSError, ValueError):
+        return 0
+
+
+def _wake(mapped: mmap.mmap, offset: int) -> int:
+    # In a function of its own: while the word is referred to the mapping cannot be closed.
+    return futex.wake(ctypes.addressof(ctypes.c_uint32.from_buffer(mapped, offset)))
 
 
 def usage_head(devices: int) -> bytes:
@@ -201,6 +222,7 @@ def _copy(generation: int, limits: Limits) -> bytes:
         0,
         0,
         STRICT * limits.strict | COMPUTE * limits.compute,
+        0 if limits.rivals is None else round(limits.rivals * RIVAL) + 1,
     )
     return body + CRC.pack(zlib.crc32(body))
 
@@ -224,7 +246,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags = (
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals = (
             COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
@@ -239,6 +261,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
                 share if flags & COMPUTE else 0,
                 (correction or CORRECTION_ONE) / CORRECTION_ONE,
                 context,
+                (rivals - 1) / RIVAL if rivals else None,
             )
             found.append((generation, place, limits))
     if not found:

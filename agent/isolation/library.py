@@ -7,14 +7,13 @@ many nodes mount noexec. All of it blocks.
 
 import hashlib
 import os
-import secrets
 import stat
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.isolation.errors import LibraryUnusable
+from agent.isolation.isolation_errors import LibraryUnusable
 from agent.kit import selinux, trees
 from agent.kit.selinux import label_for_pods
 
@@ -39,7 +38,6 @@ class Library:
 
     @property
     def file(self) -> Path:
-        """The library on the host."""
         return self.folder / f"{NAME}-{self.build}.so"
 
     @property
@@ -49,7 +47,6 @@ class Library:
 
     @property
     def in_container(self) -> str:
-        """The library's path in containers."""
         return f"{IN_CONTAINER}/{self.file.name}"
 
 
@@ -136,23 +133,15 @@ def _put(folder: int, name: str, content: bytes, mode: int) -> None:
     with suppress(OSError):
         if _same(folder, name, content, mode):
             return
-    scratch = f".{secrets.token_hex(8)}"
-    descriptor = os.open(
-        scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
-    )
-    try:
-        with open(descriptor, "wb", closefd=True) as file:  # noqa: PTH123  a descriptor
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with trees.replacing(folder, name) as scratch:
+        with open(os.open(scratch, flags, 0o600, dir_fd=folder), "wb") as file:  # noqa: PTH123  a descriptor
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         with suppress(NotADirectoryError, FileNotFoundError):
             os.rmdir(name, dir_fd=folder)
-        os.rename(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(scratch, dir_fd=folder)
-        raise
 
 
 def _same(folder: int, name: str, content: bytes, mode: int) -> bool:

@@ -22,22 +22,6 @@ class Policy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A container that is being admitted, and what it may use of its GPU."""
-
-    uid: str  # of the pod
-    namespace: str
-    pod: str
-    container: str
-    gpu: str  # UUID
-    ids: tuple[str, ...]  # its units of memory
-    memory_bytes: int
-    cores: int  # percent; 0: no claim
-    driver: bool = False  # whether the driver can hold it to its memory
-    avoidable: tuple[str, ...] = ()  # how its pod could get around its limits, each in words
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """The enforcement of a container that starts now; none where both are empty."""
 

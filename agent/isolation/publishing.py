@@ -11,7 +11,7 @@ from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
 from agent.isolation.limits import ContainerLimits
 from agent.isolation.room import Isolation
-from agent.isolation.watch import LimitWatch, Place
+from agent.isolation.watch import LimitWatch, Place, place_of
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU, Pod
 
@@ -25,8 +25,6 @@ UNVERIFIED = "the library is given; whether processes load it is seen once they 
 
 
 class Fence(Enum):
-    """A fence that keeps a container to its memory."""
-
     DRIVER = "driver"  # it refuses what is above the cap
     LIBRARY = "library"  # so does the library in the container, for every call that it knows
     SWEEP = "sweep"  # containers above their cap are reported
@@ -65,7 +63,6 @@ class Publisher:
             self.publish()
 
     def publish(self) -> None:
-        """Publish what is new."""
         pods: dict[str, dict[str, Any]] = {}
         known = self._isolation.containers.value
         for key, limits in known.items():
@@ -185,14 +182,12 @@ class Publisher:
         self._owners.event(_pod(about), "LimitsResized", text, warning=False)
 
     def not_resized(self, about: About, problem: str) -> None:
-        """An event and a line in the log."""
         log.info("resize_refused", pod=f"{about.namespace}/{about.pod}", problem=problem)
         self._owners.event(_pod(about), "ResizeRefused", problem, warning=True)
 
     # As agent.isolation.watch.Report
 
     def exceeded(self, place: Place, memory_bytes: int, cap_bytes: int) -> None:
-        """An event and a line in the log."""
         namespace, name, container, gpu = place
         text = (
             f"container {container} uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use "
@@ -205,7 +200,6 @@ class Publisher:
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
 
     def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
-        """An event and a line in the log, and a count."""
         namespace, name, container, gpu = place
         self.ends["failed" if problem else "ended"] += 1
         used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
@@ -218,7 +212,6 @@ class Publisher:
         self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
-        """An event and a line in the log."""
         text = (
             f"a process of container {about.container} uses GPU {about.gpu} without the enforcement library: "
             "it is a static program, has another C library than glibc, or a loader of its own"
@@ -229,7 +222,6 @@ class Publisher:
     # As agent.isolation.driver.Report
 
     def not_limited(self, about: About, problem: str) -> None:
-        """An event and a line in the log."""
         text = f"the driver does not hold container {about.container} to its memory: {problem}"
         log.warning("driver_limit_missing", pod=f"{about.namespace}/{about.pod}", problem=problem)
         self._owners.event(_pod(about), "DriverLimitMissing", text, warning=True)
@@ -263,11 +255,6 @@ class Publisher:
         if self._watch and place in self._watch.seen.value.measured:
             found.append(Fence.SWEEP)
         return tuple(found)
-
-
-def place_of(about: About) -> Place:
-    """Which container of which pod on which GPU."""
-    return (about.namespace, about.pod, about.container, about.gpu)
 
 
 def _pod(about: About) -> Pod:

@@ -17,13 +17,14 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from agent.isolation.errors import IsolationError
 from agent.isolation.folders import About
+from agent.isolation.isolation_errors import IsolationError
 from agent.isolation.limits import ContainerLimits
-from agent.isolation.publishing import Publisher, place_of
+from agent.isolation.publishing import Publisher
 from agent.isolation.room import Isolation
+from agent.isolation.watch import place_of
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 
@@ -76,17 +77,14 @@ class Resizer:
         self._units = units
         self._publisher = publisher
         self._answered: dict[str, str] = {}  # by UID of the pod: what its owner was answered last
-        self._wake = anyio.Event()
 
     async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
         """Follow `pods`, for ever; `annotations` answers the pods' by UID."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, pods, self._isolation.containers)
-            while True:
-                self._wake = anyio.Event()
-                waits = await self.look(annotations())
-                with anyio.move_on_after(RETRY_SECONDS if waits else None):
-                    await self._wake.wait()
+
+        async def look() -> float | None:
+            return RETRY_SECONDS if await self.look(annotations()) else None
+
+        await repeat(look, pods, self._isolation.containers)
 
     async def look(self, annotations: Mapping[str, str]) -> bool:
         """Do what the annotations say; whether something of it waits for free units."""
@@ -110,9 +108,6 @@ class Resizer:
             except IsolationError as error:
                 self._refuse(limits.about, text, str(error))
         return waits
-
-    def _wake_up(self) -> None:
-        self._wake.set()
 
     async def _resize(self, key: str, limits: ContainerLimits, units: int) -> None:
         about = limits.about

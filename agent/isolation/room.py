@@ -11,15 +11,16 @@ from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
 from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
-from agent.isolation.errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
 from agent.isolation.library import Library
-from agent.isolation.limits import Admission, ContainerLimits, Policy, Request
+from agent.isolation.limits import Admission, ContainerLimits, Policy
 from agent.isolation.problems import Problems
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
@@ -75,7 +76,6 @@ class Isolation:
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
 
     def policy(self, namespace: str) -> Policy:
-        """The policy for pods of a namespace."""
         return self._namespaces(namespace) or self._policy
 
     def age(self, key: str) -> float:
@@ -104,7 +104,7 @@ class Isolation:
             containers=len(found),
         )
 
-    async def admit(self, request: Request) -> Admission:
+    async def admit(self, request: About) -> Admission:
         """The files that a container gets, all of them or none, and whether the driver limits it.
 
         Raises IsolationError where the policy lets no container start without the files.
@@ -232,20 +232,11 @@ class Isolation:
         if limits and limits.limited is not limited:
             self._become({**self.containers.value, key: replace(limits, limited=limited)})
 
-    async def _admitted(self, request: Request, policy: Policy, library: Library | None) -> Admission:
-        about = About(
-            request.uid,
-            request.namespace,
-            request.pod,
-            request.container,
-            request.gpu,
-            request.ids,
-            request.memory_bytes,
-            request.cores,
-            policy.value,
-            library.build if library else "",
-            avoidable=request.avoidable,
-            driver=request.driver,
+    async def _admitted(self, request: About, policy: Policy, library: Library | None) -> Admission:
+        about = msgspec.structs.replace(
+            request,
+            policy=policy.value,
+            build=library.build if library else "",
             compute=self.computes and library is not None,
         )
         key = key_of(about.ids)

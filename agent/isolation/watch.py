@@ -15,8 +15,8 @@ import anyio.to_thread
 import structlog
 
 from agent.isolation.ending import NotEnded, end
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import About
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.loaded import Entries, Looks, loads
 from agent.isolation.problems import Problems
@@ -39,6 +39,11 @@ STABLE_READINGS = 3
 STEP = 2 << 20
 
 Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
+
+
+def place_of(about: About) -> Place:
+    """Which container of which pod on which GPU."""
+    return (about.namespace, about.pod, about.container, about.gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,6 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last round."""
-
     measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
     above: frozenset[Place] = frozenset()
 
@@ -182,7 +185,7 @@ class LimitWatch:
             return None
 
     def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
-        """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        """Give the library the figures that it cannot count: contexts, code, calls past it."""
         folders, contexts = self._isolation.folders, self._isolation.contexts
         gpu, cap = limits.about.gpu, limits.memory_bytes
         written = self._written.get(key)

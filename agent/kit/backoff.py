@@ -25,5 +25,4 @@ class Backoff:
         return pause * (1 - self.jitter * random.random())  # noqa: S311  jitter, not a secret
 
     def reset(self) -> None:
-        """Start over after a success."""
         self.failures = 0

@@ -22,7 +22,6 @@ class Cell(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The newest value."""
         return self._value
 
     @property

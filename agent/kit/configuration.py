@@ -74,14 +74,11 @@ def load(
 
 
 def schema(kind: type[Section]) -> dict[str, Any]:
-    """JSON schema of the file."""
     return msgspec.json.schema(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a value came from."""
-
     name: str
     lines: Mapping[str, int] = field(default_factory=dict)
 

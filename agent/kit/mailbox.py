@@ -26,7 +26,6 @@ class Mailbox(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """How many messages wait."""
         return len(self._messages)
 
     async def post(self, message: T) -> None:

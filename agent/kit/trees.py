@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -58,6 +58,19 @@ def remove(folder: int, name: str, seconds: float = SECONDS) -> None:
         finally:
             os.close(inner)
         _rmdir(folder, name)
+
+
+@contextmanager
+def replacing(folder: int, name: str) -> Iterator[str]:
+    """A name in an open folder for a new file, which takes the place of `name` as the context ends well."""
+    scratch = f".{secrets.token_hex(8)}"
+    try:
+        yield scratch
+        os.rename(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(scratch, dir_fd=folder)
+        raise
 
 
 def _check(until: float) -> None:

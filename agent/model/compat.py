@@ -23,7 +23,7 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     """
     if driver is None or driver.cuda_version[0] == VGPU_BASELINE[0]:
         return None
-    baseline, served = _dotted(VGPU_BASELINE), _dotted(driver.cuda_version)
+    baseline, served = dotted(VGPU_BASELINE), dotted(driver.cuda_version)
     if driver.cuda_version < VGPU_BASELINE:
         return (
             f"driver {driver.version} serves CUDA {served}, older than the baseline {baseline} of vGPU: "
@@ -35,5 +35,6 @@ def vgpu_warning(driver: Driver | None) -> str | None:
     )
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """`12.4`."""
     return f"{version[0]}.{version[1]}"

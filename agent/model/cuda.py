@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from agent.model.compat import VGPU_BASELINE
+from agent.model.compat import VGPU_BASELINE, dotted
+from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
 
 Version = tuple[int, int]
 
@@ -21,8 +22,6 @@ SERVED: dict[int, Version] = {
 }  # fmt: skip
 # CUDA major -> driver branch from which any of its minors run.
 FLOORS = {11: 450, 12: 525, 13: 580}
-MPS_CUDA: Version = (11, 5)  # memory limits of MPS clients
-MPS_CAPABILITY: Version = (7, 0)  # Volta: clients with address spaces of their own
 # Images of that version are run under vGPU after a test of their own.
 VGPU_CASE_BY_CASE: Version = (11, 8)
 
@@ -190,17 +189,12 @@ def _other_major(runtime: Version, driver: DriverFacts) -> Finding:
 
 def _mps(driver: DriverFacts, capability: Version | None) -> list[Finding]:
     found = []
-    if driver.cuda < MPS_CUDA:
-        needed = dotted(MPS_CUDA)
+    if driver.cuda < LEAST_CUDA:
+        needed = dotted(LEAST_CUDA)
         text = f"memory limits of MPS need a driver for CUDA {needed} or later, not {dotted(driver.cuda)}"
         found.append(Finding(Level.BLOCKED, "NVIDIA", text))
-    if capability is not None and capability < MPS_CAPABILITY:
-        needed = dotted(MPS_CAPABILITY)
+    if capability is not None and capability < LEAST_COMPUTE_CAPABILITY:
+        needed = dotted(LEAST_COMPUTE_CAPABILITY)
         text = f"MPS needs compute capability {needed} (Volta) or later, not {dotted(capability)}"
         found.append(Finding(Level.BLOCKED, "NVIDIA", text))
     return found or [Finding(Level.ALLOWED, "NVIDIA", "driver and GPU have what MPS needs")]
-
-
-def dotted(version: Version) -> str:
-    """`12.4`."""
-    return f"{version[0]}.{version[1]}"

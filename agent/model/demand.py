@@ -87,7 +87,6 @@ class Pod:
         return any(each.stage is Stage.INIT and each.limits for each in self.containers)
 
     def container(self, name: str) -> Container | None:
-        """The container of that name."""
         return next((each for each in self.containers if each.name == name), None)
 
 

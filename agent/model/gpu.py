@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The NVIDIA driver of the node."""
-
     version: str  # "580.95.05"
     nvml_version: str  # "13.580.95.05"
     cuda_version: tuple[int, int]  # the newest CUDA that the driver serves, (13, 0)

@@ -108,7 +108,6 @@ class Rules:
     by_line: frozenset[int] = NVLINK_XIDS
 
     def of(self, fault: Fault) -> Rule:
-        """The rule for a fault."""
         if fault.kind is FaultKind.DRIVER and RecoveryAction.of(fault.number).reboots:
             return replace(self.others[fault.kind], kind=XidClass.REBOOT)
         if fault.kind is not FaultKind.XID:
@@ -211,7 +210,7 @@ def probe_passed(
 
     `obstacle` names what still forbids to trust it again (a row remap or a page retirement that waits for
     a reset); `was_reset`: its volatile counters fell since the last probe; `action`: what the driver asks
-    for, None: it does not tell.
+    for, None: not reported.
     """
     if action is not None and action.forbids_work:
         return _condemned_by_probe(health, Fault(FaultKind.DRIVER, action), action.words, rules, now)

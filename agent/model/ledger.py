@@ -4,7 +4,7 @@ It is no record of its own: reservations are promises that live for seconds, fro
 calls until the record shows the pair.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -18,14 +18,11 @@ from agent.model.units import ResourcePair
 
 
 class PairMember(Enum):
-    """One of the two resources of a pair."""
-
     CORE = "core"
     MEMORY = "memory"
 
     @property
     def other(self) -> "PairMember":
-        """The other one."""
         return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
 
 
@@ -78,7 +75,6 @@ class UnitPool:
         )
 
     def ids(self, member: PairMember) -> tuple[str, ...]:
-        """Units of one resource."""
         return self.cores if member is PairMember.CORE else self.blocks
 
     def id_set(self, member: PairMember) -> frozenset[str]:
@@ -107,13 +103,20 @@ class Holdings:
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        """All IDs that anybody holds."""
         return frozenset().union(*(entry.ids for entry in self.entries))
 
     @cached_property
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
         """Units of each member that each container holds."""
         return {(each.holder, each.member): each.ids for each in self.entries}
+
+    @cached_property
+    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Held]]:
+        """Entries of each pod, by its namespace and name."""
+        found: dict[tuple[str, str], list[Held]] = {}
+        for each in self.entries:
+            found.setdefault(each.holder.pod_key, []).append(each)
+        return found
 
     @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
@@ -199,7 +202,6 @@ class Ledger:
         return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
-        """The promise to a container."""
         return next((each for each in self.reservations if each.holder == holder), None)
 
     def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
@@ -211,11 +213,9 @@ class Ledger:
         return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
-        """Without the promises that are late."""
         return self.without(lambda each: each.expires <= now)
 
     def with_pools(self, pools: Mapping[str, UnitPool]) -> Self:
-        """With other pools."""
         return replace(self, pools=pools)
 
     def promised(self, reservation: Reservation) -> Self:
@@ -224,7 +224,6 @@ class Ledger:
         return replace(self, reservations=(*others, reservation))
 
     def without(self, over: Callable[[Reservation], bool]) -> Self:
-        """Without the promises that are over."""
         kept = tuple(each for each in self.reservations if not over(each))
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 
@@ -250,6 +249,13 @@ class Ledger:
         # Thousands of IDs are held on a large node: they are copied only where something differs.
         taken = self.held.ids.union(*promised) if promised else self.held.ids
         return taken - own if own else taken
+
+    def taken_of(self, ids: frozenset[str], asking: Holder, own: frozenset[str]) -> frozenset[str]:
+        """Those of `ids` that cannot come to a container, as in `taken`, without going through all units."""
+        wanted = ids - own
+        others = (each for each in self.reservations if each.holder != asking)
+        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
+        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in promised))
 
     def rooms(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()

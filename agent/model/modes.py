@@ -16,8 +16,6 @@ from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """Facts of a mode for the rest of the agent."""
-
     # Resources of their own kind; those of a pair follow from it.
     single: tuple[str, ...] = ()
     single_units: tuple[Unit, ...] = ()  # what their device IDs stand for
@@ -138,7 +136,6 @@ class GpuMode:
 
     @property
     def offered(self) -> bool:
-        """Whether units may be offered."""
         return self.offering is Offering.OPEN
 
     @property
@@ -157,5 +154,4 @@ class Assignment:
     gpus: Mapping[str, GpuMode] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, uuid: str) -> GpuMode:
-        """The mode of one GPU."""
         return self.gpus.get(uuid, OFF)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A file or folder of the host shown in the container."""
-
     container_path: str
     host_path: str
     read_only: bool = True

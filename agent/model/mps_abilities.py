@@ -7,6 +7,7 @@ with drivers for CUDA 13.1 and later.
 
 from collections.abc import Mapping
 
+from agent.model.compat import dotted
 from agent.model.gpu import Driver, Gpu
 
 LEAST_COMPUTE_CAPABILITY = (7, 0)
@@ -32,13 +33,13 @@ def refusal(gpu: Gpu, driver: Driver | None, program_problem: str | None = None)
         return "the GPU is in MIG mode, which MPS mode does not serve; turn MIG off with nvidia-smi -mig 0"
     if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
         return (
-            f"MPS shares need compute capability {_version(LEAST_COMPUTE_CAPABILITY)} (Volta) or newer, "
-            f"{gpu.product} has {_version(gpu.compute_capability)}; offer it as pgpu or vgpu"
+            f"MPS shares need compute capability {dotted(LEAST_COMPUTE_CAPABILITY)} (Volta) or newer, "
+            f"{gpu.product} has {dotted(gpu.compute_capability)}; offer it as pgpu or vgpu"
         )
     if driver is not None and driver.cuda_version < LEAST_CUDA:
         return (
-            f"MPS memory limits need a driver for CUDA {_version(LEAST_CUDA)} or newer, "
-            f"driver {driver.version} serves {_version(driver.cuda_version)}; update the driver"
+            f"MPS memory limits need a driver for CUDA {dotted(LEAST_CUDA)} or newer, "
+            f"driver {driver.version} serves {dotted(driver.cuda_version)}; update the driver"
         )
     return program_problem
 
@@ -64,7 +65,3 @@ def limits(cores: int, gibibytes: int) -> Mapping[str, str]:
     if gibibytes:
         found[MEMORY_LIMIT] = f"0={gibibytes}G"
     return found
-
-
-def _version(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}.{pair[1]}"

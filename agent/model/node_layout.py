@@ -27,8 +27,6 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The mode that one GPU shall be offered in."""
-
     mode: Mode
     replicas: int = 1
 

@@ -187,7 +187,6 @@ def _growth(before: FreeGpu, after: FreeGpu, free: Free, mix: Mix) -> float:
 
 @lru_cache(maxsize=1)
 def usual_mix() -> Mix:
-    """The usual mix of pods."""
     return Mix()
 
 

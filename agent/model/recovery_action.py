@@ -8,8 +8,6 @@ from enum import IntEnum
 
 
 class RecoveryAction(IntEnum):
-    """The driver's verdict on one GPU."""
-
     NONE = 0
     GPU_RESET = 1
     NODE_REBOOT = 2
@@ -22,7 +20,6 @@ class RecoveryAction(IntEnum):
 
     @classmethod
     def of(cls, number: int) -> "RecoveryAction":
-        """The action of NVML's number."""
         try:
             return cls(number)
         except ValueError:
@@ -43,7 +40,6 @@ class RecoveryAction(IntEnum):
 
     @property
     def words(self) -> str:
-        """The verdict in words."""
         return f"the driver asks for {_WORDS[self]}"
 
 

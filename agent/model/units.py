@@ -5,8 +5,6 @@ from enum import Enum
 
 
 class UnitKind(Enum):
-    """The part of a GPU that one device is."""
-
     WHOLE = "whole"
     REPLICA = "replica"  # a time slice of a whole GPU
     CORE = "core"  # 1 % of a GPU
@@ -27,8 +25,6 @@ REPLICA = Unit("r", UnitKind.REPLICA)
 
 @dataclass(frozen=True, slots=True)
 class ResourcePair:
-    """A pair of resources whose units lie on one GPU."""
-
     name: str  # as people say it
     core: str
     memory: str

@@ -12,8 +12,6 @@ from typing import Final
 
 
 class XidClass(Enum):
-    """The kind of fault that an Xid reports."""
-
     APPLICATION = "application"  # a program's fault; the GPU serves the next one
     RESET = "needs_reset"
     REBOOT = "needs_reboot"  # of the machine, or hands on its hardware

@@ -21,8 +21,6 @@ Outcome = Callable[[ModeState], ModeState]
 
 @dataclass
 class _Job:
-    """The work of one GPU that is under way."""
-
     stage: Stage
     running: Mode
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)

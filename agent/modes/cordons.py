@@ -32,7 +32,6 @@ class Cordon:
 
     @property
     def words(self) -> str:
-        """In words, for status, condition and lists."""
         since = f" since {self.since}" if self.since else ""
         return f"cordoned{since}" + (f": {self.reason}" if self.reason else "")
 
@@ -97,7 +96,6 @@ def dated(cordons: Cordons, known: Cordons, at: str) -> Cordons:
 
 
 def encoded(cordons: Cordons) -> str:
-    """The annotation's text for these."""
     document = {uuid: {"reason": one.reason, "since": one.since} for uuid, one in sorted(cordons.items())}
     return msgspec.json.encode(document).decode()
 

@@ -34,8 +34,6 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class ModeCatalog:
-    """The modes that may be requested on this node."""
-
     layouts: Mapping[str, tuple[Entry, ...]]
     modes: tuple[Mode, ...]  # those that the configuration allows
     default: str

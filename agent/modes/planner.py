@@ -15,7 +15,6 @@ Gate = Callable[[GpuState, Mode], str | None]
 
 
 def no_gate(_: GpuState, __: Mode) -> str | None:
-    """A gate that lets everything pass."""
     return None
 
 

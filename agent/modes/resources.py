@@ -1,12 +1,11 @@
 """All resources of the node: which are registered, and their lists as one."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from agent.kit.cell import Cell
+from agent.kit.follow import follow
 from agent.kit.supervise import Supervisor
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
@@ -80,17 +79,11 @@ class ResourceSet:
 
     async def follow_lists(self, action: Callable[[], None]) -> None:
         """Call `action` whenever a list has changed or the kubelet came or went, for ever."""
-
-        async def each(cell: Cell[Any]) -> None:
-            async for _ in cell.values():
-                action()
-
         async with anyio.create_task_group() as group:
             followed = 0
             while True:
                 for endpoint in self.endpoints[followed:]:
-                    group.start_soon(each, endpoint.plugin.lists)
-                    group.start_soon(each, endpoint.service.streams)
+                    group.start_soon(follow, action, endpoint.plugin.lists, endpoint.service.streams)
                 followed = len(self.endpoints)
                 await self._grown.wait()
 

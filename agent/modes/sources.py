@@ -34,7 +34,6 @@ class DesiredSource:
 
     @property
     def catalog(self) -> ModeCatalog:
-        """The modes that may be requested."""
         return self._catalog
 
     def use(self, catalog: ModeCatalog) -> None:

@@ -29,8 +29,6 @@ class GpuSwitch:
 
 @dataclass(frozen=True, slots=True)
 class SwitchState:
-    """The whole."""
-
     phase: Phase
     desired: str  # the word that was asked for
     message: str

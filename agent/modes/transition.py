@@ -19,8 +19,6 @@ TAKEN_OVER: Final = "taken over from before"
 
 
 class Stage(Enum):
-    """Where a GPU is on its way."""
-
     OFF = "off"  # offered by nobody
     OFFERED = "offered"
     CLOSING = "closing"  # offers nothing more; all IDs are listed until no allocation can be under way
@@ -129,7 +127,6 @@ def torn_down(state: ModeState) -> ModeState:
 
 
 def set_up(state: ModeState) -> ModeState:
-    """The set-up is done."""
     match state.stage:
         case Stage.SETTING_UP:
             return replace(state, stage=Stage.READY)
@@ -146,7 +143,6 @@ def set_up(state: ModeState) -> ModeState:
 
 
 def failed(state: ModeState, problem: str) -> ModeState:
-    """The set-up has failed."""
     match state.stage:
         case Stage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.

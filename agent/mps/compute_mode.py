@@ -6,14 +6,14 @@ not be given back is known as the agent's later, and an administrator's is left 
 """
 
 from pathlib import Path
-from typing import Protocol
 
+import anyio
 import anyio.to_thread
 import structlog
 
 from agent.kit import atomic_file
 from agent.mps.mps_errors import MpsError
-from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlNotSupported
+from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 
@@ -23,17 +23,18 @@ RECORD = "compute-mode"
 OURS, OTHERS = "set by gpu-node-agent\n", "not set by gpu-node-agent\n"
 
 
-class ComputeModes(Protocol):
-    """Compute modes as a daemon's supervisor needs them."""
+class ComputeModes:
+    """Compute modes as a daemon's supervisor needs them. This one leaves them alone."""
 
-    async def get(self, uuid: str) -> ComputeMode | None:
+    async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
         """The mode; None: this GPU or driver has none, or the GPU is lost. Raises MpsError."""
+        return None
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """Change it. Raises MpsError with the remedy."""
 
 
-class NvmlComputeModes:
+class NvmlComputeModes(ComputeModes):
     """Compute modes through NVML, in the worker thread."""
 
     def __init__(self, nvml: NvmlPort, thread: WorkerThread) -> None:
@@ -55,16 +56,6 @@ class NvmlComputeModes:
             raise MpsError(
                 f"compute mode {mode.name} cannot be set ({error}); the agent must run as root, privileged"
             ) from error
-
-
-class NoComputeModes:
-    """Leaves compute modes alone."""
-
-    async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
-        return None
-
-    async def set(self, uuid: str, mode: ComputeMode) -> None:
-        """Nothing to do."""
 
 
 class ExclusiveMode:
@@ -115,15 +106,10 @@ class ExclusiveMode:
 
     async def ours(self) -> bool | None:
         """Whether the agent has set the mode that stands; None: there is no note."""
-
-        def read() -> bool | None:
-            try:
-                return self._record.read_text(encoding="utf-8", errors="replace") == OURS
-            except FileNotFoundError:
-                return None
-
         try:
-            return await anyio.to_thread.run_sync(read)
+            return await anyio.Path(self._record).read_text(encoding="utf-8", errors="replace") == OURS
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise MpsError(f"{self._record}: cannot be read: {error.strerror}") from error
 

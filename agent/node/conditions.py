@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -24,7 +25,7 @@ SPACING_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 60.0
 LONGEST_MESSAGE = 400
-NONE = "none"  # what is wanted, and in force, where nothing is
+NONE = "none"  # the mode wanted, and in force, where there is none
 
 EVENT_REASONS = {
     Phase.APPLIED: "ModeApplied",
@@ -40,7 +41,7 @@ Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
 class NodeStateWriter:
-    """Level-triggered: writes what differs from what the Node object says, at most once a second."""
+    """Level-triggered: writes differences to the Node object, at most once a second."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class NodeStateWriter:
         """`labels`, `annotations`: further ones, of other rooms.
 
         Labels are computed at each comparison from those of the node, so that none is written over a label
-        that has become somebody else's. `wake_on`: what else they depend on.
+        that has become somebody else's. `wake_on`: cells that they depend on, too.
         """
         self._node = node
         self._state = state
@@ -68,23 +69,18 @@ class NodeStateWriter:
         self.failures = 0
 
     async def run(self) -> None:
-        """Write for ever."""
         async with anyio.create_task_group() as group:
-            wake = [anyio.Event()]
-
-            def wake_up() -> None:
-                wake[0].set()
-
-            group.start_soon(follow, wake_up, *self._wake_on)
+            wake = Cell(None)
+            group.start_soon(follow, partial(wake.publish, None), *self._wake_on)
             while True:
-                wake[0] = anyio.Event()
+                seen = wake.version
                 pause = await self._write()
                 await anyio.sleep(pause)
                 if not pause or self.problem is None:  # without a pause there was nothing to write
-                    await wake[0].wait()
+                    await wake.wait_change(seen)
 
     async def _write(self) -> float:
-        """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""
+        """Write all differences; how long to leave the API server alone, in seconds. `problem`: it failed."""
         state = self._state.value
         self._record_event(state)
         known = self._node.labels()

@@ -3,16 +3,16 @@
 import ctypes
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml import loading
+from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
-from agent.nvml.errors import (
+from agent.nvml.nvml_errors import (
     NvmlCode,
     NvmlDriverMismatch,
     NvmlError,
@@ -33,8 +33,6 @@ from agent.nvml.port import (
     SampleRequest,
 )
 from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
-
-Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
 _KINDS = {
     EventKind.XID: pynvml.nvmlEventTypeXidCriticalError,
@@ -70,7 +68,6 @@ class Binding:
         self._watched: dict[int | None, str] = {}  # device handle -> UUID
 
     def open(self) -> Driver:
-        """See the port."""
         path = self._path or loading.find(self._roots)
         loaded = loading.preload(path) if path is not None else None
         try:
@@ -111,7 +108,6 @@ class Binding:
         return Driver(version, nvml_version, (cuda // 1000, cuda % 1000 // 10))
 
     def close(self) -> None:
-        """See the port."""
         if not self._open:
             return
         try:
@@ -128,7 +124,6 @@ class Binding:
             self._open = False
 
     def count(self) -> int:
-        """See the port."""
         return int(_call("nvmlDeviceGetCount"))
 
     def describe(self, index: int) -> Gpu:
@@ -158,7 +153,6 @@ class Binding:
         )
 
     def probe(self, uuid: str) -> Probe:
-        """See the port."""
         handle = self._handle(uuid)
         used, _ = self._memory(handle)
         ecc = _offered(
@@ -180,18 +174,15 @@ class Binding:
         )
 
     def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
-        """See the port."""
         handle = self._handle(uuid)
         used, total = self._memory(handle)
         return read_sample(handle, used, total, request or SampleRequest(time.time_ns() // 1000 - 1_000_000))
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
-        """See the port."""
         one, other = self._handle(uuid_a), self._handle(uuid_b)
         return PcieLevel(_call("nvmlDeviceGetTopologyCommonAncestor", one, other))
 
     def links(self, uuid: str) -> tuple[NvLink, ...]:
-        """See the port."""
         handle = self._handle(uuid)
         found = []
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
@@ -211,7 +202,6 @@ class Binding:
         return tuple(found)
 
     def watch(self, uuid: str) -> frozenset[EventKind]:
-        """See the port."""
         handle = self._handle(uuid)
         supported = _call("nvmlDeviceGetSupportedEventTypes", handle)
         kinds = frozenset(kind for kind, bit in _KINDS.items() if supported & bit)
@@ -225,14 +215,12 @@ class Binding:
         return kinds
 
     def unwatch_all(self) -> None:
-        """See the port."""
         if self._event_set is not None:
             doomed, self._event_set = self._event_set, None
             self._watched.clear()
             _call("nvmlEventSetFree", doomed)
 
     def wait(self, timeout_ms: int) -> NvmlEvent | None:
-        """See the port."""
         if self._event_set is None:
             raise error_for(NvmlCode.UNINITIALIZED, "nvmlEventSetWait", "no GPU is registered for events")
         try:
@@ -248,15 +236,12 @@ class Binding:
         return NvmlEvent(uuid, kind, int(data.eventData) if kind is EventKind.XID else 0)
 
     def compute_mode(self, uuid: str) -> ComputeMode:
-        """See the port."""
         return ComputeMode(_call("nvmlDeviceGetComputeMode", self._handle(uuid)))
 
     def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
-        """See the port."""
         _call("nvmlDeviceSetComputeMode", self._handle(uuid), int(mode))
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
-        """See the port."""
         limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))
         handle = self._handle(uuid)
         try:
@@ -268,7 +253,6 @@ class Binding:
         return None if limits.hardLimit == _NO_LIMIT else int(limits.hardLimit)
 
     def set_memory_limit(self, uuid: str, cgroup: Path, limit_bytes: int) -> None:
-        """See the port."""
         # The soft limit reserves memory, and leaks into the cgroups above when this one goes.
         limits = pynvml.c_nvmlSetMemoryLimits_v1_t(
             nameSpace=bytes(cgroup), softLimit=0, hardLimit=limit_bytes

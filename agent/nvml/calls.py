@@ -1,10 +1,11 @@
 """Calls into nvidia-ml-py, its errors as ours."""
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import pynvml
 
-from agent.nvml.errors import NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlNotSupported, error_for
 
 Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
 
@@ -25,3 +26,8 @@ def offered(name: str, *args: Opaque) -> Opaque:
         return call(name, *args)
     except NvmlNotSupported:
         return None
+
+
+def first_offered(names: Iterable[str], *args: Opaque) -> Opaque:
+    """The answer of the first of these functions that there is; None: there is none."""
+    return next((found for name in names if (found := offered(name, *args)) is not None), None)

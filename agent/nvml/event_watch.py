@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from agent.kit.backoff import Backoff
-from agent.nvml.errors import NvmlError, NvmlGpuLost, NvmlHung, NvmlNotSupported
+from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlHung, NvmlNotSupported
 from agent.nvml.port import NvmlEvent, NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 

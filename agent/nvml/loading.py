@@ -7,9 +7,11 @@ under a directory of their own) and test doubles alike.
 
 import ctypes
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from agent.nvml.errors import NvmlCode, NvmlLibraryMissing
+from agent.kit.inside import inside
+from agent.nvml.nvml_errors import NvmlCode, NvmlLibraryMissing
 
 SONAME = "libnvidia-ml.so.1"
 
@@ -33,9 +35,10 @@ def find(roots: Iterable[Path]) -> Path | None:
     """The library under the first driver root that has it."""
     for root in roots:
         for folder in _FOLDERS:
-            path = _inside(root, root / folder / SONAME)
-            if path is not None:
-                return path
+            with suppress(OSError):  # a loop of links
+                path = inside(root, f"{folder}/{SONAME}")
+                if path.is_file():
+                    return path
     return None
 
 
@@ -48,13 +51,3 @@ def preload(path: Path) -> ctypes.CDLL:
         raise NvmlLibraryMissing(
             NvmlCode.LIBRARY_NOT_FOUND, "dlopen", f"cannot load NVML from {path}: {error}; {hint}"
         ) from error
-
-
-def _inside(root: Path, path: Path) -> Path | None:
-    """The file behind a path of a driver root; absolute links in there count from that root."""
-    for _ in range(8):
-        if not path.is_symlink():
-            return path if path.is_file() else None
-        target = path.readlink()
-        path = root / target.relative_to("/") if target.is_absolute() else path.parent / target
-    return None

@@ -2,7 +2,7 @@
 
 Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated machine's
 (`agent.simulator`). All methods block and are called from worker threads only; all raise
-`agent.nvml.errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
+`agent.nvml.nvml_errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
 except in `describe`, which is how UUIDs are learnt.
 """
 
@@ -46,7 +46,7 @@ class Probe:
     remap_pending: bool | None  # row remapping waits for a reset
     remap_failed: bool | None
     retirement_pending: bool | None  # page retirement (before Ampere) waits for a reboot
-    action: RecoveryAction | None = None  # what the driver itself asks for; None: it does not tell
+    action: RecoveryAction | None = None  # what the driver itself asks for; None: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class GpuProcess:
     """A process that has a GPU open. `pid` is the host's only where the agent is in its PID namespace."""
 
     pid: int
-    memory_bytes: int | None  # None: the driver does not tell
+    memory_bytes: int | None  # None: not reported by the driver
     mps: bool = False  # a client of an MPS server
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import pynvml
 
-from agent.nvml.calls import Opaque, call, offered
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlNotSupported
+from agent.nvml.calls import Opaque, call, first_offered, offered
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported
 from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
 
 ALL_LINKS = 0xFFFFFFFF
@@ -26,6 +26,10 @@ _LINK_ERRORS = {
     "replay": pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
     "recovery": pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
 }
+# The older function is in every driver until CUDA 14 drops it; the newer one is not in older drivers.
+_TEMPERATURE = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
+# Called "throttle reasons" before driver 535.
+_THROTTLE = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 RECOVERY_ACTION = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _FIELDS = [_ENERGY, (_SENT, ALL_LINKS), (_RECEIVED, ALL_LINKS), *_LINK_ERRORS.values()]
 _MEMBER = {
@@ -40,9 +44,9 @@ def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -
     """Everything that moves, for a GPU whose memory was read already. Raises NvmlError."""
     rates = offered("nvmlDeviceGetUtilizationRates", handle)
     power = offered("nvmlDeviceGetPowerUsage", handle)
-    heat = _temperature(handle)
+    heat = first_offered(_TEMPERATURE, handle, pynvml.NVML_TEMPERATURE_GPU)
     clocks = {name: offered("nvmlDeviceGetClockInfo", handle, kind) for name, kind in CLOCKS.items()}
-    throttle = _throttle(handle)
+    throttle = first_offered(_THROTTLE, handle)
     limit = corrected = uncorrected = None
     fields: Mapping[int, int] = {}
     if request.counters:
@@ -74,22 +78,6 @@ def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -
         busy=busy,
         newest_us=newest,
     )
-
-
-def _temperature(handle: Opaque) -> Opaque:
-    # The older function is in every driver until CUDA 14 drops it; the newer one is not in older drivers.
-    heat = offered("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
-    return (
-        heat
-        if heat is not None
-        else offered("nvmlDeviceGetTemperatureV", handle, pynvml.NVML_TEMPERATURE_GPU)
-    )
-
-
-def _throttle(handle: Opaque) -> int | None:
-    # Called "throttle reasons" before driver 535.
-    reasons: int | None = offered("nvmlDeviceGetCurrentClocksEventReasons", handle)
-    return reasons if reasons is not None else offered("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
 
 
 def read_fields(handle: Opaque, wanted: Sequence[int | tuple[int, int]]) -> Mapping[int, int]:

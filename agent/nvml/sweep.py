@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from agent.nvml.errors import NvmlError, NvmlHung
+from agent.nvml.nvml_errors import NvmlError, NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 S = TypeVar("S")

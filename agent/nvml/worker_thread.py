@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 import structlog
 
-from agent.nvml.errors import NvmlCode, NvmlHung
+from agent.nvml.nvml_errors import NvmlCode, NvmlHung
 
 log = structlog.get_logger()
 

@@ -4,9 +4,9 @@ Both are required, on one GPU: the pairing is that of vGPU. Limits hold for each
 not for the container as a whole: MPS knows processes only (docs/mps.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 
@@ -21,6 +21,7 @@ from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
+from agent.mps.daemon_manager import DaemonManager
 from agent.pairing.pairing import Pairing
 from agent.plugins import shares_cdi
 from agent.plugins.context import PluginContext, pairing_of
@@ -31,25 +32,6 @@ from agent.plugins.shared_pair import SharedPair, SharedPairPlugin, Sharing
 PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
 SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
-
-
-class Daemons(Protocol):
-    """The MPS control daemons of the node, as this room needs them."""
-
-    # Published at each change of any daemon.
-    statuses: Cell[Mapping[str, Any]]
-
-    def unready(self, uuid: str) -> str:
-        """Why pods of a GPU cannot start now, in words; empty: they can."""
-
-    def pipe(self, uuid: str) -> str:
-        """The host folder with the sockets of a GPU's daemon."""
-
-    def shared_memory(self, uuid: str) -> str:
-        """The host folder that pods of a GPU must have as /dev/shm."""
-
-    async def wait_serving(self, uuid: str) -> None:
-        """Return when pods of a GPU can start; bounded from outside."""
 
 
 class RootCheck(Protocol):
@@ -67,7 +49,7 @@ class Conditions:
 
     def __init__(
         self,
-        daemons: Daemons,
+        daemons: DaemonManager,
         inventory: Cell[Snapshot],
         pairing: Pairing,
         injector: Injector,
@@ -135,7 +117,7 @@ class Conditions:
         )
 
 
-def mounts(daemons: Daemons, uuid: str) -> tuple[Mount, ...]:
+def mounts(daemons: DaemonManager, uuid: str) -> tuple[Mount, ...]:
     """Mounts of its daemon's folders for a container.
 
     Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
@@ -154,7 +136,7 @@ class MpsPlugin(SharedPairPlugin):
         shares: SharedPair,
         member: PairMember,
         injector: Injector,
-        daemons: Daemons,
+        daemons: DaemonManager,
         root_check: RootCheck | None = None,
     ) -> None:
         super().__init__(shares, member, injector)
@@ -247,7 +229,7 @@ class MpsPlugin(SharedPairPlugin):
 
 
 def build(
-    context: PluginContext, daemons: Daemons, root_check: RootCheck | None = None
+    context: PluginContext, daemons: DaemonManager, root_check: RootCheck | None = None
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
     settings, inventory = context.settings, context.inventory
     pairing = pairing_of(context, MPS, settings.mps.placement, settings.mps.reservation_seconds)

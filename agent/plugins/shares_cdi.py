@@ -17,7 +17,7 @@ import structlog
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.follow import repeat
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import PairMember
 from agent.model.mount import Mount
@@ -75,22 +75,19 @@ class ShareSpecificationKeeper:
         self._pipe = pipe
         self._needed = needed
         self._written: dict[str, object] | None = None
-        self._wake = anyio.Event()
 
     async def run(self) -> None:
         """Write the file whenever its content changes, until cancelled."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow, self._wake_up, self._inventory, self._changes)
-            while True:
-                self._wake = anyio.Event()
-                pause = float("inf")
-                try:
-                    await self.keep()
-                except OSError as error:
-                    log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
-                    pause = RETRY_SECONDS
-                with anyio.move_on_after(pause):
-                    await self._wake.wait()
+
+        async def keep() -> float | None:
+            try:
+                await self.keep()
+            except OSError as error:
+                log.error("cdi_specification_not_written", folder=str(self._folder), problem=str(error))
+                return RETRY_SECONDS
+            return None
+
+        await repeat(keep, self._inventory, self._changes)
 
     async def keep(self) -> None:
         """Write the file now if it is not as it should be. Raises OSError."""
@@ -104,9 +101,6 @@ class ShareSpecificationKeeper:
         if wanted != self._written:
             await anyio.to_thread.run_sync(write, self._folder, wanted)
             self._written = wanted
-
-    def _wake_up(self) -> None:
-        self._wake.set()
 
 
 def _device(name: str, environment: Mapping[str, str], folders: tuple[Mount, ...] = ()) -> dict[str, object]:

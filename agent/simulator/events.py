@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agent.kit import futex
+from agent.simulator.futex_wait import wait
 from agent.simulator.mapping import Mapping
 from agent.simulator.state import EVENT_SLOTS, MAX_GPUS
 
@@ -66,7 +67,7 @@ class EventReader:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            futex.wait(self._word, seen, left)
+            wait(self._word, seen, left)
 
     def _next(self) -> RawEvent | None:
         state = self._mapping.state

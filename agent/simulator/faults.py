@@ -6,7 +6,8 @@ Both faces walk the table at every call, in order: first delays, then hangs, the
 import time
 
 from agent.kit import futex
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
+from agent.simulator.futex_wait import wait
 from agent.simulator.mapping import Mapping
 from agent.simulator.nvml_functions import ANY, number_of
 from agent.simulator.state import FaultKind, FaultState
@@ -107,7 +108,7 @@ class FaultTable:
             seen = self._mapping.state.fault_word
             if not self.holds(ticket):
                 return
-            futex.wait(self._word, seen, None)
+            wait(self._word, seen, None)
 
     def _use_up(self, fault: FaultState) -> bool:
         if fault.remaining == _FOREVER:

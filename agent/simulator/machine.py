@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
 from agent.simulator import events
 from agent.simulator.events import RawEvent
 from agent.simulator.faults import Fault, FaultTable

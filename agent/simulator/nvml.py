@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     FIRST_WITH_MEMORY_LIMITS,
     ComputeMode,

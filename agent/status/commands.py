@@ -29,7 +29,6 @@ class Commands:
         self._sources = sources
 
     def add_to(self, server: ControlServer) -> None:
-        """Offer all commands there."""
         server.add("status", self._status)
         server.add("clear-health", self._clear)
         server.add("release", self._release)

@@ -19,8 +19,6 @@ Modes = Callable[[], Mapping[str, str]]  # mode in force by GPU UUID
 
 
 def add_to(server: ControlServer, sources: Sources, modes: Modes, allotted: Allotted) -> None:
-    """Answer the command `top`."""
-
     async def top(_: Mapping[str, object]) -> Document:
         return document(sources.read(), modes(), allotted())
 

@@ -1,7 +1,7 @@
 """Attributes the use of a GPU to containers: pure.
 
 Three grades, shown with each figure. *Measured*: the driver reports it by process, all of which are known.
-*Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
+*Estimated*: the rest of the driver's figures is shared out by limits, never above a container's own
 limit. *Allocated*: the driver reports nothing, only limits are known; there is no figure of the use.
 
 NVIDIA documents the memory of each client of an MPS server but not its use of the multiprocessors, which
@@ -51,6 +51,7 @@ class Use:
     utilization: float = 0.0  # 0..1 of the GPU
     utilization_grade: Grade = Grade.ALLOCATED
     pids: tuple[int, ...] = ()  # of its processes, where the driver reports each
+    working: int = 0  # of its processes, those that the driver saw using the GPU
 
     @property
     def processes(self) -> int:
@@ -60,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Attributed:
-    """The uses of one GPU, and what of its memory belongs to no holder of it."""
+    """The uses of one GPU, and its memory that belongs to no holder."""
 
     uses: tuple[Use, ...]
     foreign_memory: int = 0  # of processes outside pods, an MPS server among them
@@ -77,7 +78,7 @@ def attribute(
     owners: Mapping[int, ContainerRef | None],
     pods: Mapping[str, KnownPod] = NO_PODS,
 ) -> Attributed:
-    """Tell apart the use of one GPU.
+    """Divide the use of one GPU among its shares.
 
     `work` is each process's use (0..1), None where the GPU has no such figures. `owners` are the processes
     that could be looked up; None: in no pod. `pods` are known ones by UID as cgroups name it; without them,
@@ -89,7 +90,14 @@ def attribute(
     memory, foreign, unknown = _memory(split, sample)
     utilization = _utilization(split, sample, work)
     uses = tuple(
-        Use(share, round(memory[n][0]), memory[n][1], *utilization[n], pids=tuple(split.processes[n]))
+        Use(
+            share,
+            round(memory[n][0]),
+            memory[n][1],
+            *utilization[n],
+            pids=tuple(split.processes[n]),
+            working=split.working[n],
+        )
         for n, share in enumerate(shares)
     )
     return Attributed(uses, foreign, unknown)
@@ -106,6 +114,7 @@ class _Split:
     ) -> None:
         self.shares = shares
         self.processes: list[list[int]] = [[] for _ in shares]
+        self.working = [0] * len(shares)
         self._owners = owners
         self._pods = pods
         self._found: dict[int, int | None] = {}
@@ -179,6 +188,7 @@ def _utilization(
         number = split.of(pid)
         if number is not None:
             own[number] = min(1.0, (own[number] or 0.0) + ratio)
+            split.working[number] += ratio > 0
         elif split.foreign(pid):
             servers += ratio
         else:
@@ -197,7 +207,7 @@ def _utilization(
 def _shared_out(
     own: Sequence[float | None], left: float, weights: Sequence[float], limits: Sequence[float]
 ) -> list[tuple[float, Grade]]:
-    """Each one's own figure; those without one share what is left by weight, up to their limits."""
+    """Each one's own figure; those without one share the rest by weight, up to their limits."""
     if not left:
         return [(value or 0.0, Grade.MEASURED) for value in own]
     total = sum(weight for weight, value in zip(weights, own, strict=True) if value is None)

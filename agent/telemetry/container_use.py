@@ -70,12 +70,10 @@ class ContainerWatch:
         self.uses: Cell[Uses] = Cell(Uses())
 
     async def run(self) -> None:
-        """Follow the sampler for ever."""
         async for samples in self._samples.values():
             await self.look(samples)
 
     async def look(self, samples: Samples) -> None:
-        """Work out one round."""
         holdings, snapshot = self._holdings.value, self._snapshot.value
         if (holdings is None or not holdings.holdings) and not _anybody(samples):
             # Nobody is there: not worth waking a thread.
@@ -118,7 +116,7 @@ class ContainerWatch:
         return Uses(tuple(containers), other)
 
     def windowed(self, use: Use, now: float) -> ContainerUse:
-        """The use of a round, with what its window then holds."""
+        """The use of a round, with the figures of its window."""
         windows = self._windows.get(use.share.key)
         if windows is None:
             windows = (_GradedWindow(self._window), _GradedWindow(self._window))
@@ -162,7 +160,7 @@ class _GradedWindow:
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
     """Pods (namespace/name) by GPU (UUID) of which a container's processes use more memory than it was given.
 
-    Only what the driver reports by process counts: an estimate never goes above a limit.
+    Only figures that the driver reports by process count: an estimate never goes above a limit.
     """
     found: dict[str, set[str]] = {}
     for each in uses.containers:

@@ -8,7 +8,7 @@ from agent.web.server import HttpServer, Reply, Request
 
 
 class MetricsPage:
-    """Answers scrapes. No NVML call is made for one: it shows what the sampler read."""
+    """Answers scrapes. No NVML call is made for one: it shows the sampler's last round."""
 
     def __init__(
         self, sources: Sources, compatible_node: str | None = None, *, simulated: bool = False
@@ -24,13 +24,11 @@ class MetricsPage:
         self._turn = anyio.CapacityLimiter(1)
 
     def add_to(self, server: HttpServer) -> None:
-        """Take the route."""
         server.add_route("/metrics", self.reply)
         if self._compatible_node is not None:
             server.add_route("/metric", self.reply)  # where gpu-manager serves them
 
     async def reply(self, request: Request) -> Reply:
-        """The page of this moment."""
         reading = self._sources.read()
         accept, encodings = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
         node = self._compatible_node

@@ -11,8 +11,6 @@ PROC_SELF = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """The agent's own use of the node, at one moment."""
-
     resident_bytes: int
     cpu_seconds: float
     threads: int

@@ -1,4 +1,4 @@
-"""Reads the moving figures of every GPU that answers at a steady pace; scrapes read what it published."""
+"""Reads the moving figures of every GPU that answers at a steady pace; scrapes read the last round."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort, Sample, SampleRequest
 from agent.nvml.sweep import HANGS, Sweep
 from agent.nvml.worker_thread import WorkerThread

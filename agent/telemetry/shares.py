@@ -15,8 +15,6 @@ _BLOCK_BYTES = {pair.memory_unit: pair.block_bytes for pair in PAIRS.values()}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A container's share of one GPU."""
-
     namespace: str
     pod: str
     container: str

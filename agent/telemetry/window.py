@@ -12,8 +12,6 @@ BUCKETS = 12
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A figure over a window of time."""
-
     mean: float
     most: float
 

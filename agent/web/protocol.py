@@ -22,7 +22,7 @@ from agent.web.connections import HEAD_SECONDS, Connection, Connections  # noqa:
 
 # Longer than the usual scrape interval, so that a scraper keeps its connection.
 KEEP_ALIVE_SECONDS = 75.0
-LINGER_SECONDS = 2.0  # what a caller still sends of a request that is answered already is read for so long
+LINGER_SECONDS = 2.0  # the rest of a request that is answered already is read for so long
 
 log = structlog.get_logger()
 
@@ -43,7 +43,6 @@ class Protocol(RequestHandler):
         self._head: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the first request."""
         super().connection_made(transport)
         assert isinstance(transport, asyncio.WriteTransport)
         self.connection.drop = transport.abort
@@ -58,7 +57,6 @@ class Protocol(RequestHandler):
         super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget it."""
         self._forget_head()
         self._connections.closed(self.connection)
         super().connection_lost(exc)
@@ -66,11 +64,10 @@ class Protocol(RequestHandler):
     def log_exception(self, *_: object, exc_info: BaseException | None = None) -> None:
         """Log bytes that are no HTTP for debugging only: anybody could fill the log with tracebacks."""
         caller = isinstance(exc_info, HttpProcessingError | ConnectionError)
-        tell = log.debug if caller else log.error
-        tell("http_connection_failed", address=self.connection.address, exc_info=exc_info)
+        write = log.debug if caller else log.error
+        write("http_connection_failed", address=self.connection.address, exc_info=exc_info)
 
     def begins(self) -> None:
-        """The head of a request is here."""
         self._forget_head()
 
     def _expect_head(self) -> None:

@@ -53,8 +53,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of a route."""
-
     body: bytes
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "text/plain; charset=utf-8"})

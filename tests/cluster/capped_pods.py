@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from agent.isolation import layout
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from agent.status.client import AgentUnreachable, ask
 from tests.cluster import manifests, toolkit
 from tests.cluster.api import Object

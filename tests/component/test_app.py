@@ -13,7 +13,7 @@ import pytest
 from agent.app import run as app
 from agent.app.agent import Agent
 from agent.kit.supervise import FatalError
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
 from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import Cluster, Host, Http, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.isolation.clib import build
+from agent.isolation.clib import build_library
 from agent.mps.binary import CONTROL, SERVER
 from tests.gpu import built, limits
 from tests.mps_binaries import SUITES, both_programs
@@ -44,7 +44,7 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *pins]
     subprocess.run(command, check=True)
     (folder / "limits").mkdir()
-    shutil.copy2(build.cached(), folder / "limits" / limits.NAME)
+    shutil.copy2(build_library.cached(), folder / "limits" / limits.NAME)
     shutil.copytree(built.program(built.SHARING).parent, folder / "programs")
     found = (programs / CONTROL, programs / SERVER) if programs else both_programs(max(SUITES))
     for program in found:

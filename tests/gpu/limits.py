@@ -34,9 +34,9 @@ class Capped:
         """Another cap, in force at once, as the agent writes it. Blocks."""
         self._change(memory_bytes=mebibytes * MIB)
 
-    def hold(self, percent: float, factor: float = 1.0) -> None:
+    def hold(self, percent: float, factor: float = 1.0, rivals: float | None = None) -> None:
         """Hold it to a share of compute, corrected by a factor, as the agent does. Blocks."""
-        self._change(compute=True, share=round(percent * 100), correction=factor)
+        self._change(compute=True, share=round(percent * 100), correction=factor, rivals=rivals)
 
     def _change(self, **values: Any) -> None:
         descriptor = os.open(self.folder / "limits", os.O_RDWR)
@@ -62,6 +62,6 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
 def _library() -> Path:
     if given := os.environ.get(VARIABLE):
         return Path(given) / NAME
-    from agent.isolation.clib.build import cached
+    from agent.isolation.clib.build_library import cached
 
     return cached()

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from agent.isolation.correction import Observed, corrected
+from agent.isolation.correction import Observed, corrected, rivals
 from agent.nvml.binding import Binding
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A container that is held to a share, with its processes."""
 
@@ -28,6 +28,7 @@ class Held:
     percent: float
     pids: tuple[int, ...] = ()
     factor: float = 1.0
+    rivals: float | None = None
     waited_ns: int = 0
 
 
@@ -58,12 +59,16 @@ class Observer:
             return
         self._since_us = max(self._since_us, sample.newest_us)
         busy = dict(sample.busy or ())
+        working = {each: [busy[pid] * 100 for pid in each.pids if busy.get(pid)] for each in self._held}
+        total, everybody = sum(map(sum, working.values())), sum(map(len, working.values()))
         for each in self._held:
             waited = each.container.usage.waited_ns
             percents = [busy[pid] * 100 for pid in each.pids if pid in busy]
+            own = working[each]
+            others = rivals(sum(own), len(own), total, everybody)
             observed = Observed(each.percent, (sum(percents),) if percents else (), waited > each.waited_ns)
             each.waited_ns = waited
             factor = corrected(each.factor, observed)
-            if factor != each.factor:
-                each.factor = factor
-                each.container.hold(each.percent, factor)
+            if (factor, others) != (each.factor, each.rivals):
+                each.factor, each.rivals = factor, others
+                each.container.hold(each.percent, factor, others)

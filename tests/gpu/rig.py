@@ -24,7 +24,7 @@ from agent.model.gpu import Gpu
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
-from agent.mps.compute_mode import NoComputeModes
+from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState, EventReason
@@ -168,7 +168,7 @@ class Rig:
             raise AssertionError(f"{why}\n{REMEDY}")
         program = await anyio.to_thread.run_sync(self._program)
         folders = Directories.of(self.folder, self.gpu.uuid)
-        daemon = Daemon(self.gpu.uuid, program, folders, NoComputeModes(), self.told, OPTIONS)
+        daemon = Daemon(self.gpu.uuid, program, folders, ComputeModes(), self.told, OPTIONS)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(daemon.run)

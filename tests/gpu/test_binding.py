@@ -9,7 +9,7 @@ import pytest
 
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.binding import Binding
-from agent.nvml.errors import NvmlNotSupported
+from agent.nvml.nvml_errors import NvmlNotSupported
 from agent.nvml.port import PcieLevel
 from tests.gpu.programs import binding
 

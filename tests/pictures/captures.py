@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import yaml
 
-from agent.isolation.clib import build
+from agent.isolation.clib import build_library
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
 from tests.component.embedded_rig import embedded_rig
@@ -40,7 +40,7 @@ async def _shown(*arguments: str) -> str:
 
 
 async def _of_a_node_at_work() -> dict[str, str]:
-    library = await anyio.to_thread.run_sync(build.cached)  # of an image
+    library = await anyio.to_thread.run_sync(build_library.cached)  # of an image
     async with (
         embedded_rig() as rig,
         mode_node(rig, layouts=LAYOUTS, vgpu__library=str(library)) as node,

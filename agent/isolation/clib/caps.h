@@ -156,6 +156,34 @@ void gna_price_changed(const void *key); /* the graph is another one now, or gon
 void gna_prices_context_gone(CUcontext context);
 void gna_prices_forget(void);
 
+/* --- readings.c: what the device times of a function say; under the lock of prices.c ---------------------------- */
+#define GNA_READINGS 16u
+struct gna_readings {
+    uint64_t time[GNA_READINGS];
+    uint64_t low;    /* quartile */
+    int64_t average; /* ns, of more than are kept */
+    uint64_t count;  /* ever */
+    bool is_even;    /* they are about the same */
+    bool differs;    /* by more than others' work explains */
+};
+/* Takes a time in, and answers the price. `rivals`: as gna_share_rivals says. */
+uint64_t gna_reading_add(struct gna_readings *readings, uint64_t nanoseconds, uint32_t rivals);
+uint64_t gna_reading_own(const struct gna_readings *readings, uint64_t nanoseconds, uint32_t rivals);
+/* By how much launches paid too little, or too much, of which one was measured. */
+int64_t gna_reading_owed(uint64_t own, uint64_t paid, uint32_t launches);
+
+/* --- sampling.c: which launches of a function are measured; but for gna_sampling_late under the lock of prices.c -- */
+struct gna_sampling {
+    _Atomic uint32_t launches, due; /* the next one that is measured */
+    _Atomic uint64_t late_ns;       /* when none has been measured for long */
+    uint32_t every, last;           /* measured */
+};
+void gna_sampling_reset(struct gna_sampling *sampling);
+void gna_sampling_late(struct gna_sampling *sampling, uint32_t number, uint64_t now);
+uint32_t gna_sampling_took(struct gna_sampling *sampling, uint32_t number); /* for how many launches it stands */
+void gna_sampling_next(struct gna_sampling *sampling, const struct gna_readings *readings, uint64_t price_ns, uint32_t number, uint64_t now);
+void gna_sampling_learned(struct gna_sampling *sampling, const struct gna_readings *readings, uint64_t price_ns);
+
 /* --- overlap.c: how far streams run beside each other; all but the first three under the lock of prices.c -------- */
 #define GNA_LOOK 48 /* most launches that are looked at in a row */
 uint64_t gna_overlap_part(int record, uint64_t device_ns); /* what a launch of that length pays for */
@@ -180,6 +208,7 @@ void gna_share_done(struct gna_turn *turn, CUresult result);
 /* A launch turned out to have taken more device time than it paid for, or less. */
 void gna_share_settle(int record, int64_t device_ns);
 void gna_shares_forget(void);
+uint32_t gna_share_rivals(int record); /* other processes at work on the GPU at a time, in 1/256 */
 /* Captures of this process that are going on: one began, or ended, if that is what the driver answered. */
 extern _Atomic int gna_captures;
 void gna_capture_begun(CUresult result);

@@ -73,7 +73,8 @@ struct gna_limit {
     uint32_t priority;       /*  72  reserved */
     uint32_t sampling;       /*  76  reserved */
     uint32_t flags;          /*  80  GNA_FLAG_* */
-    uint8_t reserved[24];    /*  84 */
+    uint32_t rivals;         /*  84  other processes at work on this GPU at a time, on average, in 1/256, and 1; 0: not known */
+    uint8_t reserved[20];    /*  88 */
     uint32_t crc;            /* 108  CRC-32 (that of zlib) of bytes 0 to 107 */
 };
 

@@ -1,32 +1,24 @@
-/* What functions and graphs cost in device time. Some of their launches get an event before and behind them; the low
- * quantile of what was read is the price, since between the two the GPU may have worked for others, too. Nothing here
- * waits for the GPU, and while anything is captured no event is touched, unless that goes on for long. */
+/* What functions and graphs cost in device time. Some of their launches get an event before and behind them, and what is
+ * read says the price. Nothing here waits for the GPU, and while anything is captured no event is touched, unless that
+ * goes on for long. */
 #include "caps.h"
 
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #define PLACES 4096u
-#define READINGS 16u
 #define SAMPLES 64u
 #define UNKNOWN_NS 100000u
-#define FIRST 3u          /* launches that are measured at once */
-#define OFTEN 8u
-#define SELDOM 64u
-#define APART_NS 1000000u /* of a function's device time between two measurements: they cost some microseconds */
-#define MOST_APART 1024u
-#define POLL 16u          /* launches between two looks at what is finished */
+#define POLL 16u /* launches between two looks at what is finished */
 
 struct gna_price {
     _Atomic(const void *) key;
     _Atomic uint64_t ns;
-    _Atomic uint32_t launches, due; /* the next one that is measured */
-    _Atomic uint32_t blind;         /* launched at a guess, and not settled yet */
-    _Atomic uint32_t count;         /* readings ever; written under the lock alone */
-    _Atomic uint64_t barred_ns;     /* since when captures keep it from being measured; 0: they do not */
-    uint32_t every, generation;
-    uint64_t reading[READINGS];
+    _Atomic uint32_t blind;     /* launched at a guess, and not settled yet */
+    _Atomic bool known;         /* there are readings; written under the lock alone */
+    _Atomic uint64_t barred_ns; /* since when captures keep it from being measured; 0: they do not */
+    uint32_t generation;
+    struct gna_sampling sampling;
+    struct gna_readings readings;
 };
 
 enum { FREE, BEGUN, PENDING };
@@ -39,6 +31,7 @@ struct gna_sample {
     bool due, failed; /* measured for its price; nothing is read from it */
     uint32_t look;    /* at overlaps; 0: none */
     uint64_t paid_ns;
+    uint32_t launches; /* for which it stands */
 };
 
 static struct ring {
@@ -52,7 +45,7 @@ static struct ring {
 
 static struct gna_mutex lock;
 static struct gna_price prices[PLACES];
-static struct gna_price any = {.ns = UNKNOWN_NS, .every = OFTEN}; /* for what the table has no room for */
+static struct gna_price any = {.ns = UNKNOWN_NS, .sampling = {.every = 1}}; /* for what the table has no room for */
 static unsigned taken;
 static _Atomic unsigned pending, polls;
 
@@ -83,7 +76,7 @@ static struct gna_price *insert(const void *key) {
         taken++;
         found = &prices[place];
         atomic_store(&found->ns, UNKNOWN_NS);
-        found->every = OFTEN;
+        gna_sampling_reset(&found->sampling);
         atomic_store_explicit(&found->key, key, memory_order_release);
     }
     gna_leave(&lock);
@@ -101,11 +94,10 @@ uint64_t gna_price_ns(struct gna_price *price) {
 
 /* The lock is held. */
 static void reset(struct gna_price *price) {
-    atomic_store(&price->count, 0);
+    atomic_store(&price->known, false);
     price->generation++;
-    price->every = OFTEN;
-    atomic_store(&price->launches, 0);
-    atomic_store(&price->due, 0);
+    price->readings = (struct gna_readings){.count = 0};
+    gna_sampling_reset(&price->sampling);
     atomic_store(&price->blind, 0);
 }
 
@@ -145,31 +137,11 @@ void gna_prices_forget(void) {
     gna_leave(&lock);
 }
 
-static int in_order(const void *one, const void *other) {
-    uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
-    return a < b ? -1 : a > b;
-}
-
-/* The lock is held. */
-static void learn(struct gna_price *price, uint64_t nanoseconds) {
-    uint64_t ordered[READINGS];
-    unsigned count = atomic_fetch_add(&price->count, 1);
-    price->reading[count % READINGS] = nanoseconds;
-    count = count + 1 < READINGS ? count + 1 : READINGS;
-    memcpy(ordered, price->reading, count * sizeof(*ordered));
-    qsort(ordered, count, sizeof(*ordered), in_order);
-    uint64_t low = ordered[count / 4], high = ordered[count * 3 / 4];
-    atomic_store_explicit(&price->ns, low, memory_order_relaxed);
-    if (count == READINGS && (high - low) * 10 < low) {
-        price->every = price->every * 2 > SELDOM ? SELDOM : price->every * 2;
-    } else {
-        price->every = OFTEN;
-    }
-}
-
 /* The lock is held. */
 static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
     struct gna_price *price = sample->price;
+    struct gna_readings *readings = &price->readings;
+    uint32_t rivals = gna_share_rivals(sample->record);
     int64_t owed = (int64_t)(gna_overlap_part(sample->record, nanoseconds) - sample->paid_ns);
     if (sample->failed || !sample->due) {
         return;
@@ -178,11 +150,15 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
         gna_share_settle(sample->record, owed); /* of a graph that was changed since */
         return;
     }
-    bool is_first = atomic_load(&price->count) == 0;
-    learn(price, nanoseconds);
-    if (is_first) {
+    uint64_t ns = gna_reading_add(readings, nanoseconds, rivals);
+    atomic_store_explicit(&price->ns, ns, memory_order_relaxed);
+    gna_sampling_learned(&price->sampling, readings, ns);
+    if (!atomic_exchange(&price->known, true)) {
         uint32_t blind = atomic_exchange(&price->blind, 0);
         gna_share_settle(sample->record, owed * (int64_t)blind);
+    } else if (readings->differs) {
+        uint64_t own = gna_overlap_part(sample->record, gna_reading_own(readings, nanoseconds, rivals));
+        gna_share_settle(sample->record, gna_reading_owed(own, sample->paid_ns, sample->launches));
     }
 }
 
@@ -260,8 +236,13 @@ void gna_measure_read(void) {
     gna_leave(&lock);
 }
 
+/* What is recorded before a launch, without the lock: a stream that is full makes its caller wait. */
+struct marks {
+    CUevent base, begin; /* base: NULL, if it is recorded already */
+};
+
 /* The lock is held. */
-static struct gna_sample *begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn, bool due, bool looks) {
+static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *turn, bool due, bool looks, struct marks *marks) {
     struct ring *ring = ring_of_current(true);
     if (ring == NULL) {
         return NULL;
@@ -284,9 +265,9 @@ static struct gna_sample *begin(struct gna_price *price, CUstream stream, const 
     if (!due && look == 0) {
         return NULL;
     }
-    bool is_based = look == 0 || look == ring->based || REAL(cuEventRecord)(ring->base, stream) == CUDA_SUCCESS;
+    *marks = (struct marks){.base = look == 0 || look == ring->based ? NULL : ring->base, .begin = sample->begin};
     ring->based = look == 0 ? ring->based : look;
-    sample->failed = REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS || !is_based;
+    sample->failed = false;
     sample->price = price;
     sample->generation = price->generation;
     sample->record = turn->record;
@@ -299,18 +280,16 @@ static struct gna_sample *begin(struct gna_price *price, CUstream stream, const 
     return sample;
 }
 
-static uint32_t apart(const struct gna_price *price) {
-    uint64_t least = APART_NS / (atomic_load_explicit(&price->ns, memory_order_relaxed) + 1);
-    least = least > MOST_APART ? MOST_APART : least;
-    return price->every > least ? price->every : (uint32_t)least;
-}
-
 struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn) {
-    uint32_t number = atomic_fetch_add_explicit(&price->launches, 1, memory_order_relaxed);
-    if (__builtin_expect(atomic_load_explicit(&price->count, memory_order_relaxed) == 0, 0)) {
+    struct gna_sampling *sampling = &price->sampling;
+    uint32_t number = atomic_fetch_add_explicit(&sampling->launches, 1, memory_order_relaxed);
+    if (__builtin_expect(!atomic_load_explicit(&price->known, memory_order_relaxed), 0)) {
         atomic_fetch_add(&price->blind, 1);
     }
-    bool is_due = (int32_t)(number - atomic_load_explicit(&price->due, memory_order_relaxed)) >= 0;
+    if (__builtin_expect(turn->at_ns >= atomic_load_explicit(&sampling->late_ns, memory_order_relaxed), 0)) {
+        gna_sampling_late(sampling, number, turn->at_ns);
+    }
+    bool is_due = (int32_t)(number - atomic_load_explicit(&sampling->due, memory_order_relaxed)) >= 0;
     bool looks = gna_overlap_wants(turn->record, stream, turn->at_ns, turn->paid_ns);
     if (__builtin_expect(!(is_due || looks) || gna_capture_bars(&price->barred_ns, is_due, turn->at_ns), 1)) {
         if (atomic_load_explicit(&pending, memory_order_relaxed) > 0 &&
@@ -321,27 +300,40 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     }
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     struct gna_sample *sample = NULL;
+    struct marks marks;
+    bool is_relaxed = REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS;
     gna_enter(&lock);
-    if (REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
-        sample = begin(price, stream, turn, is_due, looks);
+    if (is_relaxed) {
+        sample = begin(price, turn, is_due, looks, &marks);
         if (sample != NULL && atomic_load(&gna_captures) == 0) {
             atomic_store_explicit(&price->barred_ns, 0, memory_order_relaxed);
         }
-        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     }
     if (is_due) {
-        atomic_store_explicit(&price->due, number + (number + 1 < FIRST ? 1 : apart(price)), memory_order_relaxed);
+        if (sample != NULL) {
+            sample->launches = gna_sampling_took(sampling, number);
+        }
+        gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
     }
     gna_leave(&lock);
+    if (sample != NULL) { /* this thread's alone until gna_measure_end */
+        bool is_based = marks.base == NULL || REAL(cuEventRecord)(marks.base, stream) == CUDA_SUCCESS;
+        sample->failed = REAL(cuEventRecord)(marks.begin, stream) != CUDA_SUCCESS || !is_based;
+    }
+    if (is_relaxed) {
+        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    }
     return sample;
 }
 
 void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) {
     gna_enter(&lock);
-    if (sample->state == BEGUN) {
-        if (REAL(cuEventRecord)(sample->end, stream) != CUDA_SUCCESS || !launched) {
-            sample->failed = true; /* nothing is read from it */
-        }
+    CUevent end = sample->state == BEGUN ? sample->end : NULL;
+    gna_leave(&lock);
+    bool is_recorded = end != NULL && REAL(cuEventRecord)(end, stream) == CUDA_SUCCESS;
+    gna_enter(&lock);
+    if (sample->state == BEGUN && sample->end == end) { /* its context is not gone meanwhile */
+        sample->failed = sample->failed || !is_recorded || !launched; /* nothing is read from it */
         sample->state = PENDING;
     }
     gna_leave(&lock);

@@ -7,6 +7,7 @@
 #define WHOLE 1u /* all of the GPU: launches are seen, and never wait */
 #define PAUSED UINT64_MAX
 #define ONE 65536u
+#define UNKNOWN_RIVALS 256u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
 #define LONGEST_BAR_NS UINT64_C(3000000000)    /* for which captures keep a function from being measured */
@@ -20,6 +21,7 @@ static struct share {
     _Atomic uint64_t looked;     /* that of the last look */
     _Atomic uint64_t cost;   /* of the share's time for one of the device's, in 1/65536; NONE; WHOLE; PAUSED */
     _Atomic uint64_t burst;  /* ns of the share's time */
+    _Atomic uint32_t rivals; /* other processes at work on the GPU at a time, in 1/256 */
 } shares[GNA_MAX_DEVICES];
 
 void gna_capture_begun(CUresult result) {
@@ -53,6 +55,10 @@ void gna_shares_forget(void) {
     gna_prices_forget();
 }
 
+uint32_t gna_share_rivals(int record) {
+    return atomic_load_explicit(&shares[record].rivals, memory_order_relaxed);
+}
+
 static uint64_t cost_of(const struct gna_limit *limit) {
     if (!(limit->flags & GNA_FLAG_COMPUTE)) {
         return NONE;
@@ -81,6 +87,7 @@ static void refresh(struct share *share, unsigned record) {
         uint64_t burst = (limit.burst_us == 0 ? GNA_BURST_US : limit.burst_us) * UINT64_C(1000);
         atomic_store_explicit(&share->burst, cost == PAUSED || cost <= WHOLE ? 0 : times(burst, cost), memory_order_relaxed);
         atomic_store_explicit(&share->cost, cost, memory_order_relaxed);
+        atomic_store_explicit(&share->rivals, limit.rivals == 0 ? UNKNOWN_RIVALS : limit.rivals - 1, memory_order_relaxed);
         atomic_store_explicit(&share->looked, generation, memory_order_relaxed);
         /* A copy that is half written may have its generation already: it will not be another one when the copy is whole. */
         bool is_whole = limit.generation == gna_limit_newest(record);

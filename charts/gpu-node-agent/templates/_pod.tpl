@@ -11,7 +11,7 @@ affinity:
   {{- toYaml .Values.affinity | nindent 2 }}
 {{- end }}
 tolerations:
-  # Our own: an agent that was killed in mid-switch has left it, and the next one takes it away.
+  # The agent's own: an agent that was killed during a switch has left it, and the next one removes it.
   - {key: gpu-node-agent.io/switching, operator: Exists, effect: NoSchedule}
   {{- with .Values.tolerations }}
   {{- toYaml . | nindent 2 }}
@@ -60,7 +60,7 @@ seccompProfile:
     fieldRef:
       fieldPath: spec.nodeName
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
-# For NVIDIA's container runtime: all GPUs, and of the driver what NVML needs.
+# For NVIDIA's container runtime: all GPUs, and the driver's files for NVML.
 - name: NVIDIA_VISIBLE_DEVICES
   value: all
 - name: NVIDIA_DRIVER_CAPABILITIES
@@ -98,7 +98,7 @@ seccompProfile:
   mountPath: /etc/cdi
   readOnly: true
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
-# All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others pass it by.
+# All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others ignore it.
 - name: all-gpus
   mountPath: /var/run/nvidia-container-devices/all
   readOnly: true

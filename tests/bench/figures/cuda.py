@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from agent.isolation import layout
 from agent.isolation.clib import toolchain
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from tests.bench.conditions import BUILD, Conditions, short_folder
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.caps.container import Container, make

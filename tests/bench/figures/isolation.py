@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio.to_thread
 
 from agent.isolation import layout
-from agent.isolation.folders import LIMITS, LimitFolders, key_of
+from agent.isolation.folders import LIMITS, About, LimitFolders, key_of
 from agent.isolation.library import ELF
-from agent.isolation.limits import Policy, Request
+from agent.isolation.limits import Policy
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import Resizer
 from agent.isolation.room import Isolation
@@ -99,9 +99,9 @@ async def _started(root: Path) -> Isolation:
     return isolation
 
 
-def _request(number: int) -> Request:
+def _request(number: int) -> About:
     ids = (f"{GPU}::m{2 * number}", f"{GPU}::m{2 * number + 1}")
-    return Request(f"uid-{number}", "bench", f"pod-{number}", "main", GPU, ids, 2 * VGPU.block_bytes, 10)
+    return About(f"uid-{number}", "bench", f"pod-{number}", "main", GPU, ids, 2 * VGPU.block_bytes, 10)
 
 
 def _cap(file: Path) -> int:

@@ -16,7 +16,7 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Assignment
 from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
-from agent.mps.compute_mode import NoComputeModes
+from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
@@ -60,7 +60,7 @@ async def daemon_start(_: Conditions) -> Mapping[str, Taken]:
     adoptions: list[float] = []
     for _number in range(STARTS):
         for taken in (starts, adoptions):
-            manager = DaemonManager(run, lambda: program, NoComputeModes(), _silent, options)
+            manager = DaemonManager(run, lambda: program, ComputeModes(), _silent, options)
             async with anyio.create_task_group() as group:
                 group.start_soon(manager.run, Cell(Assignment()))
                 began = time.perf_counter()

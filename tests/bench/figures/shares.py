@@ -34,6 +34,14 @@ ROWS: Mapping[str, Row] = {
     "8 streams, then one, in turn, 40 next to 60": Row(
         (Load(40, "turning", 1, 8), Load(60, "train")), 33, 10
     ),
+    "1 us and 5 ms in turn, 20": Row((Load(20, "mixed"),), 13),
+    "the same, 20 next to 80": Row((Load(20, "mixed"), Load(80, "train")), 13),
+    "the same, 2 processes, 40": Row((Load(40, "mixed", 2),), 13),
+    "2 us, 0.2 ms and 6 ms at random, 30 alone": Row((Load(30, "varied"),), 13),
+    "three lengths at random, 30 next to 70": Row((Load(30, "varied"), Load(70, "train")), 13),
+    "a second of 20 us, a second of 4 ms, 20 next to 80": Row(
+        (Load(20, "changing"), Load(80, "train")), 33, 10
+    ),
 }
 """Loads with their shares in percent -> how they run. Windows are 10 s where kernels are above 20 ms, and
 where the demand comes and goes by itself."""
@@ -50,6 +58,11 @@ HELD_OUT: Mapping[str, Row] = {
     "inference mix, 3 processes, 60": Row((Load(60, "infer", 3),), 13),
     "graphs of 6 ms, 15 next to 85": Row((Load(15, "decode"), Load(85, "decode")), 23),
     "long kernels beside short ones in 4 streams, 45": Row((Load(45, "beside", 1, 4),), 13),
+    "0.2 ms where every eighth launch would be measured, else 2 ms, 20": Row((Load(20, "hiding"),), 13),
+    "1 us and 1.5 ms in turn, 20 next to 80": Row((Load(20, "within"), Load(80, "train")), 13),
+    "kernels of 10 us to 4 ms, 25, 25 and graphs 50": Row(
+        (Load(25, "wide"),) * 2 + (Load(50, "decode"),), 13
+    ),
     "inference 20, graphs 30, short kernels 50": Row(
         (Load(20, "infer"), Load(30, "decode"), Load(50, "brief")), 13
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.isolation.clib.build import NAME, cached
+from agent.isolation.clib.build_library import NAME, cached
 from agent.isolation.compute import Compute, ComputeRequest
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.limits import ContainerLimits, Policy

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agent.isolation.clib import build as clib
+from agent.isolation.clib import build_library as clib
 from agent.isolation.clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian, emulation
 from tests.cluster.build.cache import Report

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib import build, headers
+from agent.isolation.clib import build_library, headers
 from agent.isolation.clib.rules import SOURCES
 from tests.cluster.build import debian
 
@@ -51,7 +51,7 @@ class Sanitized:
         folder.mkdir(parents=True)
         for path in (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source):
             shutil.copy(path, folder)
-        build.generate(folder)
+        build_library.generate(folder)
         for path in folder.glob("*.c"):
             # gcc knows no such attribute, and jumps by itself where it can.
             path.write_text(path.read_text().replace("__attribute__((musttail)) return", "return"))
@@ -70,7 +70,12 @@ class Sanitized:
         return made
 
     def _compile(self, sources: Sequence[str]) -> None:
-        flags = (*_FLAGS, *SANITIZERS[self.sanitizer], "-I.", f"-isystem{headers.include(build.HEADERS)}")
+        flags = (
+            *_FLAGS,
+            *SANITIZERS[self.sanitizer],
+            "-I.",
+            f"-isystem{headers.include(build_library.HEADERS)}",
+        )
         self._gcc(*flags, "-c", *sources)
         self._gcc(
             *flags,

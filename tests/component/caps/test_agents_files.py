@@ -7,8 +7,8 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.isolation.folders import LimitFolders, key_of
-from agent.isolation.limits import Policy, Request
+from agent.isolation.folders import About, LimitFolders, key_of
+from agent.isolation.limits import Policy
 from agent.isolation.resize import replace_about
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
@@ -54,7 +54,7 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     agent = room(tmp_path, library)
     await agent.start()
     assert agent.problem is None
-    admission = await agent.admit(Request("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
     container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
     start = partial(programs, container, "init()")
     program = await anyio.to_thread.run_sync(start)

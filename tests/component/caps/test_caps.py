@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.isolation import layout
-from agent.isolation.clib.build import cached
+from agent.isolation.clib.build_library import cached
 from agent.isolation.loaded import process_of
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, make

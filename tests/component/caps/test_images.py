@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from agent.isolation.clib.build import HEADERS, NAME
+from agent.isolation.clib.build_library import HEADERS, NAME
 from agent.isolation.clib.headers import include
 from tests.cluster.build import cache, debian
 from tests.component.caps.conftest import MakeContainer

@@ -11,7 +11,7 @@ from tests.cluster.rig import REPOSITORY
 PROGRAM = """
     import sys
     import anyio
-    from agent.cleanup.errors import CleanupFailed
+    from agent.cleanup.request import CleanupFailed
     from agent.cli.cleanup import unless_interrupted
 
     async def clean() -> int:

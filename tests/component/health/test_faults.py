@@ -8,7 +8,7 @@ import pytest
 
 from agent.model.health import HealthState
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
 from tests.component.health.bench import FACE, watching
 
 pytestmark = pytest.mark.usefixtures("face")

@@ -17,7 +17,7 @@ import pytest
 from agent.model.demand import VGPU
 from agent.mps import processes
 from agent.mps.directories import Directories
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
 from agent.simulator import events
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status import client

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
+from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
@@ -32,7 +33,7 @@ OPTIONS = Options(
 
 
 @dataclass
-class Modes:
+class Modes(ComputeModes):
     """Compute modes in memory. `broken` makes changes fail, `away` all; `lost` are GPUs without an answer."""
 
     modes: dict[str, ComputeMode] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.nvml.binding import Binding
-from agent.nvml.errors import NvmlError
+from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

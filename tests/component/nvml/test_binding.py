@@ -6,7 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from agent.nvml.errors import NvmlCode, NvmlDriverMismatch, NvmlError
+from agent.nvml.nvml_errors import NvmlCode, NvmlDriverMismatch, NvmlError
 from agent.nvml.port import EventKind, LinkPeer, NvmlEvent
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.state import ProcessKind

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlGpuLost
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost
 from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleRequest
 from agent.nvml.sampling import mean_use
 from agent.simulator.machine import SimulatedMachine

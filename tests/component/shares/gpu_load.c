@@ -99,6 +99,45 @@ static double jobs(int *which) {
     return uniform(.5e-3, 8e-3);
 }
 
+/* One function, and launches that are not alike. */
+static double mixed(int *which) {
+    static int turn;
+    *which = 0;
+    return turn++ % 2 == 0 ? 1e-6 : 5e-3;
+}
+
+/* The long ones are within what a neighbour's time slice explains. */
+static double within(int *which) {
+    static int turn;
+    *which = 0;
+    return turn++ % 2 == 0 ? 1e-6 : 1.5e-3;
+}
+
+static double varied(int *which) {
+    *which = 0;
+    double place = uniform(0, 1);
+    return place < .5 ? 2e-6 : place < .8 ? .2e-3 : 6e-3;
+}
+
+/* Short are those alone that would be measured if every eighth were. */
+static double hiding(int *which) {
+    static unsigned number;
+    unsigned now = number++;
+    *which = 0;
+    return now < 3 || now % 8 == 2 ? .2e-3 : 2e-3;
+}
+
+static double wide(int *which) {
+    *which = 0;
+    return .2e-3 * exp(1.5 * normal());
+}
+
+static double changing(int *which) {
+    uint64_t (*now)(void) = (uint64_t (*)(void))entry("gna_sim_now");
+    *which = 0;
+    return now() / 1000000000 % 2 == 0 ? 20e-6 : 4e-3;
+}
+
 static const struct load {
     const char *name;
     double (*length)(int *which); /* seconds, and of which function; NULL: graphs */
@@ -117,6 +156,9 @@ static const struct load {
     {.name = "bursty", .length = requests, .depth = 8, .burst = 40, .pause = .15},
     {.name = "even", .length = even, .depth = 64},
     {.name = "turning", .length = even, .depth = 64, .turn = 1.5},
+    {.name = "mixed", .length = mixed, .depth = 8},
+    {.name = "varied", .length = varied, .depth = 16},
+    {.name = "changing", .length = changing, .depth = 8},
     /* Those that nothing was tuned by: */
     {.name = "brief", .length = brief, .depth = 32},
     {.name = "infer", .length = infer, .depth = 48},
@@ -126,6 +168,9 @@ static const struct load {
     {.name = "jobs", .length = jobs, .depth = 8, .burst = 15, .pause = .05},
     {.name = "copying", .length = even, .depth = 16, .copied = 450000000},
     {.name = "decode", .graph = 6e-3, .depth = 2},
+    {.name = "hiding", .length = hiding, .depth = 8},
+    {.name = "within", .length = within, .depth = 8},
+    {.name = "wide", .length = wide, .depth = 16},
     {.name = "prefill", .graph = 40e-3, .depth = 2},
 };
 

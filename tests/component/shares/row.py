@@ -9,15 +9,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from statistics import mean
+from typing import Any, Final
 
 from agent.isolation import layout
 from agent.isolation.clib import toolchain
-from agent.isolation.clib.build import cached
-from agent.isolation.correction import Observed, corrected
+from agent.isolation.clib.build_library import cached
+from agent.isolation.correction import Observed, corrected, rivals
 from tests.component.caps.container import make
 from tests.cuda_double.build import build
 from tests.cuda_double.layout_time import WINDOW_NS, ClockMode
@@ -28,6 +33,7 @@ CLOCK: Final = ROOT / "tests" / "cuda_double" / "clock" / "device_clock.c"
 SECOND: Final = 1_000_000_000
 WARM: Final = 3
 """Seconds in which functions are learned, and that no figure counts."""
+LOAD_FAILED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,12 @@ def result(row: Row, folder: Path) -> Result:
         [sys.executable, "-m", __spec__.name, str(folder), json.dumps(asdict(row))],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        check=True,
+        capture_output=True,
+        check=False,
         timeout=120,
     )
+    sys.stderr.write(done.stderr.decode())
+    done.check_returncode()
     return Result(**json.loads(done.stdout))
 
 
@@ -98,6 +106,10 @@ class _Conductor:
 
     def __init__(self, row: Row, folder: Path) -> None:
         self.row = row
+        self.factors = [1.0] * len(row.loads)
+        self.waited = [0] * len(row.loads)
+        self.written: dict[int, dict[str, Any]] = {}
+        self.corrects = False
         self.driver = build(ROOT / "build")
         tasks = 1 + sum(load.processes for load in row.loads)
         self.machine = CudaMachine.create(folder / "state", clock=ClockMode.VIRTUAL, tasks=tasks)
@@ -133,20 +145,25 @@ class _Conductor:
                     stack.callback(process.kill)
                     started.append(process)
                 self.processes.append(started)
+            over = threading.Event()
+            threading.Thread(target=self._watch, args=(over,), daemon=True).start()
+            stack.callback(over.set)  # before they are killed
             found = self._run()
             launches = [sum(self.machine.launches(each.pid) for each in own) for own in self.processes]
             self.result = Result(found, launches)
 
-    def _limit(self, number: int, factor: float) -> None:
+    def _limit(self, number: int, factor: float, others: float | None = None) -> None:
         container, cap = self.containers[number], self.row.loads[number].cap
-        if cap >= 100:
+        wanted: dict[str, Any] = {"share": cap * 100, "correction": factor, "rivals": others}
+        if cap >= 100 or wanted == self.written.get(number):
             return
         descriptor = os.open(container.limits, os.O_RDWR)
         try:
             now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
-            layout.write_limits(descriptor, 0, replace(now, compute=True, share=cap * 100, correction=factor))
+            layout.write_limits(descriptor, 0, replace(now, compute=True, **wanted))
         finally:
             os.close(descriptor)
+        self.written[number] = wanted
 
     def _wait(self, until: int) -> None:
         self.double.gna_sim_wait(None, ctypes.c_uint32(0), ctypes.c_uint64(until))
@@ -154,14 +171,39 @@ class _Conductor:
     def _busy(self) -> list[int]:
         return [sum(self.machine.busy_ns(each.pid) for each in own) for own in self.processes]
 
+    def _watch(self, over: threading.Event) -> None:
+        """A load that fails would count as a share of 0, or be waited for without end."""
+        while not over.wait(0.05):
+            for load, own in zip(self.row.loads, self.processes, strict=False):
+                failed = [each.returncode for each in own if each.poll() not in (None, 0)]
+                if failed:
+                    print(f"{load} failed with {failed}", file=sys.stderr, flush=True)
+                    for each in chain.from_iterable(self.processes):
+                        each.kill()
+                    os._exit(LOAD_FAILED)
+
+    def _correct(self, samples: Sequence[Sequence[float]], busy: AbstractSet[int]) -> None:
+        """The agent's part, once a second; `busy` are the processes that worked in it."""
+        used = [mean(each) if each else 0.0 for each in samples]
+        for number, load in enumerate(self.row.loads):
+            head = self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
+            waited = layout.read_usage(head)[0].waited_ns
+            observed = Observed(load.cap, tuple(samples[number]), waited > self.waited[number])
+            self.waited[number] = waited
+            if self.corrects:
+                self.factors[number] = corrected(self.factors[number], observed)
+            working = sum(each.pid in busy for each in self.processes[number])
+            others = rivals(used[number], working, sum(used), len(busy))
+            self._limit(number, self.factors[number], others)
+        self.corrects = True  # the first second is that in which functions are learned
+
     def _run(self) -> list[list[float]]:
         self._wait(0)
-        factors = [1.0] * len(self.row.loads)
-        samples: list[list[float]] = [[] for _ in factors]
-        waits = [0] * len(factors)
-        found: list[list[float]] = [[] for _ in factors]
+        samples: list[list[float]] = [[] for _ in self.row.loads]
+        found: list[list[float]] = [[] for _ in self.row.loads]
         mark = self._busy()
         sampled, second = 0, 0
+        working: set[int] = set()
         while second < self.row.seconds:
             sampled += 1
             self._wait(min(sampled * WINDOW_NS + 20_000_000, (second + 1) * SECOND))
@@ -170,20 +212,14 @@ class _Conductor:
                 percents = self.machine.utilization()
                 for number, own in enumerate(self.processes):
                     samples[number].append(sum(percents.get(each.pid, 0) for each in own))
+                working.update(pid for pid, percent in percents.items() if percent)
                 continue
             sampled -= 1
             second += 1
-            for number, load in enumerate(self.row.loads):
-                usage = layout.read_usage(
-                    self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
-                )[0]
-                observed = Observed(load.cap, tuple(samples[number]), usage.waited_ns > waits[number])
-                waits[number] = usage.waited_ns
-                samples[number].clear()
-                factor = corrected(factors[number], observed)
-                if factor != factors[number]:
-                    factors[number] = factor
-                    self._limit(number, factor)
+            self._correct(samples, working)
+            for each in samples:
+                each.clear()
+            working.clear()
             if second >= WARM and (second - WARM) % self.row.window == 0:
                 busy = self._busy()
                 if second > WARM:
@@ -191,7 +227,7 @@ class _Conductor:
                         found[number].append((busy[number] - before) * 100 / SECOND / self.row.window)
                 mark = busy
         if os.environ.get("GNA_TRACE"):
-            print(factors, file=sys.stderr)
+            print(self.factors, file=sys.stderr)
         return found
 
 

@@ -1,11 +1,12 @@
 """Shares of containers side by side on the simulated GPU: what is asserted is in its own time, and exact."""
 
+import subprocess
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from tests.component.shares.row import Load, Row, result, shares
+from tests.component.shares.row import LOAD_FAILED, Load, Row, result, shares
 
 
 @pytest.mark.parametrize(
@@ -17,12 +18,38 @@ from tests.component.shares.row import Load, Row, result, shares
         (Row((Load(30, "even", streams=8), Load(70, "train")), 13), 2),
         (Row((Load(40, "graph"),), 13), 3),
         (Row((Load(30, "long"),), 33, 10), 3),
+        (Row((Load(20, "mixed"),), 10), 2),
+        (Row((Load(20, "mixed"), Load(80, "train")), 10), 2),
+        (Row((Load(40, "mixed", processes=2),), 23, 10), 3),
+        (Row((Load(30, "varied"), Load(70, "train")), 13), 3),
+        (Row((Load(20, "changing"), Load(80, "train")), 23, 10), 3),
+        (Row((Load(20, "hiding"),), 10), 2),
     ],
-    ids=["30 next to 70", "processes", "streams", "streams next to 70", "graphs", "long kernels"],
+    ids=[
+        "30 next to 70",
+        "processes",
+        "streams",
+        "streams next to 70",
+        "graphs",
+        "long kernels",
+        "1 us and 5 ms in turn",
+        "the same next to 80",
+        "the same in 2 processes",
+        "three lengths at random next to 70",
+        "a second of short and one of long next to 80",
+        "short where every eighth would be measured",
+    ],
 )
 def test_a_container_gets_what_it_asked_for(row: Row, points: float, tmp_path: Path) -> None:
     for load, windows in zip(row.loads, shares(row, tmp_path / "row"), strict=True):
         assert mean(abs(each - load.cap) for each in windows) < points, windows
+
+
+def test_a_load_that_ends_early_is_no_share_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        shares(Row((Load(20, "no such load"),), 5), tmp_path / "row")
+    assert failed.value.returncode == LOAD_FAILED
+    assert b"failed with [2]" in failed.value.stderr
 
 
 def test_streams_that_overlap_pay_for_their_union(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent.cdi.errors import HookNotInstalled
-from agent.cdi.hook import install
+from agent.cdi.hook import HookNotInstalled, install
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 from agent.cdi import keeper
-from agent.cdi.errors import GenerationFailed
 from agent.cdi.keeper import SpecificationKeeper
 from agent.cdi.specification import FILE, Devices, Specification, parse
+from agent.cdi.toolkit import GenerationFailed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.cdi.errors import BadSpecification
-from agent.cdi.specification import KIND, Specification, parse
+from agent.cdi.specification import KIND, BadSpecification, Specification, parse
 
 
 def text(*names: str, **changes: Any) -> bytes:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agent.cdi import toolkit
-from agent.cdi.errors import BadSpecification, GenerationFailed
-from agent.cdi.nvidia_programs import present
-from agent.cdi.toolkit import Places, Toolkit
+from agent.cdi.hook import present
+from agent.cdi.specification import BadSpecification
+from agent.cdi.toolkit import GenerationFailed, Places, Toolkit
 from tests.unit.cdi.test_specification import text
 
 # Notes down how it is called; a transform hands on what it reads, to the file that is named last.

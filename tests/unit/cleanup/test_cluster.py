@@ -5,8 +5,7 @@ import pytest
 
 from agent.cleanup import cluster as room
 from agent.cleanup.cluster import MARGIN_SECONDS, ClusterCleanup, Release
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
-from agent.cleanup.request import State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, State
 from tests.unit.cleanup.cluster_api import NOW, RELEASE, Cluster, holder
 
 

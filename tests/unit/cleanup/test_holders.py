@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from agent.cleanup import this_node
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
+from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import KubeApi
 from agent.cluster.pods import Pod, PodCache
 from agent.cluster.reflector import Metadata
@@ -89,5 +89,5 @@ async def test_entries_of_pods_that_have_ended_hold_nothing(settings: Settings, 
 
 
 async def test_without_the_api_server_s_word_nobody_can_tell(settings: Settings, kubelet: Kubelet) -> None:
-    with pytest.raises(CleanupFailed, match=r"the API server does not tell.*\(gone away\)"):
+    with pytest.raises(CleanupFailed, match=r"the API server does not list.*\(gone away\)"):
         await this_node.refuse_holders(settings, cache(problem="gone away"))

@@ -13,12 +13,13 @@ import pytest
 
 from agent.cleanup import on_request, standby
 from agent.cleanup import this_node as node_files
-from agent.cleanup.errors import CleanupFailed, CleanupRefused
 from agent.cleanup.on_request import Requests
 from agent.cleanup.request import (
     LONGEST_SECONDS,
     NOTHING,
     REPORT,
+    CleanupFailed,
+    CleanupRefused,
     Report,
     Request,
     State,

@@ -12,9 +12,9 @@ import pytest
 
 from agent.isolation import compute as room
 from agent.isolation import layout
-from agent.isolation.compute import Compute, ComputeRequest, release
+from agent.isolation.compute import Compute, ComputeRequest, Work, release
 from agent.isolation.compute_request import compute_request_of
-from agent.isolation.correction import LEAST, MOST, Observed, corrected
+from agent.isolation.correction import LEAST, MOST, Observed, corrected, rivals
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.publishing import Publisher
@@ -69,13 +69,16 @@ class Site:
             file.seek(at)
             file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
 
-    def turn(self, seconds: float = 1.0, **percents: float) -> bool:
-        """A turn later."""
+    def turn(self, seconds: float = 1.0, **percents: float | Work) -> bool:
+        """A turn later; what was measured of a container is one process's unless it says otherwise."""
         self.now += seconds
         containers = {
             key_of(each.ids): ContainerLimits(each, each.memory_bytes) for each in self.held.values()
         }
-        measured = {("default", pod, "main", GPU): value for pod, value in percents.items()}
+        measured = {
+            ("default", pod, "main", GPU): value if isinstance(value, Work) else Work(value)
+            for pod, value in percents.items()
+        }
         return self.compute.turn(containers, measured)
 
     def limits(self, pod: str) -> layout.Limits:
@@ -167,9 +170,9 @@ def test_the_factor_follows_the_measurement_and_freezes_when_idle(site: Site) ->
     site.add("a", 40)
     site.turn(a=20)
     site.turn(2.0)
-    for _ in range(3):
+    for _ in range(5):
         site.launch("a", waited_ns=1000)
-        site.turn(a=20)
+        site.turn(0.9, a=20)
     factor = site.limits("a").correction
     assert factor > 1.5
     site.turn(a=0)  # it waited for nothing: it had nothing to do
@@ -211,6 +214,61 @@ def test_the_factor_stays_within_bounds() -> None:
     assert corrected(MOST, Observed(40, (0.0,), throttled=True)) == MOST
     assert corrected(LEAST, Observed(40, (100.0,), throttled=True)) == LEAST
     assert corrected(1.5, Observed(40, (), throttled=True)) == 1.5
+
+
+def test_the_factor_stays_where_a_share_is_right_on_average() -> None:
+    """Long kernels have nothing of it in one second and twice of it in the next."""
+    factor = 1.0
+    for share in (0, 19.0) * 20:
+        factor = corrected(factor, Observed(10, (share,), throttled=True))
+    assert factor == pytest.approx(1, abs=0.05)
+
+
+def test_a_second_in_which_it_began_to_work_says_nothing(site: Site) -> None:
+    site.add("a", 20)
+    site.turn(5.0)
+    site.launch("a", waited_ns=1000)
+    site.turn(a=100)
+    assert site.limits("a").correction == 1
+    site.launch("a", waited_ns=1000)
+    site.turn(0.9, a=100)
+    assert site.limits("a").correction == 1
+    site.launch("a", waited_ns=1000)
+    site.turn(0.9, a=100)
+    assert site.limits("a").correction < 1
+
+
+@pytest.mark.parametrize(
+    ("own", "processes", "total", "everybody", "expected"),
+    [
+        (20, 1, 20, 1, 0),  # alone
+        (20, 1, 100, 2, 1),  # whenever it does not work, the other one does
+        (25, 1, 100, 4, 3),
+        (40, 2, 40, 2, 0.25),  # two of its own, seldom at once
+        (0, 0, 0, 0, 0),
+        (20, 1, 20.5, 2, 0.125),  # hardly anybody is not nobody
+        (100, 1, 130, 3, 2),  # more than there is, by samples of different instants
+    ],
+)
+def test_who_else_is_at_work(
+    own: float, processes: int, total: float, everybody: int, expected: float
+) -> None:
+    assert rivals(own, processes, total, everybody) == expected
+
+
+def test_the_library_learns_whom_its_container_shares_the_gpu_with(site: Site) -> None:
+    for pod, cores in (("a", 20), ("b", 80)):
+        site.add(pod, cores)
+    site.turn()
+    assert site.limits("a").rivals is None
+    site.turn(a=20, b=Work(80, 2))
+    assert (site.limits("a").rivals, site.limits("b").rivals) == (2, 2)
+    site.turn(a=20, b=Work(0, 0))
+    assert site.limits("a").rivals == 0
+    site.turn()  # nobody measured
+    assert site.limits("a").rivals == 0
+    site.compute.settle()
+    assert site.limits("a").rivals is None
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from agent.isolation import layout
 from agent.isolation.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts
-from agent.isolation.folders import USAGE
-from agent.isolation.limits import Request
+from agent.isolation.folders import USAGE, About
 from tests.unit.isolation.made_up import GPU, units
 from tests.unit.isolation.test_watch import CAP, MIB, Node
 
@@ -101,7 +100,7 @@ async def test_containers_are_charged_what_others_showed(node: Node) -> None:
     for _ in range(5):
         await node.look(100 * MIB + CONTEXT, 7)
     assert await charged(key) == CONTEXT
-    await node.isolation.admit(Request("uid-b", "default", "b", "main", GPU, units(4), CAP, 30))
+    await node.isolation.admit(About("uid-b", "default", "b", "main", GPU, units(4), CAP, 30))
     (new,) = set(await anyio.to_thread.run_sync(folders.keys)) - {key}
     assert await charged(new) == CONTEXT
     # An agent that is restarted has it from those that run.

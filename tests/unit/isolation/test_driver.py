@@ -8,11 +8,11 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
-from agent.isolation.folders import LIMITS, key_of
-from agent.isolation.limits import Admission, Policy, Request
+from agent.isolation.folders import LIMITS, About, key_of
+from agent.isolation.limits import Admission, Policy
 from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
-from agent.nvml.errors import NvmlCode, error_for
+from agent.nvml.nvml_errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
@@ -66,7 +66,7 @@ class Driven(Node):
 
     async def admit(self, driver: bool = True) -> Admission:
         return await self.isolation.admit(
-            Request(UID, "default", "a", "main", GPU, units(), CAP, 30, driver=driver)
+            About(UID, "default", "a", "main", GPU, units(), CAP, 30, driver=driver)
         )
 
     def starts(self, number: int, limit: int | None = CAP) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.isolation import folders, layout
-from agent.isolation.errors import FolderUnusable
 from agent.isolation.folders import ABOUT, LIMITS, USAGE, About, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.layout import Limits
 from tests.unit.isolation.made_up import GIB, about
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.isolation import layout
-from agent.isolation.errors import BadLayout
-from agent.isolation.layout import Limits
-from agent.isolation.waking import wake
+from agent.isolation.isolation_errors import BadLayout
+from agent.isolation.layout import Limits, wake
 
 GPU = "GPU-11111111-2222-3333-4444-555555555555"
 OTHER = "GPU-99999999-2222-3333-4444-555555555555"

@@ -31,6 +31,7 @@ int main(void) {
            l->generation, l->uuid[0], l->uuid[15], l->memory_bytes, l->request_bytes);
     printf("\"context\":%" PRIu64 ",\"unseen\":%" PRIu64 ",\"share\":%u,\"driver\":%u,\"flags\":%u,",
            l->context_bytes, l->unseen_bytes, l->core_share, l->driver_armed, l->flags);
+    printf("\"rivals\":%u,", l->rivals);
     printf("\"other\":%" PRIu64 ",", r[1].copy[1].generation);
     printf("\"usage\":%d,\"slots\":%u,\"slot\":%u,\"bytes\":%u,\"locks\":[%u,%u],\"kinds\":[%u,%u,%u]}\n",
            usage.header.magic == GNA_USAGE_MAGIC, usage.header.slots, usage.header.slot_bytes,
@@ -58,7 +59,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_sides_have_the_same_layout(program: Path) -> None:
     limits = layout.limit_file(
         "folder",
-        [Limits(f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 1), Limits(GPU, 1 << 40, 35, 77, True, True)],
+        [
+            Limits(f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 1),
+            Limits(GPU, 1 << 40, 35, 77, True, True, rivals=1.5),
+        ],
     )
     head = layout.usage_head(2)
     usage = head + bytes(layout.USAGE_BYTES - len(head))
@@ -79,6 +83,7 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
         "share": 3500,
         "driver": 1,
         "flags": layout.STRICT,
+        "rivals": 385,
         "other": 0,
         "usage": 1,
         "slots": layout.SLOTS,
@@ -87,4 +92,5 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
         "locks": [layout.LOCK_KIND, layout.LOCK_KIND_AT],
         "kinds": [layout.LOCK_KIND, layout.LOCK_KIND, 0],
     }
+    assert [each.rivals for each in layout.read_limits(limits)] == [None, 1.5]
     assert layout.read_usage(ran.stderr) == [layout.Usage(11, 12, 13, 14), layout.Usage(21, 0, 0, 0)]

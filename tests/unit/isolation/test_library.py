@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.isolation import library
-from agent.isolation.errors import LibraryUnusable
+from agent.isolation.isolation_errors import LibraryUnusable
 
 ELF = library.ELF
 

@@ -7,9 +7,9 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import library as libraries
-from agent.isolation.errors import FolderUnusable, LibraryUnusable
-from agent.isolation.folders import ABOUT, LIMITS, LimitFolders, key_of
-from agent.isolation.limits import Admission, Policy, Request
+from agent.isolation.folders import ABOUT, LIMITS, About, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable, LibraryUnusable
+from agent.isolation.limits import Admission, Policy
 from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
@@ -61,9 +61,9 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def request(pod: str, first: int = 0, count: int = 4) -> Request:
+def request(pod: str, first: int = 0, count: int = 4) -> About:
     ids = units(first, count)
-    return Request(f"uid-{pod}", "default", pod, "main", GPU, ids, count * BLOCK, 30)
+    return About(f"uid-{pod}", "default", pod, "main", GPU, ids, count * BLOCK, 30)
 
 
 async def test_a_library_that_was_removed_is_there_again_for_the_next_container(node: Node) -> None:

@@ -10,7 +10,7 @@ import pytest
 from agent.isolation import layout
 from agent.isolation import library as libraries
 from agent.isolation.folders import USAGE, About, LimitFolders, key_of
-from agent.isolation.limits import Policy, Request
+from agent.isolation.limits import Policy
 from agent.isolation.loaded import loads
 from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
 from agent.isolation.room import Isolation
@@ -71,7 +71,7 @@ class Node:
 
     async def admit(self) -> str:
         await self.isolation.start()
-        await self.isolation.admit(Request("uid-a", "default", "a", "main", GPU, units(), CAP, 30))
+        await self.isolation.admit(About("uid-a", "default", "a", "main", GPU, units(), CAP, 30))
         return key_of(units())
 
     async def look(self, memory: int, *pids: int, cap: int = CAP) -> None:

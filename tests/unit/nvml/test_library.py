@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent.nvml import loading
-from agent.nvml.errors import NvmlLibraryMissing
+from agent.nvml.nvml_errors import NvmlLibraryMissing
 
 
 def put(path: Path) -> Path:

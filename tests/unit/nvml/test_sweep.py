@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.nvml import sweep as sweeping
-from agent.nvml.errors import NvmlCode, NvmlError, NvmlHung
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.sweep import Sweep
 from agent.nvml.worker_thread import WorkerThread
 

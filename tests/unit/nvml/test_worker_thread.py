@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.nvml import worker_thread as threads
-from agent.nvml.errors import NvmlGpuLost, NvmlHung
+from agent.nvml.nvml_errors import NvmlGpuLost, NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 Logs = list[MutableMapping[str, Any]]
@@ -100,7 +100,7 @@ async def test_a_hanging_call_is_given_up_and_the_lane_goes_on(gate: Gate, logs:
     with pytest.raises(NvmlHung, match=r"NVML hang did not answer within 0\.05 s"):
         await thread.run(gate.hang)
     assert thread.stuck == 1
-    assert await thread.run(lambda: "served") == "served"
+    assert await thread.run(lambda: "served", deadline=10) == "served"
     assert [event["call"] for event in logs if event["event"] == "nvml_call_hangs"] == ["hang"]
     gate.open()
     await until(lambda: thread.stuck == 0)
@@ -119,7 +119,7 @@ async def test_the_same_call_is_not_tried_again_while_it_hangs(gate: Gate) -> No
     assert (thread.stuck, gate.calls) == (2, 2)
     gate.open()
     await until(lambda: thread.stuck == 0)
-    assert await thread.run(gate.hang, "gpu-0") == "back gpu-0"
+    assert await thread.run(gate.hang, "gpu-0", deadline=10) == "back gpu-0"
     thread.close()
 
 
@@ -134,7 +134,7 @@ async def test_too_many_hanging_calls_are_told_without_another_thread(gate: Gate
     assert lane_threads("many") == threads.MOST_STUCK
     gate.open()
     await until(lambda: thread.stuck == 0)
-    assert await thread.run(lambda: "served") == "served"
+    assert await thread.run(lambda: "served", deadline=10) == "served"
     thread.close()
 
 
@@ -159,7 +159,7 @@ async def test_a_cancellation_waits_for_the_call_and_is_then_delivered(gate: Gat
     assert scope.cancelled_caught
     assert not after
     assert thread.stuck == 0
-    assert await thread.run(lambda: "served") == "served"
+    assert await thread.run(lambda: "served", deadline=10) == "served"
     thread.close()
 
 
@@ -174,7 +174,7 @@ async def test_a_waiting_caller_can_be_cancelled_without_a_call(gate: Gate) -> N
         assert scope.cancelled_caught
         gate.open()
     assert not called.is_set()
-    assert await thread.run(lambda: "served") == "served"
+    assert await thread.run(lambda: "served", deadline=10) == "served"
     thread.close()
 
 
@@ -204,14 +204,14 @@ async def test_an_agent_that_ends_gives_up_a_call_long_before_its_deadline(gate:
 async def test_an_agent_that_ends_makes_its_last_calls_while_none_hangs(gate: Gate) -> None:
     thread = WorkerThread("last", deadline=0.05)
     thread.end_within(3600.0)
-    assert await thread.run(lambda: "closed") == "closed"
+    assert await thread.run(lambda: "closed", deadline=10) == "closed"
     with pytest.raises(NvmlHung, match="did not answer"):
         await thread.run(gate.hang)
     with pytest.raises(NvmlHung, match="is not called: the agent ends"):
         await thread.run(lambda: "closed")
     gate.open()
     await until(lambda: thread.stuck == 0)
-    assert await thread.run(lambda: "closed") == "closed"
+    assert await thread.run(lambda: "closed", deadline=10) == "closed"
     thread.close()
 
 
@@ -219,7 +219,7 @@ async def test_an_agent_that_ends_makes_its_last_calls_while_none_hangs(gate: Ga
 def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     script = """
 import anyio, threading
-from agent.nvml.errors import NvmlHung
+from agent.nvml.nvml_errors import NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 async def main():

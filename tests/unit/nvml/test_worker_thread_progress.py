@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agent.nvml.errors import NvmlHung
+from agent.nvml.nvml_errors import NvmlHung
 from agent.nvml.worker_thread import WorkerThread
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -15,6 +15,7 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.mps.daemon_manager import DaemonManager
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.plugins import mps
@@ -25,8 +26,8 @@ from agent.settings import Settings, load
 from tests.unit.pairing.kubelet_model import machine
 
 
-class Daemons:
-    """Daemons that serve or not, as the test says."""
+class FakeDaemons:
+    """FakeDaemons that serve or not, as the test says."""
 
     def __init__(self) -> None:
         self.statuses: Cell[Mapping[str, Any]] = Cell({})
@@ -78,7 +79,7 @@ class Node:
         self.uuids = [state.uuid for state in self.snapshot.gpus]
         inventory = Cell(self.snapshot)
         modes = Cell(Assignment({uuid: GpuMode(Mode.MPS) for uuid in self.uuids}))
-        self.daemons, self.lister = Daemons(), Lister()
+        self.daemons, self.lister = FakeDaemons(), Lister()
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
         context = PluginContext(
@@ -90,7 +91,7 @@ class Node:
             source or PodSource(),
             recorder or Recorder(),
         )
-        pairing, conditions, plugins = mps.build(context, self.daemons)
+        pairing, conditions, plugins = mps.build(context, cast("DaemonManager", self.daemons))
         self.pairing: Pairing = pairing
         self.conditions: Conditions = conditions
         self.plugins: dict[PairMember, MpsPlugin] = dict(zip(PairMember, plugins, strict=True))

@@ -58,13 +58,14 @@ def test_each_container_gets_its_own_processes() -> None:
     found = attribute(
         shares,
         sample(process(1, 2), process(2, 3), process(3, 4), process(4, 1)),
-        {1: 0.2, 2: 0.1, 3: 0.4, 4: 0.3},
+        {1: 0.3, 2: 0.0, 3: 0.4, 4: 0.3},
         owners,
         pods,
     )
     assert memory(found) == [(5, MEASURED), (0, MEASURED), (4, MEASURED)]
     assert work(found) == [(0.3, MEASURED), (0, MEASURED), (0.4, MEASURED)]
     assert [use.processes for use in found.uses] == [2, 0, 1]
+    assert [use.working for use in found.uses] == [1, 0, 1]
     assert (found.foreign_memory, found.unknown_memory) == (GIB, 0)
 
 

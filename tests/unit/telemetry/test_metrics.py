@@ -19,12 +19,12 @@ from agent.kit.supervise import TaskState
 from agent.nvml.port import Sample
 from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry import reference
 from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Series
 from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
+from tests import metrics_reference
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, rendered, value, values
 from tests.unit.telemetry.uses import many_uses
@@ -222,7 +222,7 @@ def test_the_agents_own_use(tmp_path: Path) -> None:
 
 def test_the_reference_is_current() -> None:
     committed = (ROOT / "docs" / "metrics.md").read_text()
-    assert committed == reference.reference(), "run `make docs` and commit the result"
+    assert committed == metrics_reference.reference(), "run `make docs` and commit the result"
 
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])

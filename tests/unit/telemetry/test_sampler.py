@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from agent.inventory.reducer import Unavailable, reduce
-from agent.nvml.errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode
 from agent.nvml.port import Sample, SampleRequest
 from agent.telemetry.sampler import Sampler, Samples
 from tests.unit.telemetry.agents import Parts

@@ -1,4 +1,4 @@
-"""Writes the reference of all metrics: `python -m agent.telemetry.reference` gives `docs/metrics.md`."""
+"""Writes the reference of all metrics: `python -m tests.metrics_reference` gives `docs/metrics.md`."""
 
 from agent.telemetry.definitions import ALL, PREFIX, Definition
 

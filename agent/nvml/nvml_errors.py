@@ -55,7 +55,6 @@ class NvmlHung(NvmlError):
 
 
 def code_name(code: int) -> str:
-    """NVML's name for a return code, in lower-case words."""
     try:
         return NvmlCode(code).name.lower().replace("_", " ")
     except ValueError:
