@@ -1,4 +1,4 @@
-"""Words that docs/style.md bans stay out of comments, docstrings, messages and documents; files stay short."""
+"""Words that docs/style.md bans stay out of comments, docstrings, messages and documents. Files are short."""
 
 import ast
 import io
