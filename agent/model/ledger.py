@@ -117,10 +117,6 @@ class Holdings:
             each.ids for each in self.entries if each.member is PairMember.CORE and len(each.ids) >= CORES
         )
 
-    def same(self, other: "Holdings") -> bool:
-        """Whether nothing changed: entry by entry the same object, or an equal one."""
-        return self is other or self.entries == other.entries
-
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -199,16 +195,13 @@ class Ledger:
     def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
         """With what the record says now. Promises end that it shows from here on, and those that are over."""
         kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
-        same = self.held.same(held)
+        same = self.held == held
         if same and len(kept) == len(self.reservations):
             return self
         return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
         return self.without(lambda each: each.expires <= now)
-
-    def with_pools(self, pools: Mapping[str, UnitPool]) -> Self:
-        return replace(self, pools=pools)
 
     def promised(self, reservation: Reservation) -> Self:
         """With a promise, in the place of an earlier one to the same container."""

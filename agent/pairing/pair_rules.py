@@ -60,7 +60,9 @@ class PairState:
 
     def with_pools(self, pools: Collection[UnitPool]) -> "PairState":
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
-        return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
+        return replace(
+            self, ledger=replace(self.ledger, pools={each.gpu: each for each in pools}), units=units
+        )
 
     def observed(
         self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None
