@@ -19,7 +19,7 @@ from agent.model.growth import Growth
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
 from agent.modes.switch_state import SwitchState
-from agent.node import inventory_annotation as inventory_note
+from agent.node import inventory_annotation
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
@@ -100,7 +100,7 @@ def start_node(
     tasks.start("node report", parts.report.run)
     tasks.start(
         "inventory note",
-        inventory_note.follow,
+        inventory_annotation.follow,
         core.inventory.snapshot,
         assignment,
         core.settings.mps.most_clients,

@@ -27,7 +27,7 @@ from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
-from agent.node import inventory_annotation as inventory_note
+from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
 from agent.settings import Settings
 
@@ -85,7 +85,7 @@ async def build_switching(
         endpoint_of,
         core.supervisor,
         tasks.group,
-        before_first=inventory_note.ahead(own, snapshot, assignment, most, grown) if own else None,
+        before_first=inventory_annotation.ahead(own, snapshot, assignment, most, grown) if own else None,
     )
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
     cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)

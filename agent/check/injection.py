@@ -101,27 +101,27 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
 
 
 def _runtime(way: Way) -> Look:
-    what = "default runtime"
+    subject = "default runtime"
     found = way.runtime
     if found is None and way.host.root is None:
         remedy = "it must be nvidia, or pods must name a RuntimeClass that leads to it"
-        return Look(what, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
+        return Look(subject, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
     if found is None:
         found = Runtimes("its defaults, without a configuration file", "runc")
     if found.unread:
-        return Look(what, Grade.UNKNOWN, _unread(found))
+        return Look(subject, Grade.UNKNOWN, _unread(found))
     if found.default == "nvidia":
-        return Look(what, Grade.OK, f"nvidia, by {found.file}")
+        return Look(subject, Grade.OK, f"nvidia, by {found.file}")
     seen = f"{found.default} by {found.file}"
     if "nvidia" in found.names:
         return Look(
-            what,
+            subject,
             Grade.WARNING,
             f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "
             "nvidia-ctk runtime configure --set-as-default, or CDI, serves all pods",
         )
     return Look(
-        what,
+        subject,
         way.worst,
         f"{seen}: pods would start without their GPUs; nvidia-ctk runtime configure --set-as-default and a "
         "restart of the runtime set it, or use CDI (below)",

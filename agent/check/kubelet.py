@@ -47,47 +47,47 @@ def _version(facts: NodeFacts | None, unread: str) -> Look:
 
 
 def _other_agents(settings: Settings, host: Host, facts: NodeFacts | None, unread: str) -> Iterator[Look]:
-    what = "other agents"
+    subject = "other agents"
     remedy = "the same GPUs would be given twice: take it off this node first (docs/migration.md)"
     seen = False
     folder = host.folder(settings.device_plugins_folder)
     for each in foreign_agents(folder, host.folder(settings.kubelet.root) / "plugins_registry"):
         seen = True
         if each.listening:
-            yield Look(what, Grade.FAILED, f"{each.owner} listens at {each.socket}: {remedy}")
+            yield Look(subject, Grade.FAILED, f"{each.owner} listens at {each.socket}: {remedy}")
         else:
             text = f"{each.socket} of {each.owner} is there and nobody listens: the agent has ended"
-            yield Look(what, Grade.WARNING, f"{text}; a restart of the kubelet removes it")
+            yield Look(subject, Grade.WARNING, f"{text}; a restart of the kubelet removes it")
     if facts and (label := FOREIGN_VALUES.get(facts.labels.get(LABEL, ""))):
         seen = True
-        yield Look(what, Grade.FAILED, f"the label {LABEL} gives this node to {label}: {remedy}")
+        yield Look(subject, Grade.FAILED, f"the label {LABEL} gives this node to {label}: {remedy}")
     if facts and (offered := facts.offered_by_others):
         seen = True
         text = f"{', '.join(offered)} on offer, and not by an agent of this product"
-        yield Look(what, Grade.FAILED, f"{text}; {remedy}")
+        yield Look(subject, Grade.FAILED, f"{text}; {remedy}")
     if not seen and facts is None:
-        yield Look(what, Grade.UNKNOWN, f"what is on offer here is in the Node object: {unread}")
+        yield Look(subject, Grade.UNKNOWN, f"what is on offer here is in the Node object: {unread}")
     elif not seen:
-        yield Look(what, Grade.OK, "none offers GPUs here")
+        yield Look(subject, Grade.OK, "none offers GPUs here")
 
 
 def _topology(host: Host) -> Look:
-    what = "Topology Manager"
+    subject = "Topology Manager"
     found = topology_manager(host)
     if found is None:
         text = "the kubelet's configuration was not found or cannot be read"
         if host.root is None:
             text = "the kubelet's configuration cannot be seen from here (--host-root)"
-        return Look(what, Grade.UNKNOWN, f"{text}; with its policy none, NUMA is not kept")
+        return Look(subject, Grade.UNKNOWN, f"{text}; with its policy none, NUMA is not kept")
     where, policy = found
     if policy == "none":
         return Look(
-            what,
+            subject,
             Grade.WARNING,
             f"policy none, by {where}: hints about NUMA do nothing; topologyManagerPolicy: "
             "best-effort keeps CPUs and GPUs together",
         )
-    return Look(what, Grade.OK, f"policy {policy}, by {where}")
+    return Look(subject, Grade.OK, f"policy {policy}, by {where}")
 
 
 def look_at_kernel(settings: Settings, host: Host) -> Iterator[Look]:

@@ -19,12 +19,12 @@ class Grade(Enum):
 class Look:
     """One thing that was looked at; `text` says what was seen, and the remedy."""
 
-    what: str
+    subject: str
     grade: Grade
     text: str
 
     def line(self) -> str:
-        return f"{self.grade.value:8} {self.what:18} {self.text}"
+        return f"{self.grade.value:8} {self.subject:18} {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ def verdict(looks: Sequence[Look]) -> Verdict:
 
 
 def _named(looks: Sequence[Look], grade: Grade) -> list[str]:
-    return list(dict.fromkeys(each.what for each in looks if each.grade is grade))
+    return list(dict.fromkeys(each.subject for each in looks if each.grade is grade))

@@ -15,7 +15,7 @@ from agent.check.look import Grade, Look
 from agent.kit import small_file
 from agent.settings import Settings
 
-WHAT = "GPU specification"
+SUBJECT = "GPU specification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ def look_at_specification(
         return  # without a driver there is nothing to make one of, and that is said already
     worst = Grade.FAILED if needed else Grade.WARNING
     if own.devices.problem:
-        yield Look(WHAT, worst, own.devices.problem)
+        yield Look(SUBJECT, worst, own.devices.problem)
         return
     missing = [gpu.uuid for gpu in machine.gpus if not gpu.mig_enabled and gpu.uuid not in own.devices.names]
     if problem := programs.obstacle(host.folder(Path(settings.host.state) / programs.FOLDER)):
-        yield Look(WHAT, worst, problem)
+        yield Look(SUBJECT, worst, problem)
     elif missing:
         remedy = "the check and the agent need the device nodes of all GPUs (docs/injection.md)"
-        yield Look(WHAT, worst, f"it lacks {', '.join(missing)}; {remedy}")
+        yield Look(SUBJECT, worst, f"it lacks {', '.join(missing)}; {remedy}")
     else:
         how = f"{own.file} names" if own.file else "the agent can make one, with"
-        yield Look(WHAT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")
+        yield Look(SUBJECT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")

@@ -51,21 +51,18 @@ async def stand_by(
     Probes(supervisor, lambda: [_status_line(request)]).add_to(http)
     own = NodeObject(api, name)
     pods = PodCache(api, name, lambda: own.uid)
-    try:
-        async with anyio.create_task_group() as group:
+    async with api, anyio.create_task_group() as group:
 
-            async def stopped() -> None:
-                await stop.wait()
-                group.cancel_scope.cancel()
-
-            group.start_soon(stopped)
-            await group.start(http.serve)
-            group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
-            group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
-            await Standby(settings, nvml, api, own, pods).until_over(request)
+        async def stopped() -> None:
+            await stop.wait()
             group.cancel_scope.cancel()
-    finally:
-        await api.close()
+
+        group.start_soon(stopped)
+        await group.start(http.serve)
+        group.start_soon(supervisor.restarting, "node watch", own.reflector.run)
+        group.start_soon(supervisor.restarting, "pod watch", pods.reflector.run)
+        await Standby(settings, nvml, api, own, pods).until_over(request)
+        group.cancel_scope.cancel()
     if not stop.is_set():
         log.info("back_in_service")
 

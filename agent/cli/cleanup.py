@@ -7,8 +7,6 @@ import argparse
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -20,8 +18,7 @@ from agent.kit import logs
 from agent.settings import Settings
 
 if TYPE_CHECKING:
-    from agent.cluster.api import KubeApi
-    from agent.cluster.pods import PodCache
+    from agent.app.parts import ClusterAccess
 
 
 def add_commands(commands: Commands) -> None:
@@ -69,55 +66,30 @@ def _node(settings: Settings, wait: float) -> int:
                             f"{', '.join(sorted(users))}; run this again when these have ended"
                         )
                 if access:
-                    await this_node.forget_node(access.api, access.name)
+                    await this_node.forget_node(access.api, access.node.name)
             except CleanupFailed as error:
                 return error
         return None
 
-    try:
-        failure = anyio.run(clean)
-    except CleanupFailed as error:
-        failure = error
-    if failure:
+    if failure := anyio.run(clean):
         return _failed(failure)
     print("the node is clean")
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """The API server, the own node's name, and its pods."""
-
-    api: "KubeApi"
-    name: str
-    pods: "PodCache"
-
-
 @asynccontextmanager
-async def _cluster_access(settings: Settings) -> AsyncIterator[_Access | None]:
-    """None: the configuration knows no way to the API server. Raises CleanupFailed."""
-    configured = settings.cluster
-    if configured.access == "off":
-        yield None
-        return
-    from agent.cluster.api import connect  # noqa: PLC0415  loads the API client
-    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
-    from agent.cluster.node import NodeObject  # noqa: PLC0415
-    from agent.cluster.pods import PodCache  # noqa: PLC0415
+async def _cluster_access(settings: Settings) -> AsyncIterator["ClusterAccess | None"]:
+    """None: the configuration knows no way to the API server. Raises FatalError."""
+    from agent.app.build_cluster import reach_cluster  # noqa: PLC0415  as above
 
-    try:
-        api = await connect(Path(configured.kubeconfig) if configured.kubeconfig else None)
-    except NoClusterAccess as error:
-        if configured.access == "required":
-            raise CleanupFailed(f"cluster.access is required, but {error}") from error
+    access = await reach_cluster(settings)
+    if access is None:
         yield None
         return
-    own = NodeObject(api, configured.own_node)
-    pods = PodCache(api, own.name, lambda: own.uid)
-    async with api, anyio.create_task_group() as group:
-        group.start_soon(own.reflector.run)
-        group.start_soon(pods.reflector.run)
-        yield _Access(api, own.name, pods)
+    async with access.api, anyio.create_task_group() as group:
+        group.start_soon(access.node.reflector.run)
+        group.start_soon(access.pods.reflector.run)
+        yield access
         group.cancel_scope.cancel()
 
 

@@ -58,16 +58,13 @@ class _EndedPod(msgspec.Struct, frozen=True):
 async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[str]:
     """Lines for people. Raises CannotExplain."""
     try:
-        api = await connect(kubeconfig)
+        async with await connect(kubeconfig) as api:
+            return await explain(api, namespace, name)
     except NoClusterAccess as error:
         remedy = "" if kubeconfig else "; name one with --kubeconfig, or run this in the agent's pod"
         raise CannotExplain(f"{error}{remedy}") from error
-    try:
-        return await explain(api, namespace, name)
     except (ApiError, msgspec.DecodeError) as error:
         raise CannotExplain(str(error)) from error
-    finally:
-        await api.close()
 
 
 async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:

@@ -86,7 +86,7 @@ class GpuMonitor:
             case EventKind.ECC_DOUBLE:
                 fault = Fault(FaultKind.ECC)
             case EventKind.ECC_SINGLE:
-                return  # corrected: the counters tell of it
+                return  # corrected: the counters have it
         await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds()))
         self._look_again()
 

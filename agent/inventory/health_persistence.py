@@ -48,7 +48,7 @@ class HealthPersistence:
         self.problem: str | None = None  # why verdicts would not survive a restart now
 
     async def restore(self) -> float | None:
-        """Tell the inventory what earlier runs knew, before it sees any GPU.
+        """Give the inventory the verdicts of earlier runs, before it sees any GPU.
 
         Answers until when NVML was to stay released, in seconds since boot.
         """

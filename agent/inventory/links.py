@@ -12,7 +12,7 @@ UNKNOWN_LEVEL = -1
 
 
 class LinkReading:
-    """One reading on its way through a worker thread. What a GPU does not tell counts as no link."""
+    """One reading on its way through a worker thread. A link that a GPU does not report counts as none."""
 
     def __init__(self, nvml: NvmlPort, gpus: Sequence[Gpu]) -> None:
         self._nvml = nvml

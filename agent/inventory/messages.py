@@ -20,7 +20,7 @@ class Probed:
     was_reset: bool = False  # volatile counters less than at the probe before
     obstacle: str = ""  # what waits for a reset (row remap, page retirement)
     remap_failed: bool = False
-    action: RecoveryAction | None = None  # what the driver asks for; None: it does not tell
+    action: RecoveryAction | None = None  # what the driver asks for; None: not reported
 
 
 @dataclass(frozen=True, slots=True)

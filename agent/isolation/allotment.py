@@ -1,7 +1,7 @@
 """How the compute of one GPU is shared out: first what was promised, then what is free to who may have it.
 
 A container was promised the cores that it asked for. Who works keeps all of its promise, however little it
-uses, since nobody could tell in time that it needs the rest. What is left, the promises of those who idle
+uses, since its need for the rest could not be seen in time. What is left, the promises of those who idle
 among it, goes to containers that may burst, and what these leave to those of low priority. A container
 that asked for no cores has no promise, and runs like one of low priority.
 """

@@ -185,7 +185,7 @@ class LimitWatch:
             return None
 
     def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
-        """Tell the library what it cannot count: contexts, code, what reaches the driver another way."""
+        """Give the library the figures that it cannot count: contexts, code, calls past it."""
         folders, contexts = self._isolation.folders, self._isolation.contexts
         gpu, cap = limits.about.gpu, limits.memory_bytes
         written = self._written.get(key)

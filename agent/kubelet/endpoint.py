@@ -2,7 +2,8 @@
 
 The kubelet finds the socket in plugins_registry by itself, at its own restart too: each since 1.25 gives its
 plugin manager a handler for device plugins without a condition (`initializeRuntimeDependentModules`).
-kubelet.sock, the older way in, is only looked at, to tell a kubelet that is down from one that dropped us.
+kubelet.sock, the older way in, is only looked at, to distinguish a kubelet that is down from one that
+dropped us.
 """
 
 from collections.abc import Callable

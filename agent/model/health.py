@@ -210,7 +210,7 @@ def probe_passed(
 
     `obstacle` names what still forbids to trust it again (a row remap or a page retirement that waits for
     a reset); `was_reset`: its volatile counters fell since the last probe; `action`: what the driver asks
-    for, None: it does not tell.
+    for, None: not reported.
     """
     if action is not None and action.forbids_work:
         return _condemned_by_probe(health, Fault(FaultKind.DRIVER, action), action.words, rules, now)

@@ -46,7 +46,7 @@ class Probe:
     remap_pending: bool | None  # row remapping waits for a reset
     remap_failed: bool | None
     retirement_pending: bool | None  # page retirement (before Ampere) waits for a reboot
-    action: RecoveryAction | None = None  # what the driver itself asks for; None: it does not tell
+    action: RecoveryAction | None = None  # what the driver itself asks for; None: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class GpuProcess:
     """A process that has a GPU open. `pid` is the host's only where the agent is in its PID namespace."""
 
     pid: int
-    memory_bytes: int | None  # None: the driver does not tell
+    memory_bytes: int | None  # None: not reported by the driver
     mps: bool = False  # a client of an MPS server
 
 

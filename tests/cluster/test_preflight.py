@@ -52,7 +52,7 @@ class Round:
 
     def text(self, what: str, grade: Grade) -> str:
         """Of the only look of that name and grade."""
-        found = [each.text for each in self.looks if (each.what, each.grade) == (what, grade)]
+        found = [each.text for each in self.looks if (each.subject, each.grade) == (what, grade)]
         assert len(found) == 1, "\n".join(each.line() for each in self.looks)
         return found[0]
 
@@ -60,7 +60,7 @@ class Round:
         """The obstacle, and the remedy."""
         assert self.verdict.code == WRONG
         assert CAN not in self.verdict.text
-        found = {each.what: each.text for each in self.looks if each.grade is Grade.FAILED}
+        found = {each.subject: each.text for each in self.looks if each.grade is Grade.FAILED}
         assert all(what in self.verdict.text for what in found)
         return found
 

@@ -1,4 +1,4 @@
-"""A small storm: what a seed chooses befalls a node, on the embedded kubelet and on the real cluster.
+"""A small storm: faults that a seed chooses, on one node, on the embedded kubelet and on the real cluster.
 
 Time is real here, so that a seed gives the same events and not the same history. `tests/storm` has the
 storms in virtual time, with far more of everything.
@@ -84,7 +84,7 @@ class SmallStorm:
         assert not mixed, self._told(f"held in several modes: {mixed}")
 
     async def calm(self) -> None:
-        """Once nothing befalls the node it is as asked for: mode, figures, no taint, and a pod runs."""
+        """Once faults have stopped the node is as asked for: mode, figures, no taint, and a pod runs."""
         for pod in self._pods:
             await self.rig.ask_to_delete(pod)
         for pod in (*self._pods, *self._gone):

@@ -87,7 +87,7 @@ class Api:
         self._observers: list[NodeObserver] = []
 
     def changed(self) -> None:
-        """Tell all who wait that an object changed."""
+        """Wake all waiters: an object changed."""
         self.changes.publish(self.changes.version + 1)
 
     # Node

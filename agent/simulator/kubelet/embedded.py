@@ -1,4 +1,4 @@
-"""The embedded kubelet: a node in this process that plugins cannot tell from a real one.
+"""The embedded kubelet: a node in this process that plugins cannot distinguish from a real one.
 
 It speaks real gRPC on unix sockets in a folder laid out like a kubelet's root. What it does and in which
 order is kubelet 1.36's. What it leaves out: NUMA hints (topology policy `none`), CPU and memory, images,

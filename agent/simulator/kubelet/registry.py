@@ -89,7 +89,7 @@ class RegistryWatcher:
                 self.first_pass_done.set()
 
     async def _introduce(self, path: Path) -> str:
-        """GetInfo, check, connect, tell; the resource name. Raises CallFailed."""
+        """GetInfo, check, connect, notify; the resource name. Raises CallFailed."""
         channel = UnixChannel(path, authority=None)
         try:
             try:

@@ -67,7 +67,7 @@ class ClusterApi:
         return made
 
     def update(self, pod: Object) -> None:
-        """Tell of a pod that was changed in place."""
+        """Announce a pod that was changed in place."""
         self._put("pods", self.pods, pod, "MODIFIED")
 
     def end(self, name: str) -> None:

@@ -273,7 +273,7 @@ async def test_a_label_that_selinux_refuses_is_told(
 async def test_a_fault_that_began_before_the_agent_is_seen(
     oldest: Program, run_folder: Path, stand_in_server: Path
 ) -> None:
-    """Drivers before 550 tell of it in the log only, and clients that came now would fail."""
+    """Drivers before 550 report it in the log only, and clients that came now would fail."""
     bench = Bench(run_folder, oldest)
     first = bench.daemon()
     async with bench.kept(first):

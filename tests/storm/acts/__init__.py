@@ -36,7 +36,7 @@ RESIZES = Family("resizes", {users.resize: 12})
 
 
 def families(shape: Shape) -> tuple[Family, ...]:
-    """Faults that can befall a world of this shape."""
+    """Faults that a world of this shape can have."""
     return (
         *FAULTS,
         *(MPS_FAULTS if shape.mps else ()),

@@ -35,7 +35,7 @@ def check(*pods: Pod) -> RootCheck:
 
 
 async def test_a_root_init_container_does_not_start_on_cores_that_its_successor_inherits() -> None:
-    """The kubelet's records tell of the app container alone, which need not be root."""
+    """The kubelet's records have the app container alone, which need not be root."""
     node = Node()
     node.lister.hold("p", node.uuids[0], range(10), range(2))
     core = node.plugins[PairMember.CORE]

@@ -46,13 +46,13 @@ class Node:
         return list(look(settings(self.root, *more), SimulatedNvml(self.machine), seen))
 
     def faults(self, *more: str) -> dict[str, str]:
-        return {each.what: each.text for each in self.looks(*more) if each.grade is Grade.FAILED}
+        return {each.subject: each.text for each in self.looks(*more) if each.grade is Grade.FAILED}
 
     def grades(self, *more: str) -> dict[str, Grade]:
-        return {each.what: each.grade for each in self.looks(*more)}
+        return {each.subject: each.grade for each in self.looks(*more)}
 
     def of(self, what: str, *more: str) -> Look:
-        (one,) = [each for each in self.looks(*more) if each.what == what]
+        (one,) = [each for each in self.looks(*more) if each.subject == what]
         return one
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_seen_is_no_pass(node: Node, tmp_path: Path) -> None:
     node.own = Own(wanted=False)
     folder = tmp_path / "empty"
     looks = node.looks(f"kubelet.root={tmp_path}/var/lib/kubelet", f"host.cgroups={folder}")
-    unknown = {each.what for each in looks if each.grade is Grade.UNKNOWN}
+    unknown = {each.subject for each in looks if each.grade is Grade.UNKNOWN}
     rest = {"kubelet", "other agents", "Topology Manager", "cgroups"}
     assert unknown == {"toolkit", "default runtime", "CDI"} | rest
     result = verdict(looks)
@@ -172,7 +172,7 @@ def test_what_cannot_be_seen_is_no_pass(node: Node, tmp_path: Path) -> None:
     assert "can offer" not in result.text
     for what in unknown:
         assert what in result.text
-    assert UNSEEN in next(each.text for each in looks if each.what == "kubelet")
+    assert UNSEEN in next(each.text for each in looks if each.subject == "kubelet")
     assert verdict([*looks, Look("x", Grade.FAILED, "")]).code == WRONG
 
 

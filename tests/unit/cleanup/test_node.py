@@ -146,6 +146,15 @@ def test_command_says_why(tmp_path: Path, settings: Settings, capsys: pytest.Cap
     assert "who holds MPS shares is not known" in capsys.readouterr().err
 
 
+def test_a_cluster_that_is_required_and_out_of_reach_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--set=host.run={tmp_path}/run", "--set=cluster.access=required", "--set=modes.mps=false"]
+    assert main(["cleanup", "node", *flags, "--set=cluster.kubeconfig=/nonexistent"]) == 1
+    assert "cluster.access is required, but kubeconfig /nonexistent" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 class _Node(KubeApi):
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__(None, None)

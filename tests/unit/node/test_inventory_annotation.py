@@ -17,7 +17,7 @@ from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import INVENTORY, decode, encode
 from agent.model.topology import Topology
 from agent.modes.resources import ResourceSet
-from agent.node import inventory_annotation as inventory_note
+from agent.node import inventory_annotation
 from agent.node.inventory_annotation import ahead, follow, inventory_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
@@ -91,7 +91,7 @@ class Node(OwnNode):
 
 
 async def test_it_is_written_ahead_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory_note, "AHEAD_SECONDS", 0.05)
+    monkeypatch.setattr(inventory_annotation, "AHEAD_SECONDS", 0.05)
     node = Node()
     write = ahead(node, Cell(snapshot_of(gpu(0))), Cell(modes(GpuMode(Mode.VGPU))), None, Cell({}))
     for node.refuse, node.mute in (("503", False), (None, True)):
