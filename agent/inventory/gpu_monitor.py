@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class GpuMonitor:
-    """Watches the GPUs: what the driver says of itself, what probes find, what earlier runs knew."""
+    """Watches the GPUs: events of the driver, findings of probes, verdicts of earlier runs."""
 
     def __init__(
         self,

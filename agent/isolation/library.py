@@ -68,8 +68,7 @@ def install(source: Path, state: Path) -> Library:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
         with trees.opened(folder) as descriptor:
-            if os.fstatvfs(descriptor).f_flag & os.ST_NOEXEC:
-                raise LibraryUnusable(_NOEXEC.format(folder))
+            _check_executable(folder, descriptor)
             _put(descriptor, library.file.name, content, 0o555)
             _put(descriptor, library.preload.name, f"{library.in_container}\n".encode(), 0o444)
     except OSError as error:
@@ -114,6 +113,11 @@ _NOEXEC = (
     "{} lies on a file system that is mounted noexec, so that no container could load the enforcement "
     "library from there; mount it without noexec"
 )
+
+
+def _check_executable(folder: Path, descriptor: int) -> None:
+    if os.fstatvfs(descriptor).f_flag & os.ST_NOEXEC:
+        raise LibraryUnusable(_NOEXEC.format(folder))
 
 
 def _read(source: Path) -> bytes:

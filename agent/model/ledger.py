@@ -235,7 +235,7 @@ class Ledger:
         taken = self.held.ids.union(*promised) if promised else self.held.ids
         return taken - own if own else taken
 
-    def rooms(
+    def free_gpus(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
     ) -> dict[str, FreeGpu]:
         """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
@@ -248,13 +248,13 @@ class Ledger:
                 owed[each.gpus[0]][0] += each.demand.cores if each.core_ids is None else 0
                 owed[each.gpus[0]][1] += each.demand.blocks if each.block_ids is None else 0
         return {
-            pool.gpu: _room(pool, taken, owed[pool.gpu], pool.gpu in shut)
+            pool.gpu: _free_gpu(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
             if pool.offerable
         }
 
 
-def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> FreeGpu:
+def _free_gpu(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> FreeGpu:
     if shut:
         return FreeGpu(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
     cores = len(pool.core_set - taken) - owed[0]

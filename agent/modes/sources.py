@@ -23,7 +23,7 @@ FILE_LOOK_SECONDS = 10.0
 
 
 class DesiredSource:
-    """Publishes what is wanted. What was read last stays in force while a source is away."""
+    """Publishes the wanted modes. The last reading stays in force while a source is away."""
 
     def __init__(self, catalog: ModeCatalog) -> None:
         self.catalog = catalog  # the modes that may be requested

@@ -128,7 +128,7 @@ class PairRules:
             promised = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | promised
             choice = place(
-                ledger.rooms(holder, taken, own),
+                ledger.free_gpus(holder, taken, own),
                 group.peak if group and not tied else demand,
                 policy_of(asker.pod, self.policy),
                 hint_of(asker.pod, holder.container, self.node, group.containers if group else ()),
