@@ -37,10 +37,9 @@ class SpecificationKeeper:
         generator: Generator,
         inventory: Cell[Snapshot],
         held: Cell[PodList | None],
-        problem: str | None = None,
     ) -> None:
         """`held` says whose devices stay in the file although the machine has them no more."""
-        self.devices: Cell[Devices] = Cell(Devices(problem=problem))
+        self.devices: Cell[Devices] = Cell(Devices())
         self.generations = 0
         self.failures = 0
         self._file = folder / FILE
@@ -72,7 +71,7 @@ class SpecificationKeeper:
                 await self._inventory.wait_change(seen)
 
     async def keep(self) -> None:
-        """Make the file now if it is not as the machine is; what fails stands in `devices`."""
+        """Make the file now if it is not as the machine is; a failure stands in `devices`."""
         wanted = _needs(self._inventory.value)
         if wanted is None:
             return  # no driver to ask, or NVML is released and must stay closed

@@ -1,4 +1,4 @@
-"""The CDI specification of the node's GPUs as a value: what of a generated one is checked and carried over.
+"""The CDI specification of the node's GPUs as a value: its checks, and devices that a newer one keeps.
 
 Format: CDI specification 0.5 and newer (`kind`, `devices[].name`, `containerEdits`), as written by
 `nvidia-ctk cdi generate`. Its edits are NVIDIA's and pass through unread.

@@ -77,7 +77,7 @@ class Toolkit:
     async def _transformed(self, text: bytes) -> bytes:
         """With the host's paths in place of ours."""
         places = self._places
-        # What it writes to its output is YAML, whatever it read; a file has the format of its name.
+        # Its output is YAML, whatever its input; a file has the format of its name.
         async with anyio.TemporaryDirectory(prefix="gpu-node-agent-") as scratch:
             file = Path(scratch) / "transformed.json"
             await self._run(
@@ -102,23 +102,23 @@ class Toolkit:
 
     async def _run(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = [str(self._places.programs / CTK), "--quiet", *arguments]
-        what = f"{CTK} {' '.join(word for word in arguments if not word.startswith('-'))}"
+        call = f"{CTK} {' '.join(word for word in arguments if not word.startswith('-'))}"
         try:
             done = await programs.run(
                 command, environment=_environment(), seconds=SECONDS, most_bytes=MOST_BYTES, stdin=stdin
             )
         except TimeoutError as error:
             raise GenerationFailed(
-                f"{what} did not end within {SECONDS:g} s; look for GPUs that do not answer (nvidia-smi)"
+                f"{call} did not end within {SECONDS:g} s; look for GPUs that do not answer (nvidia-smi)"
             ) from error
         except programs.OutputTooLong as error:
-            raise GenerationFailed(f"{what} wrote more than {MOST_BYTES} bytes") from error
+            raise GenerationFailed(f"{call} wrote more than {MOST_BYTES} bytes") from error
         except OSError as error:
             raise GenerationFailed(f"{command[0]} cannot be run: {error.strerror}") from error
         if done.code:
             said = " ".join(done.errors.split())[-400:]
             raise GenerationFailed(
-                f"{what} failed with {done.code}: {said}; the driver's files are looked for below "
+                f"{call} failed with {done.code}: {said}; the driver's files are looked for below "
                 f"{self._places.driver_root} (injection.driverRoot)"
             )
         return done.output

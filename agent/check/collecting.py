@@ -1,4 +1,4 @@
-"""`gpu-node-agent check nodes`: what the pods of a preflight DaemonSet found, node by node (`helm test`)."""
+"""`gpu-node-agent check nodes`: the findings of a preflight DaemonSet's pods, node by node (`helm test`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

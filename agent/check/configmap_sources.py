@@ -14,7 +14,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class Unreadable(Exception):
-    """Something could not be read; the text says what and why."""
+    """A file or the cluster could not be read; the text names it and the cause."""
 
 
 def from_files(paths: Sequence[Path]) -> list[Found]:
@@ -50,7 +50,7 @@ def _documents(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _objects(document: object) -> Iterator[dict[str, Any]]:
-    """A document, or what a list holds (`kubectl get -o yaml` makes one)."""
+    """A document, or the items of a list (`kubectl get -o yaml` makes one)."""
     if not isinstance(document, dict):
         return
     if str(document.get("kind", "")).endswith("List") and isinstance(document.get("items"), list):

@@ -1,4 +1,4 @@
-"""Looks at the driver, its GPUs, and what the modes need of them."""
+"""Looks at the driver, its GPUs, and the needs of the modes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ class Host:
     def flags(self, program: str) -> Mapping[str, str] | None:
         """The options that a program of the node's own runs with; None: it is not seen to run.
 
-        Only children of process 1 count, and what came from outside (0) where the node is itself a container:
+        Only children of process 1 count, and those from outside (0) where the node is itself a container:
         processes of containers may have any name and any options.
         """
         for process in self._processes():
@@ -78,7 +78,7 @@ class Host:
 
 
 def host_of(settings: Settings, root: Path | None) -> Host:
-    """The node's root: as named on the command line, else what the configuration shows of it. Blocks."""
+    """The node's root: as named on the command line, else as far as the configuration shows it. Blocks."""
     if root is not None:
         return Host(root, named=True)
     driver_root = Path(settings.driver.root)

@@ -53,7 +53,7 @@ class Way:
 def way_of(settings: Settings, host: Host, facts: NodeFacts | None, own: Own, *, driver: bool) -> Way:
     """Read the node's files. Blocks."""
     folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
-    # The missing driver alone is to be named as missing, not what follows from it.
+    # The missing driver alone is to be named as missing, not its consequences.
     devices = own.devices if driver or not own.wanted else Devices(frozenset({"GPU-"}))
     version = facts.software.runtime if facts else ""
     return Way(settings, host, facts, devices, runtimes(host, version), toolkit_devices(folders))

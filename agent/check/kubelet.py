@@ -66,7 +66,7 @@ def _other_agents(settings: Settings, host: Host, facts: NodeFacts | None, unrea
         text = f"{', '.join(offered)} on offer, and not by an agent of this product"
         yield Look(subject, Grade.FAILED, f"{text}; {remedy}")
     if not seen and facts is None:
-        yield Look(subject, Grade.UNKNOWN, f"what is on offer here is in the Node object: {unread}")
+        yield Look(subject, Grade.UNKNOWN, f"the resources on offer here are in the Node object: {unread}")
     elif not seen:
         yield Look(subject, Grade.OK, "none offers GPUs here")
 

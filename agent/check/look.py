@@ -17,7 +17,7 @@ class Grade(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One thing that was looked at; `text` says what was seen, and the remedy."""
+    """One thing that was looked at; `text` has the finding and the remedy."""
 
     subject: str
     grade: Grade

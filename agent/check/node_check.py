@@ -1,4 +1,4 @@
-"""`gpu-node-agent check node`: what stands in the way of offering this node's GPUs, with the remedies."""
+"""`gpu-node-agent check node`: obstacles to offering this node's GPUs, with the remedies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

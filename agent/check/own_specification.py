@@ -28,7 +28,7 @@ class Own:
 
 
 async def own_specification(settings: Settings, host: Host) -> Own:
-    """The one that stands there; without it what NVIDIA's program would make, without writing anything."""
+    """The file there; without one the output of NVIDIA's program, which is not written."""
     injection = settings.injection
     if injection.strategy == "envvar" or not injection.toolkit or settings.simulator.profile:
         return Own(wanted=False)

@@ -17,7 +17,7 @@ SMI_SECONDS = 60.0
 MIB = 1 << 20
 # Where a driver's programs come to, which an image's own PATH may leave out; the second on GKE.
 FOLDERS = ("usr/bin", "usr/local/nvidia/bin")
-# The same for images that have a shell and not this program. What a shell has built in is all that it needs.
+# The same for images that have a shell and not this program. It needs no program but the shell.
 SCRIPT = f"""
 for each in /dev/nvidia* /dev/dxg; do if [ -c "$each" ]; then echo "{DEVICE}$each"; fi; done
 export -p | while read -r word each; do
@@ -31,7 +31,7 @@ else echo "{DRIVER_PROGRAM}{NO_PROGRAM}"; fi
 
 
 def seen(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Iterator[str]:
-    """Lines; what `nvidia-smi` writes is among them. Blocks."""
+    """Lines, the output of `nvidia-smi` among them. Blocks."""
     for node in (*sorted((root / "dev").glob("nvidia*")), root / "dev/dxg"):
         if node.is_char_device():
             yield f"{DEVICE}/{node.relative_to(root)}"

@@ -36,7 +36,7 @@ def toolkit_version(host: Host) -> tuple[str, tuple[int, ...] | None] | None:
 
 def _version_of(program: Path, root: Path) -> tuple[int, ...] | None:
     inner = f"/{program.relative_to(root)}"
-    # In its own root, where its libraries are; without the right to that, with what is found here.
+    # In its own root, where its libraries are; without the right to that, with the libraries found here.
     return (root != Path("/") and _asked(inner, root)) or _asked(str(program), None)
 
 
@@ -63,7 +63,7 @@ class Runtimes:
 
     file: str  # the one that had the last word
     default: str
-    names: frozenset[str] = frozenset()  # what a RuntimeClass may lead to, as far as it is known
+    names: frozenset[str] = frozenset()  # that a RuntimeClass may lead to, as far as they are known
     cdi: bool | None = None  # containerd's switch; None: as its version has it
     cdi_folders: tuple[str, ...] | None = None  # where it looks for specifications; None: where all do
     unread: tuple[str, ...] = ()  # files that are there and cannot be read: they may say otherwise

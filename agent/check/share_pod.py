@@ -12,12 +12,12 @@ NAME = "gpu-node-agent-try"
 CONTAINER = "share"
 CORES = 10  # percent of one GPU
 MEMORY_BYTES = 2 << 30
-# Beyond the deadline: what is left of the pod ends by itself if nobody could take it away.
+# Beyond the deadline: the pod then ends by itself if nobody could take it away.
 GRACE_SECONDS = 60
 
 
 class NothingOffered(Exception):
-    """No node offers what is to be tried; the text names the remedy."""
+    """No node offers the share to be tried; the text names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

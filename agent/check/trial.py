@@ -1,4 +1,4 @@
-"""`gpu-node-agent try`: a pod asks for a share, says what it sees, and is taken away whatever happens."""
+"""`gpu-node-agent try`: a pod asks for a share, lists its devices, and is taken away in any case."""
 
 from collections.abc import Callable, Sequence
 

@@ -58,7 +58,7 @@ class ClusterCleanup:
     api: KubeApi
     release: Release
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    # Of nodes that are not clean yet, by name; under no name what keeps the nodes from being known.
+    # Of nodes that are not clean yet, by name; under no name the reason why the nodes are not known.
     problems: dict[str, str] = field(default_factory=dict)
     _id: str = field(default_factory=lambda: str(uuid.uuid4()))
     _asked: set[str] = field(default_factory=set)

@@ -17,7 +17,7 @@ REPORT = "gpu-node-agent.io/cleanup-report"
 # No request keeps an agent from its work for longer: one that names a later end is none, or it would be in
 # force again as soon as the agent is back.
 LONGEST_SECONDS = 2 * 3600.0
-# Bounds what is written into an annotation.
+# Of the text in an annotation.
 LONGEST_MESSAGE = 2000
 
 EPOCH = datetime.fromtimestamp(0, UTC)

@@ -1,6 +1,6 @@
-"""Takes from one node what the agent put there, with no agent running: daemons, modes, files, labels.
+"""Takes the agent's traces off one node, with no agent running: daemons, modes, files, labels.
 
-Safe to run again: each step looks for what is left.
+Safe to run again: each step looks for the rest.
 """
 
 from collections.abc import AsyncIterator, Collection
@@ -147,7 +147,7 @@ def _program(settings: Settings) -> Program:
 
 
 def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
-    """Remove sockets, the CDI files and what the agent's folders hold. Blocks. Raises CleanupFailed.
+    """Remove sockets, the CDI files and the content of the agent's folders. Blocks. Raises CleanupFailed.
 
     `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay, and what
     vGPU containers have mounted: the kubelet repeats CDI names and mounts when a container is started again.
@@ -178,7 +178,7 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
 
 
 async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
-    """Remove what the agent wrote to the Node object but annotations in `keep`. Raises CleanupFailed."""
+    """Remove the agent's entries of the Node object but annotations in `keep`. Raises CleanupFailed."""
     from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
     from agent.node.forget import forget  # noqa: PLC0415
 
@@ -189,7 +189,7 @@ async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> 
 
 
 def _empty(root: Path, kept: AbstractSet[str]) -> None:
-    """Remove what is in a folder but `kept`. Pods of before could write below: no link is followed."""
+    """Remove the content of a folder but `kept`. Pods of before could write below: no link is followed."""
     with trees.opened(root) as descriptor:
         for entry in root.iterdir():
             if entry.name not in kept:

@@ -1,1 +1,1 @@
-"""The command line: arguments, texts, exit codes. What a command does stands in its room."""
+"""The command line: arguments, texts, exit codes. Commands are carried out in other rooms."""

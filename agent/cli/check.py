@@ -41,7 +41,7 @@ def add_commands(check: argparse.ArgumentParser) -> None:
     add_configuration(compat)
     compat.set_defaults(command=_compat)
 
-    node = parts.add_parser("node", help="what of this node stands in the way")
+    node = parts.add_parser("node", help="obstacles of this node to offering its GPUs")
     add_configuration(node)
     node.add_argument(
         "--host-root",
@@ -50,9 +50,12 @@ def add_commands(check: argparse.ArgumentParser) -> None:
         help="where the node's root is mounted; default: as the configuration shows it",
     )
     node.add_argument(
-        "--summary", type=Path, metavar="FILE", help="also write what is not ok, and the last line, there"
+        "--summary",
+        type=Path,
+        metavar="FILE",
+        help="also write all findings but ok, and the last line, there",
     )
-    nodes = parts.add_parser("nodes", help="what the pods of a preflight DaemonSet found (helm test)")
+    nodes = parts.add_parser("nodes", help="the findings of a preflight DaemonSet's pods (helm test)")
     nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
     nodes.add_argument("--daemonset", required=True, metavar="NAME")
     nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")

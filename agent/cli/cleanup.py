@@ -1,4 +1,4 @@
-"""`gpu-node-agent cleanup ...`: what the chart's hook runs; `node` serves by hand, too.
+"""`gpu-node-agent cleanup ...`: for the chart's hook; `node` serves by hand, too.
 
 Exit codes: 0 clean, 1 it failed, 2 bad arguments or configuration, 3 pods stand in the way.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    cleanup = commands.add_parser("cleanup", help="take from nodes what the agent put there")
+    cleanup = commands.add_parser("cleanup", help="take the agent's traces off nodes")
     parts = cleanup.add_subparsers(required=True, metavar="PART")
 
     node = parts.add_parser("node", help="this node; no agent may run on it")
@@ -30,7 +30,7 @@ def add_commands(commands: Commands) -> None:
     node.add_argument("--wait", type=float, default=60.0, help="seconds for an agent to leave (default: 60)")
     node.set_defaults(command=lambda options: _node(load(options), options.wait))
 
-    cluster = parts.add_parser("cluster", help="all nodes: what helm uninstall runs first")
+    cluster = parts.add_parser("cluster", help="all nodes: the first step of helm uninstall")
     cluster.add_argument("--namespace", required=True, help="where the agents are")
     cluster.add_argument("--agents", required=True, metavar="SELECTOR", help="labels of the agents' pods")
     cluster.add_argument(

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--simulated-machine", type=Path, help=argparse.SUPPRESS)
     run.set_defaults(command=_run)
 
-    check = commands.add_parser("check", help="say what is wrong with a configuration, a node, ConfigMaps")
+    check = commands.add_parser("check", help="find faults of a configuration, a node, ConfigMaps")
     add_configuration(check)
     check.set_defaults(command=_check)
     checks.add_commands(check)

@@ -102,13 +102,13 @@ async def _in_service(
                     await anyio.sleep_forever()
 
                 group.start_soon(spawn, "clean-up requests", leave)
-            # What lives now lives for ever: full collections need not look at it again.
+            # Objects that live now live for ever: full collections need not look at them again.
             gc.collect()
             gc.freeze()
             try:
                 await stop.wait()
             finally:
-                # A fatal task failed, or a clean-up is wanted: what hangs must not keep the rest alive.
+                # A fatal task failed, or a clean-up is wanted: one that hangs must not keep others alive.
                 if not stop.is_set():
                     end_within(STOP_SECONDS)
             group.cancel_scope.cancel()

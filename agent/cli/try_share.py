@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 
 def add_commands(commands: Commands) -> None:
-    parser = commands.add_parser("try", help="have a pod ask for a share, and say what it sees")
+    parser = commands.add_parser("try", help="have a pod ask for a share, and list its devices")
     modes = [mode.value for mode in OFFERED_MODES]
     parser.add_argument("--mode", choices=modes, help="default: the first that a node offers")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
         "--timeout", type=duration, default=120.0, metavar="TIME", help="for the pod (default: 2m)"
     )
     add_kubeconfig(parser)
-    # What the pod runs.
+    # The pod's own command.
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(command=_try)
 

@@ -3,16 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import msgspec
-
 from agent.cluster.api import KubeApi
-from agent.cluster.reflector import Metadata, Reflector
+from agent.cluster.reflector import PartialObject, Reflector
 
 LABEL = "gpu-node-agent.io/enforcement"
-
-
-class Namespace(msgspec.Struct, frozen=True):
-    metadata: Metadata
 
 
 class NamespaceLabels:
@@ -20,9 +14,9 @@ class NamespaceLabels:
 
     def __init__(self, api: KubeApi) -> None:
         self.reflector = Reflector(
-            api, "/api/v1/namespaces", {"labelSelector": LABEL}, Namespace, "namespaces"
+            api, "/api/v1/namespaces", {"labelSelector": LABEL}, PartialObject, "namespaces"
         )
-        self._seen: Mapping[str, Namespace] = {}
+        self._seen: Mapping[str, PartialObject] = {}
         self._labels: Mapping[str, str] = MappingProxyType({})
 
     def of(self, namespace: str) -> str | None:

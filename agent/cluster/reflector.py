@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Status
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 
@@ -67,13 +67,10 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Bookmark(msgspec.Struct):
+class PartialObject(msgspec.Struct, frozen=True):
+    """Any object, of which the metadata are all that is looked at."""
+
     metadata: Metadata
-
-
-class _Problem(msgspec.Struct):
-    code: int = 0
-    message: str = ""
 
 
 class _ListMetadata(msgspec.Struct, rename="camel"):
@@ -198,10 +195,10 @@ class Reflector(Generic[Item]):
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
         """One event of a watch; answers the list under construction, None once it is complete."""
         if event.type == "ERROR":
-            problem = msgspec.json.decode(event.object, type=_Problem)
+            problem = msgspec.json.decode(event.object, type=Status)
             raise ApiRefused(problem.code, f"{self._path}: {problem.code} {problem.message}")
         if event.type == "BOOKMARK":
-            mark = msgspec.json.decode(event.object, type=_Bookmark).metadata
+            mark = msgspec.json.decode(event.object, type=PartialObject).metadata
             if fresh is not None:
                 if mark.annotations.get(INITIAL_EVENTS_END) != "true":
                     return fresh  # its version is no place to go on from: the copy is not complete

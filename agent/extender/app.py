@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -215,10 +216,7 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
 
 
 async def _serve(extender: Extender, name: str, server: HttpServer, *, task_status: TaskStatus[int]) -> None:
-    async def serve() -> None:
-        await server.serve(task_status=task_status)
-
-    await extender.supervisor.fatal(name, serve)
+    await extender.supervisor.fatal(name, partial(server.serve, task_status=task_status))
 
 
 async def _connect(settings: Settings) -> KubeApi:

@@ -1,13 +1,97 @@
-"""Finds the pods that would have to leave a node for another one to fit, GPU by GPU: pure."""
+"""Pods that may be evicted, or would have to end, for another one to fit on their node, GPU by GPU.
+
+By totals alone kube-scheduler would evict and still find no room.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import anyio.lowlevel
+import msgspec
 
 from agent.extender.choice import fits
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim, free_capacity
 from agent.extender.packing import Work
-from agent.extender.pod_demand import PodDemand
+from agent.extender.pod_demand import RESOURCES, PodDemand
 from agent.model.node_inventory import NodeInventory
+
+VICTIMS_AT_ONCE = 16  # that are judged before others run, each by a look at its node: a few milliseconds
+
+
+class _Resources(msgspec.Struct):
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
+    requests: dict[str, Any] = msgspec.field(default_factory=dict)
+    claims: list[Any] = msgspec.field(default_factory=list)
+
+
+class _Port(msgspec.Struct, rename="camel"):
+    host_port: int = 0
+
+
+class _Container(msgspec.Struct):
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    ports: list[_Port] = msgspec.field(default_factory=list)
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    containers: list[_Container] = msgspec.field(default_factory=list)
+    init_containers: list[_Container] = msgspec.field(default_factory=list)
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    overhead: dict[str, Any] = msgspec.field(default_factory=dict)
+    affinity: dict[str, Any] | None = None
+    topology_spread_constraints: list[Any] = msgspec.field(default_factory=list)
+    volumes: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+class _Pod(msgspec.Struct):
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+_SIMPLE_VOLUMES = frozenset(
+    {"name", "projected", "emptyDir", "configMap", "secret", "downwardAPI", "hostPath"}
+)
+
+
+def only_gpus_matter(pod: bytes | msgspec.Raw) -> bool:
+    """Whether a pod's spec asks of a node for nothing that a victim could hold but GPUs.
+
+    Where it asks for CPU, say, a victim may have to go for that. Raises msgspec.DecodeError.
+    """
+    spec = msgspec.json.decode(pod, type=_Pod).spec
+    containers = [*spec.containers, *spec.init_containers]
+    resources = [spec.resources, *(each.resources for each in containers)]
+    asked = {name for each in resources for name in (*each.limits, *each.requests)} - set(RESOURCES)
+    return not (
+        asked
+        or spec.overhead
+        or spec.affinity
+        or spec.topology_spread_constraints
+        or any(each.claims for each in resources)
+        or any(port.host_port for each in containers for port in each.ports)
+        or any(set(volume) - _SIMPLE_VOLUMES for volume in spec.volumes)
+    )
+
+
+async def victims_needed(
+    fleet: Fleet, demand: PodDemand, proposed: Mapping[str, Sequence[str]], *, give_back: bool
+) -> dict[str, Sequence[str]]:
+    """Nodes where a pod fits once their victims are gone, each with those that must go, by UID.
+
+    `proposed`: victims by node, the most important first. `give_back`: leave out those of them whose GPUs are
+    not needed; a node where none is needed is left out, since the pod fits there as it is.
+    """
+    found: dict[str, Sequence[str]] = {}
+    judged = 0
+    for name, victims in proposed.items():
+        if judged >= VICTIMS_AT_ONCE:
+            await anyio.lowlevel.checkpoint()
+            judged = 0
+        needed = still_needed(fleet, name, victims, demand, give_back=give_back)
+        if needed:
+            found[name] = needed
+        judged += 1 + len(victims)
+    return found
 
 
 def would_have_to_go(

@@ -12,9 +12,9 @@ from anyio import get_cancelled_exc_class
 
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
+from agent.extender.eviction import victims_needed
 from agent.extender.metrics import Metrics
 from agent.extender.objects import WatchedPod, as_model, gang_of
-from agent.extender.preemption import victims_needed
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpServer, Reply, Request

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from agent.extender.eviction import only_gpus_matter
 from agent.extender.objects import WatchedPod, decode_pod
-from agent.extender.preemption import only_gpus_matter
 
 
 class BadRequest(Exception):

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, KubeApi
-from agent.cluster.reflector import Metadata
+from agent.cluster.reflector import PartialObject
 from agent.extender.settings import Serving
 from agent.kit.cell import Cell
 
@@ -22,12 +22,8 @@ RETRY_SECONDS = 1.0
 WITHDRAW_SECONDS = 1.0
 
 
-class _Pod(msgspec.Struct):
-    metadata: Metadata
-
-
 class _Pods(msgspec.Struct):
-    items: list[_Pod] = msgspec.field(default_factory=list)
+    items: list[PartialObject] = msgspec.field(default_factory=list)
 
 
 class ServingLabel:

@@ -83,11 +83,6 @@ class DrainableServer:
         self._server: _TrackingServer | None = None
         self._inode: int | None = None
 
-    @property
-    def connections(self) -> int:
-        """How many peers are connected."""
-        return len(self._server.connections) if self._server else 0
-
     async def start(self) -> None:
         """Listen. The socket appears at its path only once it accepts, so that a watcher can dial at once.
 

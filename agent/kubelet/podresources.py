@@ -20,7 +20,6 @@ from agent.kit.cell import Cell
 from agent.kubelet import wire
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 # The socket takes 100 calls a second, burst 10, from everybody on the node together.
 LIST_SECONDS = 2.0
@@ -105,11 +104,6 @@ class Reader:
         return _joined(parts)
 
 
-class _Parser(Protocol[T_co]):
-    def parse(self, data: bytes) -> T_co:
-        """Read a message; raises wire.MalformedMessage."""
-
-
 class AllocatableReader:
     """AllocatableResourcesResponse: how many different healthy IDs there are of each resource."""
 
@@ -166,7 +160,7 @@ class PodResources:
         """How many healthy devices the kubelet knows of each resource, free or not. Raises as `list` does."""
         return await self._asked("GetAllocatableResources", AllocatableReader(), deadline)
 
-    async def _asked(self, call: str, parser: _Parser[T], deadline: float) -> T:
+    async def _asked(self, call: str, parser: wire.Parser[T], deadline: float) -> T:
         backoff = Backoff(first=0.012, longest=0.2)
         said, unsupported = "no answer", False
         with anyio.move_on_after(deadline):
@@ -188,7 +182,7 @@ class PodResources:
         text = f"PodResources {call} on {self.path}: {said}; is the kubelet running?"
         raise PodResourcesUnavailable(text, unsupported=unsupported)
 
-    async def _ask(self, call: str, parser: _Parser[T]) -> T:
+    async def _ask(self, call: str, parser: wire.Parser[T]) -> T:
         channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())
         # Until the call has ended well nobody else may use it.
         self._kept = None

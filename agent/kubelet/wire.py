@@ -7,24 +7,25 @@ betterproto2. Lists of devices arrive here already encoded and pass through.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from grpclib.encoding.base import CodecBase
 
 from agent._proto import v1beta1
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 
+T_co = TypeVar("T_co", covariant=True)
+
 
 class MalformedMessage(ValueError):
     """Bytes that are not the protocol buffer message that was expected."""
 
 
-class Readable(Protocol):
+class Parser(Protocol[T_co]):
     """A message type that grpclib is given: anything with `parse`."""
 
-    @classmethod
-    def parse(cls, data: bytes) -> object:
-        """Decode one message. Raises MalformedMessage."""
+    def parse(self, data: bytes) -> T_co:
+        """Read one message. Raises MalformedMessage."""
 
 
 class Codec(CodecBase):
@@ -35,7 +36,7 @@ class Codec(CodecBase):
     def encode(self, message: object, message_type: object) -> bytes:  # noqa: ARG002  grpclib's signature
         return message if isinstance(message, bytes) else bytes(message)  # type: ignore[call-overload]
 
-    def decode(self, data: bytes, message_type: type[Readable]) -> object:
+    def decode(self, data: bytes, message_type: Parser[object]) -> object:
         return message_type.parse(data)
 
 

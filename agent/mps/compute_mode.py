@@ -7,6 +7,7 @@ not be given back is known as the agent's later, and an administrator's is left 
 
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 import structlog
 
@@ -105,15 +106,10 @@ class ExclusiveMode:
 
     async def ours(self) -> bool | None:
         """Whether the agent has set the mode that stands; None: there is no note."""
-
-        def read() -> bool | None:
-            try:
-                return self._record.read_text(encoding="utf-8", errors="replace") == OURS
-            except FileNotFoundError:
-                return None
-
         try:
-            return await anyio.to_thread.run_sync(read)
+            return await anyio.Path(self._record).read_text(encoding="utf-8", errors="replace") == OURS
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise MpsError(f"{self._record}: cannot be read: {error.strerror}") from error
 

@@ -24,12 +24,12 @@ from agent.node.taint import SchedulingTaint
 log = structlog.get_logger()
 
 PATCH_SPACING_SECONDS = 1.0
-# A switch takes two patches, for what goes and for what comes: neither waits for the other's second to pass.
+# A switch takes two patches, for the old and the new resources: neither waits for the other's second to pass.
 PATCH_BURST = 3
 LONGEST_RETRY_SECONDS = 10.0  # the kubelet's tick has come by then
 GATHER_SECONDS = 0.005  # several lists change in one breath
-ARRIVE_SECONDS = 10.0  # what a busy kubelet is given
-# Where the kubelet cannot be asked: what it needs to read a list of thousands and to write its checkpoint.
+ARRIVE_SECONDS = 10.0  # for a busy kubelet
+# Where the kubelet cannot be asked: its time to read a list of thousands and to write its checkpoint.
 UNASKED_SECONDS = 0.1
 ASK_SECONDS = 0.02  # until the kubelet is asked again whether it has; its socket takes 100 calls a second
 LONGEST_PAUSE_SECONDS = 0.5
@@ -39,7 +39,7 @@ GONE_SECONDS = 5.0  # how long more is held back for a taint that is to go
 
 
 class KubeletMute(Exception):
-    """The kubelet does not say now what it knows of."""
+    """The kubelet does not answer now which devices it knows."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Capacity:
 
 
 def _differing(wanted: Amounts, known: Amounts) -> tuple[Amounts, Amounts]:
-    """Where the node's status does not say what is wanted: of which more is to be offered, and the rest."""
+    """Resources whose amounts in the node's status are wrong: those to offer more of, and the others."""
     differing = {name: amounts for name, amounts in wanted.items() if known[name] != amounts}
     more = {name: amounts for name, amounts in differing.items() if amounts[1] > known[name][1]}
     return more, {name: amounts for name, amounts in differing.items() if name not in more}

@@ -25,7 +25,7 @@ SPACING_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 60.0
 LONGEST_MESSAGE = 400
-NONE = "none"  # what is wanted, and in force, where nothing is
+NONE = "none"  # the mode wanted, and in force, where there is none
 
 EVENT_REASONS = {
     Phase.APPLIED: "ModeApplied",
@@ -41,7 +41,7 @@ Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
 class NodeStateWriter:
-    """Level-triggered: writes what differs from what the Node object says, at most once a second."""
+    """Level-triggered: writes differences to the Node object, at most once a second."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class NodeStateWriter:
         """`labels`, `annotations`: further ones, of other rooms.
 
         Labels are computed at each comparison from those of the node, so that none is written over a label
-        that has become somebody else's. `wake_on`: what else they depend on.
+        that has become somebody else's. `wake_on`: cells that they depend on, too.
         """
         self._node = node
         self._state = state
@@ -80,7 +80,7 @@ class NodeStateWriter:
                     await wake.wait_change(seen)
 
     async def _write(self) -> float:
-        """Write what differs; how long to leave the API server alone, in seconds. `problem`: it failed."""
+        """Write all differences; how long to leave the API server alone, in seconds. `problem`: it failed."""
         state = self._state.value
         self._record_event(state)
         known = self._node.labels()

@@ -1,7 +1,7 @@
 """Lets go of the driver while NVIDIA's GPU operator exchanges it on this node, and takes it up again.
 
 The kernel module cannot be unloaded while anybody has it open: the agent by NVML, the daemons of mode MPS,
-pods. The operator evicts what it knows of, which neither this agent is nor pods with shares are.
+pods. The operator evicts the pods that it knows: neither this agent nor pods with shares are among them.
 
 The operator's intent stands in labels of the node (NVIDIA/k8s-operator-libs, pkg/upgrade; k8s-driver-manager;
 mig-parted): its upgrade controller goes through the states of `nvidia.com/gpu-driver-upgrade-state`; who is
@@ -85,7 +85,7 @@ class DriverUpgrade:
         by_hand: Cell[Cordons],
         cordons: Cell[Cordons],
     ) -> None:
-        """`cordons` is what the mode switcher follows: those `by_hand`, and of all GPUs meanwhile."""
+        """`cordons` are those that the mode switcher follows: those `by_hand`, and of all GPUs meanwhile."""
         self._node = node
         self._monitor = monitor
         self._inventory = inventory
@@ -109,7 +109,7 @@ class DriverUpgrade:
         await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
     def look(self) -> float:
-        """Do what the labels ask for now; after how many seconds to look again, whatever happens."""
+        """Follow the labels of this moment; after how many seconds to look again, whatever happens."""
         labels = self._node.labels()
         if labels is None:  # not known yet
             self._put_cordons()

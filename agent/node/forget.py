@@ -20,7 +20,7 @@ GPU_LABELS = tuple(
 async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     """Remove everything that the agent wrote to the node but the annotations in `keep`; again is nothing.
 
-    What a person wrote stays: the mode's label, a cordon. Raises ApiError.
+    Entries by hand stay: the mode's label, a cordon. Raises ApiError.
     """
     node = await read_node(api, name)
     if node is None:

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.5
 
 
 class Inherited:
-    """Puts it right, once."""
+    """Takes them away, once."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Inherited:
                     await self._node.changes.wait_change(self._node.changes.version)
 
     async def _figures_are_right(self) -> bool:
-        """Take back what is offered and what the kubelet has none of; whether nothing of it is left."""
-        # What this agent lists is its own: `Capacity` sees to it.
+        """Take back offered resources of which the kubelet has no device; whether none is left."""
+        # This agent's own lists are `Capacity`'s.
         known = self._node.amounts(self._resources - self._offer.now().keys())
         if known is None:
             return False
@@ -60,7 +60,7 @@ class Inherited:
             return False
         if taken_in is None:
             return True
-        # What it knows of is somebody else's, or it has not heard of that agent's end yet.
+        # Resources that it knows are another agent's, or it has not heard of that agent's end yet.
         gone: Amounts = {name: amounts for name, amounts in offered.items() if not taken_in.get(name)}
         if gone and await self._capacity.patch(gone):
             log.info("stale_figures_taken_back", resources=sorted(gone))

@@ -95,7 +95,7 @@ def ahead(
 
     async def write() -> None:
         if INVENTORY in node.annotations():
-            return  # as it was before this process: what differs is written by the report
+            return  # as it was before this process: the report writes differences
         problem = f"no answer within {AHEAD_SECONDS:g} s"
         with anyio.move_on_after(AHEAD_SECONDS):
             note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients, grown.value))}

@@ -1,11 +1,11 @@
-"""Keeps the scheduler from sending pods to this node while what it offers is changing: by a taint.
+"""Keeps the scheduler from sending pods to this node while its offer changes: by a taint.
 
 Figures in node.status cannot do that. The kubelet goes by them, too, so that a pod which was bound a moment
 before they shrank is refused although its devices are there; and a tick of the kubelet may write them back.
 A taint NoSchedule stops the scheduler alone: kubelet 1.36 (`lifecycle/predicate.go`, generalFilter) looks at
 NoExecute only.
 
-One task writes it, one write at a time, until the node's taint is what is wanted. To want it, and to want it
+One task writes it, one write at a time, until the node's taint is as wanted. To want it, and to want it
 no longer, are assignments: there is no await at which a failure or a cancellation could leave it behind.
 """
 
@@ -24,9 +24,9 @@ log = structlog.get_logger()
 
 TAINT = "gpu-node-agent.io/switching"
 EFFECT = "NoSchedule"
-WRITE_SECONDS = 3.5  # what one write may take, its answer included
-# What the scheduler may still bind after it could have seen the taint; on a busy machine twice as long as it
-# took until we saw it ourselves.
+WRITE_SECONDS = 3.5  # for one write, its answer included
+# How long the scheduler may still bind after it could have seen the taint; on a busy machine twice as long as
+# it took until we saw it ourselves.
 BINDING_SECONDS = 0.1
 LONGEST_BINDING_SECONDS = 1.0
 SEEN_SECONDS = 1.0  # a watch that is mute shall not hold up a switch
@@ -47,7 +47,7 @@ class SchedulingTaint:
         self._holds: list[Hold] = []
         self._left_alone = False
         self._uncertain = False  # a write was begun, and its end is not known
-        self._written = False  # what was written last; counts while the node is not seen
+        self._written = False  # the last write; counts while the node is not seen
         self._turns = Cell(None)  # published whenever any of these or the node changed
         self._one_writer = anyio.Lock()
         self.patches = 0

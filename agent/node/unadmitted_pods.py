@@ -30,7 +30,7 @@ async def unadmitted(
     held: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for one in listed.holdings if listed else ():
         held.setdefault((one.namespace, one.pod), set()).add((one.container, one.resource))
-    # Once more, after the kubelet's answer: what was bound meanwhile is not in it.
+    # Once more, after the kubelet's answer: pods that were bound meanwhile are not in it.
     return frozenset(
         uid
         for uid, pod in waiting().items()

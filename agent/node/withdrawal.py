@@ -1,4 +1,4 @@
-"""Takes back what is offered so that no pod is lost by it: for a switch, and for an agent that stops.
+"""Takes back the offer so that no pod is lost by it: for a switch, and for an agent that stops.
 
 One order for both: taint, wait for the pods that are bound, publish smaller lists, wait until the kubelet has
 taken them in, patch the figures, let the taint go. Each step has its share of the time, and none can keep the
@@ -119,7 +119,7 @@ class Withdrawals:
     ) -> tuple[bool, bool]:
         """All steps; whether the taint stood, and whether all pods that were bound have got their devices.
 
-        `left`: what node.status has to come down to. `until`: when the taint may be set at the latest.
+        `left`: amounts that node.status comes down to. `until`: when the taint may be set at the latest.
         """
         with self._capacity.standing_still(), self._taint.held(until) as hold:
             tainted = served = False

@@ -104,7 +104,7 @@ class Sampling(Section, frozen=True):
     """How often the moving figures of the GPUs are read."""
 
     interval_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
-    # Means and maxima are over so much time: at least what lies between two scrapes.
+    # Means and maxima are over so much time: at least the time between two scrapes.
     window_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     pcie_throughput: bool = False  # reading it blocks for 40 ms per GPU
 
@@ -117,7 +117,7 @@ class Metrics(Section, frozen=True):
 
 
 class XidOverride(Section, frozen=True):
-    """How one Xid is judged here; what is left out stays as the table of `docs/health.md` has it."""
+    """How one Xid is judged here; keys that are left out stay as in the table of `docs/health.md`."""
 
     class_: Literal["application", "needs_reset", "needs_reboot", "contained", "informational"] | None = (
         msgspec.field(default=None, name="class")
@@ -176,11 +176,11 @@ class Vgpu(Section, frozen=True):
     # How long a GPU is kept for the second half of a pair whose first half was asked for.
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     write_choice: bool = True  # as gpu-admission's annotations on the pod; takes the right to patch pods
-    # What keeps containers to their memory: nothing; a report of those that use more; the enforcement library
+    # Enforcement of containers' memory: none; a report of those that use more; the enforcement library
     # where it can be shown; no container without it. A namespace's label may say otherwise, unless it is off.
     enforcement: Literal["off", "report", "library", "strict"] = "library"
-    # What keeps containers to the compute that they asked for: nothing; the enforcement library; the library,
-    # while what nobody uses is everybody's.
+    # Enforcement of the compute that containers asked for: none; the enforcement library; the library, while
+    # unused compute is everybody's.
     compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
@@ -199,7 +199,7 @@ class Mps(Section, frozen=True):
     reservation_seconds: Annotated[float, Meta(ge=1, le=120)] = 10.0
     # nvidia-cuda-mps-control by full path; null: searched below driver.root, then on PATH.
     control_program: AbsolutePath | None = None
-    # What the pods of one GPU may take together of the node's memory by files in /dev/shm, in MiB.
+    # Memory of the node that the pods of one GPU may take together by files in /dev/shm, in MiB.
     shared_memory_mebibytes: Annotated[int, Meta(ge=64, le=4_194_304)] = 4096
     # Start the MPS server with the daemon and hold it to be up.
     prestart_server: bool = True

@@ -52,7 +52,7 @@ def _long_socket_path(settings: "Settings") -> list[tuple[str, str]]:
 def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
     modes = [mode.value for mode in OFFERED_MODES]
     words = ("none", "disable", *modes)
-    # What the label would never be taken for, if a layout had such a name.
+    # Meanings of words of the label by which no layout can be called.
     meanings = dict.fromkeys(words, "the name of a mode") | {
         **{alias: f"a name that is read as {mode}" for alias, mode in ALIASES.items()},
         **{word: f"a name that leaves the node to {owner}" for word, owner in FOREIGN_VALUES.items()},

@@ -10,7 +10,7 @@ RELEASE_SECONDS = 25.0  # the driver may take its time to let go
 
 
 class AgentUnreachable(Exception):
-    """The agent did not answer; the text says what to do."""
+    """The agent did not answer; the text names the remedy."""
 
 
 class AgentRefused(Exception):
@@ -18,7 +18,7 @@ class AgentRefused(Exception):
 
 
 def ask(path: Path, command: str, *, deadline: float = DEADLINE_SECONDS, **arguments: object) -> Any:  # noqa: ANN401  whatever the command answers
-    """Send one command; what it answers. Raises AgentUnreachable, AgentRefused. `deadline` in seconds."""
+    """Send one command; the result. Raises AgentUnreachable, AgentRefused. `deadline` in seconds."""
     request = json.dumps({"command": command, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX) as connection:

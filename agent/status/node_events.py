@@ -1,4 +1,4 @@
-"""Kubernetes events on the node for what happens to its GPUs."""
+"""Kubernetes events on the node about its GPUs."""
 
 from collections.abc import Callable
 

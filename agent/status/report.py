@@ -1,4 +1,4 @@
-"""The node as `gpu-node-agent status` shows it: one JSON document, built from what the rooms hold."""
+"""The node as `gpu-node-agent status` shows it: one JSON document."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The status report for a person at a terminal: what is wrong first of all, and what to do about it."""
+"""The status report for a person at a terminal: problems first, with their remedies."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

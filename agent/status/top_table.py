@@ -45,7 +45,7 @@ def _lines(shown: Document) -> Iterator[str]:
     rows = sorted(shown["containers"], key=_busiest_first)
     table = [title, *(_container_row(each) for each in rows)]
     if any(each.get("coreAllottedRatio") is not None for each in rows):
-        # Beside what was asked for: what it may have now.
+        # Beside the request of the pod: the share in force now.
         got = ("GOT", *(_percent(each.get("coreAllottedRatio")) for each in rows))
         table = [(*row[:6], more, *row[6:]) for row, more in zip(table, got, strict=True)]
     yield from _table(table)

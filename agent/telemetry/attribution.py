@@ -1,7 +1,7 @@
 """Attributes the use of a GPU to containers: pure.
 
 Three grades, shown with each figure. *Measured*: the driver reports it by process, all of which are known.
-*Estimated*: what is left of the driver's figures is shared out by limits, never above a container's own
+*Estimated*: the rest of the driver's figures is shared out by limits, never above a container's own
 limit. *Allocated*: the driver reports nothing, only limits are known; there is no figure of the use.
 
 NVIDIA documents the memory of each client of an MPS server but not its use of the multiprocessors, which
@@ -61,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Attributed:
-    """The uses of one GPU, and what of its memory belongs to no holder of it."""
+    """The uses of one GPU, and its memory that belongs to no holder."""
 
     uses: tuple[Use, ...]
     foreign_memory: int = 0  # of processes outside pods, an MPS server among them
@@ -207,7 +207,7 @@ def _utilization(
 def _shared_out(
     own: Sequence[float | None], left: float, weights: Sequence[float], limits: Sequence[float]
 ) -> list[tuple[float, Grade]]:
-    """Each one's own figure; those without one share what is left by weight, up to their limits."""
+    """Each one's own figure; those without one share the rest by weight, up to their limits."""
     if not left:
         return [(value or 0.0, Grade.MEASURED) for value in own]
     total = sum(weight for weight, value in zip(weights, own, strict=True) if value is None)

@@ -116,7 +116,7 @@ class ContainerWatch:
         return Uses(tuple(containers), other)
 
     def windowed(self, use: Use, now: float) -> ContainerUse:
-        """The use of a round, with what its window then holds."""
+        """The use of a round, with the figures of its window."""
         windows = self._windows.get(use.share.key)
         if windows is None:
             windows = (_GradedWindow(self._window), _GradedWindow(self._window))
@@ -160,7 +160,7 @@ class _GradedWindow:
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
     """Pods (namespace/name) by GPU (UUID) of which a container's processes use more memory than it was given.
 
-    Only what the driver reports by process counts: an estimate never goes above a limit.
+    Only figures that the driver reports by process count: an estimate never goes above a limit.
     """
     found: dict[str, set[str]] = {}
     for each in uses.containers:

@@ -192,7 +192,7 @@ NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returne
 
 # Modes.
 GPU_MODE = _info(
-    "gpu_mode", (*_GPU, "mode", "desired"), "What a GPU is offered as, and what it shall be offered as."
+    "gpu_mode", (*_GPU, "mode", "desired"), "The mode that a GPU is offered in, and the one that is wanted."
 )
 GPU_SELLING = _gauge(
     "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
@@ -206,7 +206,7 @@ NODE_PATCHES = _counter(
     "(set and removed around a switch), report (label, annotation, condition); ok or failed.",
 )
 
-# What the kubelet did, for each resource.
+# Calls of the kubelet and lists for it, by resource.
 RESOURCE_REGISTERED = _gauge(
     "resource_registered", ("resource",), "1 while the kubelet listens to this resource's list, 0 if not."
 )
@@ -255,7 +255,7 @@ LIMITED_CONTAINERS = _gauge(
 GROWN_MEMORY = _gauge(
     "grown_memory_bytes",
     _GPU,
-    "Memory that vGPU containers were resized to beyond what their pods asked for.",
+    "Memory that vGPU containers were resized to beyond the requests of their pods.",
 )
 NAMESPACE_GROWN_MEMORY = _gauge(
     "namespace_grown_memory_bytes",
@@ -290,8 +290,8 @@ CONTAINER_THROTTLED = _counter(
 CONTAINER_ALLOTTED = _gauge(
     "container_compute_allotted_ratio",
     _COMPUTE,
-    "Share of the GPU's compute that a vGPU container is held to now, 0..1: what it asked for, and what is "
-    "free for it.",
+    "Share of the GPU's compute that a vGPU container is held to now, 0..1: its request, and free compute "
+    "that it gets.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.

@@ -8,7 +8,7 @@ from agent.web.server import HttpServer, Reply, Request
 
 
 class MetricsPage:
-    """Answers scrapes. No NVML call is made for one: it shows what the sampler read."""
+    """Answers scrapes. No NVML call is made for one: it shows the sampler's last round."""
 
     def __init__(
         self, sources: Sources, compatible_node: str | None = None, *, simulated: bool = False

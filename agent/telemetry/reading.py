@@ -26,7 +26,7 @@ Collector = Callable[[], Iterable[Series]]  # reads the series of another room, 
 
 @dataclass(frozen=True, slots=True)
 class ResourceReading:
-    """One resource: whether the kubelet listens, and what happened on its socket so far."""
+    """One resource: whether the kubelet listens, and the counts of its socket."""
 
     resource: str
     registered: bool

@@ -1,4 +1,4 @@
-"""Reads the moving figures of every GPU that answers at a steady pace; scrapes read what it published."""
+"""Reads the moving figures of every GPU that answers at a steady pace; scrapes read the last round."""
 
 import time
 from collections.abc import Mapping

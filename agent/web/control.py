@@ -51,7 +51,7 @@ class ControlServer:
         self._handlers: dict[str, Handler] = {}
 
     def add(self, command: str, handler: Handler) -> None:
-        """Answer `command` with what `handler` returns: anything that JSON can say."""
+        """Answer `command` with the result of `handler`: any value of JSON."""
         if command in self._handlers:
             raise ValueError(f"command {command} is already taken")
         self._handlers[command] = handler

@@ -1,4 +1,4 @@
-"""/healthz is about the process, /readyz about what the node can serve, /readyz/agent about the agent's part.
+"""/healthz is about the process, /readyz about the node's service, /readyz/agent about the agent's part.
 
 A liveness probe that also asked for the GPUs would make the kubelet restart a good agent on a bad node,
 so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end. A readiness
@@ -22,7 +22,7 @@ class Probes:
         remarks: Callable[[], Sequence[str]] = list,
         shortcomings: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        """`remarks`: what works less well than it should, though pods are served.
+        """`remarks`: degradations, though pods are served.
 
         `shortcomings`: those blockers that are the agent's own and not the node's; None: all are.
         """
@@ -51,7 +51,7 @@ class Probes:
         return _answer(self._blockers(), self._remarks)
 
     async def agent_ready(self, _: Request) -> Reply:
-        """The same of the agent alone: what else keeps the node from serving pods follows `ready`."""
+        """The same of the agent alone: other blockers of the node follow `ready`."""
         return _answer(self._shortcomings(), self._blockers)
 
 

@@ -22,7 +22,7 @@ from agent.web.connections import HEAD_SECONDS, Connection, Connections  # noqa:
 
 # Longer than the usual scrape interval, so that a scraper keeps its connection.
 KEEP_ALIVE_SECONDS = 75.0
-LINGER_SECONDS = 2.0  # what a caller still sends of a request that is answered already is read for so long
+LINGER_SECONDS = 2.0  # the rest of a request that is answered already is read for so long
 
 log = structlog.get_logger()
 

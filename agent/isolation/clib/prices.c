@@ -236,8 +236,13 @@ void gna_measure_read(void) {
     gna_leave(&lock);
 }
 
+/* What is recorded before a launch, without the lock: a stream that is full makes its caller wait. */
+struct marks {
+    CUevent base, begin; /* base: NULL, if it is recorded already */
+};
+
 /* The lock is held. */
-static struct gna_sample *begin(struct gna_price *price, CUstream stream, const struct gna_turn *turn, bool due, bool looks) {
+static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *turn, bool due, bool looks, struct marks *marks) {
     struct ring *ring = ring_of_current(true);
     if (ring == NULL) {
         return NULL;
@@ -260,9 +265,9 @@ static struct gna_sample *begin(struct gna_price *price, CUstream stream, const 
     if (!due && look == 0) {
         return NULL;
     }
-    bool is_based = look == 0 || look == ring->based || REAL(cuEventRecord)(ring->base, stream) == CUDA_SUCCESS;
+    *marks = (struct marks){.base = look == 0 || look == ring->based ? NULL : ring->base, .begin = sample->begin};
     ring->based = look == 0 ? ring->based : look;
-    sample->failed = REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS || !is_based;
+    sample->failed = false;
     sample->price = price;
     sample->generation = price->generation;
     sample->record = turn->record;
@@ -295,13 +300,14 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     }
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     struct gna_sample *sample = NULL;
+    struct marks marks;
+    bool is_relaxed = REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS;
     gna_enter(&lock);
-    if (REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS) {
-        sample = begin(price, stream, turn, is_due, looks);
+    if (is_relaxed) {
+        sample = begin(price, turn, is_due, looks, &marks);
         if (sample != NULL && atomic_load(&gna_captures) == 0) {
             atomic_store_explicit(&price->barred_ns, 0, memory_order_relaxed);
         }
-        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     }
     if (is_due) {
         if (sample != NULL) {
@@ -310,15 +316,24 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
         gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
     }
     gna_leave(&lock);
+    if (sample != NULL) { /* this thread's alone until gna_measure_end */
+        bool is_based = marks.base == NULL || REAL(cuEventRecord)(marks.base, stream) == CUDA_SUCCESS;
+        sample->failed = REAL(cuEventRecord)(marks.begin, stream) != CUDA_SUCCESS || !is_based;
+    }
+    if (is_relaxed) {
+        REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    }
     return sample;
 }
 
 void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) {
     gna_enter(&lock);
-    if (sample->state == BEGUN) {
-        if (REAL(cuEventRecord)(sample->end, stream) != CUDA_SUCCESS || !launched) {
-            sample->failed = true; /* nothing is read from it */
-        }
+    CUevent end = sample->state == BEGUN ? sample->end : NULL;
+    gna_leave(&lock);
+    bool is_recorded = end != NULL && REAL(cuEventRecord)(end, stream) == CUDA_SUCCESS;
+    gna_enter(&lock);
+    if (sample->state == BEGUN && sample->end == end) { /* its context is not gone meanwhile */
+        sample->failed = sample->failed || !is_recorded || !launched; /* nothing is read from it */
         sample->state = PENDING;
     }
     gna_leave(&lock);

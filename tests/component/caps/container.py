@@ -5,7 +5,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -112,3 +112,14 @@ def make(
     os.truncate(made.usage, layout.USAGE_BYTES)
     made.usage.chmod(0o666)
     return made
+
+
+def hold(container: Container, share: int | None, factor: float = 1.0) -> None:
+    """Hold a container to a share in percent, as the agent does; None: to none."""
+    descriptor = os.open(container.limits, os.O_RDWR)
+    try:
+        now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
+        wanted = replace(now, compute=share is not None, share=(share or 0) * 100, correction=factor)
+        layout.write_limits(descriptor, 0, wanted)
+    finally:
+        os.close(descriptor)

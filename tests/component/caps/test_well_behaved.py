@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.container import hold
 from tests.component.caps.native import preloaded
 from tests.cuda_double.layout import FaultAction
 from tests.cuda_double.machine import MIB, CudaMachine
@@ -82,6 +83,22 @@ def test_threads_go_on_while_one_waits_for_the_gpu(
     _until(lambda: machine.calls("cuStreamSynchronize") == 1)
     assert program("ends(started(lambda: check('cuGraphLaunch', u64(ready), u64())))")
     assert program("ends(started(lambda: out('cuMemAllocAsync', size(2 * MIB), u64())))")
+    machine.clear_faults()
+    assert program("ends(waiting)")
+
+
+@pytest.mark.parametrize("passed", [0, 1], ids=["before the launch", "behind it"])
+def test_launches_go_on_while_one_waits_for_room_in_its_stream(
+    container: MakeContainer, machine: CudaMachine, programs: Programs, passed: int
+) -> None:
+    """An event waits for room in a full stream, which another thread may have to make."""
+    made = container(1024)
+    hold(made, 99)
+    program = programs(made, IN_A_THREAD, "init()", "kernel = function()")
+    machine.inject("cuEventRecord", FaultAction.HANG, after=passed, times=1)
+    program("waiting = started(lambda: launch(kernel))")
+    _until(lambda: machine.calls("cuEventRecord") == passed + 1)
+    assert program("ends(started(lambda: [launch(kernel) for _ in range(100)]))")
     machine.clear_faults()
     assert program("ends(waiting)")
 

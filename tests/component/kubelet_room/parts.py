@@ -82,6 +82,12 @@ class Served:
         self.service = DevicePluginService(plugin, allocated)
         self.server = DrainableServer(self.service.handlers(), path)
 
+    @property
+    def peers(self) -> int:
+        """How many are connected."""
+        server = self.server._server
+        return len(server.connections) if server else 0
+
     async def stop(self) -> None:
         """As the endpoint does it."""
         self.service.drain()

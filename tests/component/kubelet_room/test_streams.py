@@ -82,7 +82,7 @@ async def test_drain_ends_streams_with_ok_and_answers_what_is_under_way(folder: 
             assert answers == []
             go_on.set()
         assert answers[0].container_responses[0].envs["LATE"] == "yes"
-        assert one.server.connections == 0
+        assert one.peers == 0
 
 
 async def test_a_stream_that_opens_during_the_drain_ends_at_once(folder: Path) -> None:
@@ -116,10 +116,10 @@ async def test_a_call_that_outlives_the_drain_is_cut_off(
                 assert cut.value.code() is Code.UNAVAILABLE
 
             group.start_soon(ask)
-            await eventually(lambda: one.server.connections == 1)
+            await eventually(lambda: one.peers == 1)
             await anyio.sleep(0.05)
             await one.stop()
-        assert one.server.connections == 0
+        assert one.peers == 0
 
 
 def _stalled(path: Path) -> socket.socket:
@@ -165,7 +165,7 @@ async def test_a_peer_that_reads_nothing_holds_nobody_up(
         await eventually(lambda: one.service.streams.value == 0)  # it counts no more as listening
         assert "peer_reads_nothing" in [event["event"] for event in logs]
         await one.stop()
-        assert one.server.connections == 0
+        assert one.peers == 0
         await eventually(lambda: running_tasks() == 1)
         stalled.close()
         await other.close()
@@ -191,7 +191,7 @@ async def test_a_peer_that_goes_away_leaves_nothing_behind(
                     stream.stream.cancel()  # RST_STREAM; the connection stays
                     await eventually(lambda: one.service.streams.value == 0)
                     assert len((await peer.allocate("a")).container_responses) == 1
-        await eventually(lambda: one.service.streams.value == 0 and one.server.connections == 0)
+        await eventually(lambda: one.service.streams.value == 0 and one.peers == 0)
         await eventually(lambda: running_tasks() == tasks)
         plugin.lists.publish(listing("b"))  # nobody is left to stumble over it
         async with Peer(one.path) as peer:
@@ -212,12 +212,12 @@ async def test_a_thousand_peers_come_and_go(folder: Path) -> None:
     async with served(ScriptedPlugin("a"), folder) as one, Peer(one.path) as peer:
         await peer.allocate("a")
         await anyio.to_thread.run_sync(visit)
-        await eventually(lambda: one.server.connections == 1)
+        await eventually(lambda: one.peers == 1)
         await eventually(lambda: running_tasks() == 1)
         files = open_files()
         for _ in range(50):
             await anyio.to_thread.run_sync(visit)
-        await eventually(lambda: one.server.connections == 1)
+        await eventually(lambda: one.peers == 1)
         await eventually(lambda: running_tasks() == 1)
         assert open_files() <= files
         grpclibs = one.server._server
@@ -233,7 +233,7 @@ async def test_two_hundred_kubelets_listen_and_leave(folder: Path) -> None:
             raw = await anyio.to_thread.run_sync(_stalled, one.path)
             await eventually(lambda: one.service.stats.lists_sent == count + 1)  # noqa: B023
             raw.close()
-        await eventually(lambda: one.service.streams.value == 0 and one.server.connections == 0)
+        await eventually(lambda: one.service.streams.value == 0 and one.peers == 0)
         await eventually(lambda: running_tasks() == 1)
 
 
@@ -276,7 +276,7 @@ async def test_peers_that_connect_in_the_same_moment_are_all_dropped_at_the_stop
         peers = [socket.socket(socket.AF_UNIX) for _ in range(20)]
         for peer in peers:  # within one turn of the loop
             peer.connect(str(one.path))
-        await eventually(lambda: one.server.connections == 20)
+        await eventually(lambda: one.peers == 20)
         await one.stop()
         for peer in peers:
             peer.settimeout(5)

@@ -1,16 +1,13 @@
 """Containers with compute shares on a simulated GPU of virtual time, the real library between them and it."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agent.isolation import layout
 from agent.isolation.clib.build_library import cached
-from tests.component.caps.container import Container, make
+from tests.component.caps.container import Container, hold, make
 from tests.component.shares.row import CLOCK
 from tests.cuda_double.fixtures import driver
 from tests.cuda_double.layout_time import ClockMode
@@ -18,7 +15,7 @@ from tests.cuda_double.machine import CudaMachine
 from tests.cuda_double.program import Program, program
 from tests.cuda_double.timed import HELP
 
-__all__ = ["driver"]
+__all__ = ["driver", "hold"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,17 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
-
-
-def hold(container: Container, share: int | None, factor: float = 1.0) -> None:
-    """Hold a container to a share in percent, as the agent does; None: to none."""
-    descriptor = os.open(container.limits, os.O_RDWR)
-    try:
-        now = layout.read_limits(os.pread(descriptor, layout.LIMITS_BYTES, 0))[0]
-        wanted = replace(now, compute=share is not None, share=(share or 0) * 100, correction=factor)
-        layout.write_limits(descriptor, 0, wanted)
-    finally:
-        os.close(descriptor)
 
 
 class Site:

@@ -3,10 +3,10 @@
 import anyio
 import anyio.lowlevel
 
+from agent.extender.eviction import victims_needed
 from agent.extender.fleet import BoundPod, Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.extender.preemption import victims_needed
 from agent.model.demand import VGPU, Container, Pod
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
