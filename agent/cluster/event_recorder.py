@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
 
+import anyio
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
+from agent.kit.backoff import Backoff
 from agent.kit.mailbox import Mailbox
 
 log = structlog.get_logger()
@@ -20,6 +22,9 @@ WAITING = 64  # events that wait for the API server; more are dropped, and the l
 WAITING_OF_PODS = 48  # of these; tenants' pods, however many, leave room for what happens to the node
 NODE_EVENTS_NAMESPACE = "default"  # where events of objects without a namespace live
 KEPT_SECONDS = 3600.0  # --event-ttl of the API server: after it an event is gone and may be written again
+TRIES = 5  # for an event that the API server does not answer to; one that it refuses is given up
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 5.0
 WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server still knows the name
 
 
@@ -82,6 +87,19 @@ class EventRecorder:
                 log.warning("event_not_sent", reason=event.reason, message=event.message, problem=str(error))
 
     async def _send(self, event: Event) -> None:
+        """Raises ApiError once the server has refused it, or was silent `TRIES` times."""
+        digest = hashlib.sha256(f"{event}{time.time_ns()}".encode()).hexdigest()[:16]
+        pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        for _ in range(TRIES - 1):
+            try:
+                await self._write(event, digest)
+            except ApiUnavailable:
+                await anyio.sleep(pauses.next())
+            else:
+                return
+        await self._write(event, digest)
+
+    async def _write(self, event: Event, digest: str) -> None:
         namespace = event.regarding.namespace or NODE_EVENTS_NAMESPACE
         path = f"/api/v1/namespaces/{namespace}/events"
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -98,9 +116,12 @@ class EventRecorder:
             else:
                 self._counts[event] = (count + 1, name)
                 return
-        digest = hashlib.sha256(f"{event}{time.time_ns()}".encode()).hexdigest()[:16]
         name = f"{event.regarding.name[:200]}.{digest}"
-        await self._api.post(path, self._body(event, name, namespace, now))
+        try:
+            await self._api.post(path, self._body(event, name, namespace, now))
+        except ApiRefused as error:
+            if error.status != HTTPStatus.CONFLICT:  # written by a try whose answer did not come in time
+                raise
         if len(self._counts) >= WAITING:
             self._counts.clear()
         self._counts[event] = (1, name)

@@ -4,7 +4,7 @@ It is no record of its own: reservations are promises that live for seconds, fro
 calls until the record shows the pair.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -109,6 +109,14 @@ class Holdings:
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
         """Units of each member that each container holds."""
         return {(each.holder, each.member): each.ids for each in self.entries}
+
+    @cached_property
+    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Held]]:
+        """Entries of each pod, by its namespace and name."""
+        found: dict[tuple[str, str], list[Held]] = {}
+        for each in self.entries:
+            found.setdefault(each.holder.pod_key, []).append(each)
+        return found
 
     @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
@@ -234,6 +242,13 @@ class Ledger:
         # Thousands of IDs are held on a large node: they are copied only where something differs.
         taken = self.held.ids.union(*promised) if promised else self.held.ids
         return taken - own if own else taken
+
+    def taken_of(self, ids: frozenset[str], asking: Holder, own: frozenset[str]) -> frozenset[str]:
+        """Those of `ids` that cannot come to a container, as in `taken`, without going through all units."""
+        wanted = ids - own
+        others = (each for each in self.reservations if each.holder != asking)
+        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
+        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in promised))
 
     def free_gpus(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()

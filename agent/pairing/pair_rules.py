@@ -152,8 +152,9 @@ class PairRules:
         """IDs of a promised member: inherited ones first, then the lowest free ones. Raises PairRefused."""
         available, known = call.available or NOTHING, promise.ids(call.member)
         own = self._own(state, promise.pod, promise.holder) | call.inherited
-        taken = self._taken(state, promise.holder, own, call)
-        if known is not None and len(known) == call.size and known <= available and not known & taken:
+        ledger, holder = state.ledger, promise.holder
+        usable = known is not None and len(known) == call.size and known <= available
+        if known and usable and not ledger.taken_of(known, holder, own):
             return state.promised(promise), sorted(known)
         picked = dict.fromkeys(sorted(call.inherited))
         strangers = {each.partition(SEPARATOR)[0] for each in picked} - set(promise.gpus)
@@ -164,8 +165,11 @@ class PairRules:
                 Cause.INVALID,
                 promise.pod,
             )
-        units = chain.from_iterable(state.ledger.pools[gpu].ids(call.member) for gpu in promise.gpus)
-        free = (each for each in units if each in available and each not in taken and each not in picked)
+        pools = [ledger.pools[gpu] for gpu in promise.gpus]
+        offered = NOTHING.union(*(pool.id_set(call.member) & available for pool in pools))
+        taken = ledger.taken_of(offered, holder, own)
+        units = chain.from_iterable(pool.ids(call.member) for pool in pools)
+        free = (each for each in units if each in offered and each not in taken and each not in picked)
         picked |= dict.fromkeys(islice(free, max(0, call.size - len(picked))))
         if len(picked) < call.size:
             raise PairRefused(
@@ -203,7 +207,7 @@ class PairRules:
                 promise.pod,
             )
         own = self._own(state, promise.pod, promise.holder)
-        if held := ids & state.ledger.taken(promise.holder, own):
+        if held := state.ledger.taken_of(ids, promise.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
             # Its owner reads this: pods of other namespaces are none of theirs.
             here = promise.pod.namespace
@@ -235,7 +239,7 @@ class PairRules:
         group = init_group_of(self.pair, pod)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}
-        entries = [(each.holder, each.ids) for each in state.ledger.held if each.holder.pod_key == pod.key]
+        entries = [(each.holder, each.ids) for each in state.ledger.held.by_pod.get(pod.key, ())]
         entries += [
             (each.holder, each.ids(member) or NOTHING)
             for each in state.ledger.reservations

@@ -92,7 +92,7 @@ class Pairing:
         One that is older than a call's is passed over: promises that the newer one showed have ended by it.
         """
         if record.began >= self._read:
-            self._take_in(Records.of(self.pair, record))
+            self._take_in(self._resolver.part_of(record))
         # A pod may end before any record shows what it was granted.
         self._become(self._state.without(lambda each: each.pod.uid in record.ended))
         self._forget_late()

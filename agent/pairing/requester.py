@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from agent.kubelet.podresources import PodList
+from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import (
     Container,
     Demand,
@@ -53,21 +53,42 @@ class Records:
     containers: frozenset[Holder]  # all that the kubelet lists: no plain init containers
     began: float = -math.inf  # when the reading began
 
-    @classmethod
-    def of(cls, pair: ResourcePair, listed: PodList) -> "Records":
-        members = {resource_of(pair, member): member for member in PairMember}
-        held = [
-            Held(Holder(each.namespace, each.pod, each.container), member, each.id_set, not each.listed)
-            for each in listed.holdings
-            # Of a pod whose names are not known only the checkpoint speaks: the kubelet's offer is newer.
-            if each.namespace and (member := members.get(each.resource))
-        ]
-        containers = frozenset(Holder(*names) for names in listed.containers)
-        return cls(Holdings(tuple(held)), containers, listed.began)
-
     @cached_property
     def pods(self) -> frozenset[PodKey]:
         return frozenset(each.pod_key for each in self.containers)
+
+
+class PairRecords:
+    """Takes the part that concerns one pair out of each reading of the record.
+
+    Readings repeat each other nearly: what did not change is the very same object as before, and all that was
+    derived from it is kept, too.
+    """
+
+    def __init__(self, pair: ResourcePair) -> None:
+        self._members = {resource_of(pair, member): member for member in PairMember}
+        # By the identity of a holding, which is kept beside it, so that no other object comes to have it.
+        self._known: dict[int, tuple[Holding, Held]] = {}
+        self._newest = Holdings()
+
+    def of(self, listed: PodList) -> Records:
+        known, members = self._known, self._members
+        self._known = {
+            id(each): known.get(id(each)) or (each, _held(each, member))
+            for each in listed.holdings
+            # Of a pod whose names are not known only the checkpoint speaks: the kubelet's offer is newer.
+            if each.namespace and (member := members.get(each.resource))
+        }
+        entries = tuple(held for _, held in self._known.values())
+        if entries != self._newest.entries:
+            self._newest = Holdings(entries)
+        containers = frozenset(Holder(*names) for names in listed.containers)
+        return Records(self._newest, containers, listed.began)
+
+
+def _held(holding: Holding, member: PairMember) -> Held:
+    holder = Holder(holding.namespace, holding.pod, holding.container)
+    return Held(holder, member, holding.id_set, not holding.listed)
 
 
 def resource_of(pair: ResourcePair, member: PairMember) -> str:
@@ -93,12 +114,10 @@ def askers(
         if pod.finished or pod.ending or (records is not None and pod.key not in records.pods):
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
-        held = records.held.by_place if records is not None else {}
+        held = records.held.by_pod.get(pod.key, ()) if records is not None else ()
+        holding = {each.holder.container for each in held if each.member is member}
         # Containers before one that holds the resource were served.
-        first = max(
-            (n for n, each in enumerate(wanting, 1) if (Holder(*pod.key, each.name), member) in held),
-            default=0,
-        )
+        first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)
         for container in wanting[first:]:
             if (pod.uid, container.name) in served:
                 continue

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodList, PodResourcesUnavailable, RecordReader
 from agent.model.demand import STATIC_PODS, Pod
 from agent.model.ledger import PairMember, Reservation
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
-from agent.pairing.requester import Asker, PodKey, Records, askers, resource_of, same_outcome
+from agent.pairing.requester import Asker, PairRecords, PodKey, Records, askers, resource_of, same_outcome
 
 log = structlog.get_logger()
 
@@ -35,6 +35,11 @@ class RequesterResolver:
         self._pair = pair
         self._record = record
         self._source = source
+        self._parts = PairRecords(pair)
+
+    def part_of(self, record: PodList) -> Records:
+        """The part of a record that concerns this pair."""
+        return self._parts.of(record)
 
     def known(self, key: PodKey) -> Pod | None:
         """A pod of this node as last seen; None: not known now."""
@@ -43,7 +48,7 @@ class RequesterResolver:
     async def records(self, deadline: float = PATIENCE_SECONDS) -> Records | None:
         """The records now; None if they cannot be read."""
         try:
-            return Records.of(self._pair, await self._record.look(deadline))
+            return self.part_of(await self._record.look(deadline))
         except PodResourcesUnavailable as error:
             log.warning("records_unavailable", problem=str(error))
             return None
@@ -87,8 +92,8 @@ class RequesterResolver:
         self, facts: Facts, records: Records, keys: Collection[PodKey], member: PairMember
     ) -> Facts:
         """With fresh copies of those pods that are listed and lack something of a member."""
-        lacking = {one.pod_key for one in records.containers if (one, member) not in records.held.by_place}
-        missing = lacking.intersection(keys)
+        listed = [one for one in records.containers if one.pod_key in keys] if keys else []
+        missing = {one.pod_key for one in listed if (one, member) not in records.held.by_place}
         found: dict[PodKey, Pod | None] = {}
 
         async def fetch(key: PodKey) -> None:

@@ -163,7 +163,8 @@ class SharedPairPlugin:
         self._whole: dict[tuple[str, bool], _Chunk] = {}
         shares.restock()
         self._seen = self._versions()  # what the list was made from
-        self.lists: Cell[bytes] = Cell(self._encoded())
+        self._listed = self._encoded()  # the parts of the list: the same objects until a GPU changes
+        self.lists: Cell[bytes] = Cell(b"".join(self._listed))
 
     async def run(self) -> None:
         """Keep the list true; the core member keeps pools and records of both."""
@@ -177,9 +178,10 @@ class SharedPairPlugin:
         """Bring the list up to date now; only parts of GPUs that changed are made again."""
         self._shares.restock()
         self._seen = self._versions()
-        encoded = self._encoded()
-        if encoded != self.lists.value:
-            self.lists.publish(encoded)
+        parts = self._encoded()
+        if parts != self._listed:
+            self._listed = parts
+            self.lists.publish(b"".join(parts))
 
     def _refresh_if_changed(self) -> None:
         """A switch has refreshed the list itself before the cells wake their readers."""
@@ -222,8 +224,8 @@ class SharedPairPlugin:
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""
 
-    def _encoded(self) -> bytes:
-        return b"".join(each.data for each in self._parts(self._shares.modes.value))
+    def _encoded(self) -> list[bytes]:
+        return [data for each in self._parts(self._shares.modes.value) if (data := each.data)]
 
     def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
         """The part of each GPU, in order of index: all of its units, the kept ones, or none."""

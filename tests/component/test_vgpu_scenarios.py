@@ -9,11 +9,13 @@ from tests.component.embedded_rig import FACES, Face, embedded_rig
 from tests.scenarios import vgpu
 from tests.scenarios.rig import Rig
 
+# An agent is started for each: on a machine that is busy with other things that alone may take half a minute.
+pytestmark = pytest.mark.timeout(180)
+
 Scenario = Callable[[Rig], Awaitable[None]]
 
 
 def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
-    @pytest.mark.timeout(180)
     @pytest.mark.parametrize("face", FACES)
     async def test(face: Face) -> None:
         async with embedded_rig(face) as rig:

@@ -4,8 +4,10 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import pytest
 
-from agent.cluster.event_recorder import WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
+from agent.cluster.api import ApiUnavailable
+from agent.cluster.event_recorder import TRIES, WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import objects, status
 from tests.component.kubelet_room.parts import eventually
@@ -67,6 +69,41 @@ async def test_events_that_find_no_room_or_no_server_are_told(logs: Any) -> None
             group.cancel_scope.cancel()
     assert {one["event"] for one in logs} == {"event_not_sent"}
     assert "events is forbidden" in logs[0]["problem"]
+
+
+async def test_an_event_that_is_not_answered_is_sent_again_and_written_once(
+    logs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.cluster.event_recorder.FIRST_PAUSE_SECONDS", 0.01)
+    async with serving() as (fake, api):
+        # The first try is lost on its way, the answer to the second on its way back.
+        fake.script(EVENTS, objects({}), status(409, "already exists"), status(403, "events is forbidden"))
+        lost, post = [True, False], api.post
+
+        async def silent(path: str, body: object, deadline: float = 5.0) -> bytes:
+            if lost:
+                if not lost.pop(0):
+                    await post(path, body, deadline)
+                raise ApiUnavailable("POST: no answer")
+            answer: bytes = await post(path, body, deadline)
+            return answer
+
+        monkeypatch.setattr(api, "post", silent)
+        recorder = EventRecorder(api, "n")
+        async with anyio.create_task_group() as group:
+            group.start_soon(recorder.run)
+            recorder.node("GPULost", "GPU x is lost", warning=True)
+            await eventually(lambda: len(fake.of(EVENTS)) == 2)
+            assert len({each.body["metadata"]["name"] for each in fake.asked}) == 1
+            recorder.node("GPULost", "GPU y is lost", warning=True)  # refused: not tried again
+            await eventually(lambda: len(logs) == 1)
+            lost[:] = [True] * TRIES
+            recorder.node("GPULost", "GPU z is lost", warning=True)
+            await eventually(lambda: len(logs) == 2)
+            group.cancel_scope.cancel()
+    assert [each["problem"] for each in logs][1] == "POST: no answer"
+    assert "events is forbidden" in logs[0]["problem"]
+    assert (lost, len(fake.of(EVENTS))) == ([], 3)
 
 
 async def test_events_of_pods_leave_room_for_the_node_s() -> None:

@@ -109,9 +109,9 @@ class Watched:
             raise TimeoutError(f"after {deadline:g} s: {self.snapshot.gpus}")
 
     async def listed(self, slot: int, healthy: bool) -> None:
-        """Wait for a list with that GPU in that state; deadline 1 s."""
+        """Wait for a list with that GPU in that state; `tests.bench` measures how long that takes."""
         uuid = self.machine.uuid(slot)
-        with anyio.fail_after(1):
+        with anyio.fail_after(30):
             while self.lists[-1].get(uuid) is not healthy:
                 await anyio.sleep(0.001)
 

@@ -33,7 +33,7 @@ def reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
 
 async def written(folder: Path, text: str) -> None:
     """Wait until the verdict file holds `text`."""
-    with anyio.fail_after(3):
+    with anyio.fail_after(30):
         while not (file := folder / verdict_file.NAME).exists() or text not in file.read_text():
             await anyio.sleep(0.01)
 

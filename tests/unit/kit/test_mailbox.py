@@ -9,7 +9,7 @@ from agent.kit.mailbox import Mailbox
 
 async def read(mailbox: Mailbox[int], count: int) -> list[int]:
     got: list[int] = []
-    with anyio.fail_after(2):
+    with anyio.fail_after(30):
         async for message in mailbox:
             got.append(message)
             if len(got) == count:

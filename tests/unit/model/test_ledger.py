@@ -1,5 +1,7 @@
 """The ledger: rooms after holdings and promises, and when promises end."""
 
+import pytest
+
 from agent.model.demand import VGPU, Demand, Pod
 from agent.model.free_gpu import FreeGpu
 from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, UnitPool
@@ -123,3 +125,19 @@ def test_a_second_promise_replaces_the_first() -> None:
     book = book.promised(Reservation(ME, MINE, Demand(6, 2), (B,), 2.0))
     assert [each.gpus for each in book.reservations] == [(B,)]
     assert book.without(lambda each: each.holder == ME).reservations == ()
+
+
+@pytest.mark.parametrize("asking", [ME, OTHER, NOBODY])
+@pytest.mark.parametrize("own", [frozenset(), cores(A, 0, 5), cores(A, 40, 5)])
+def test_units_that_are_taken_are_found_with_and_without_going_through_all(
+    asking: Holder, own: frozenset[str]
+) -> None:
+    book = ledger(
+        Held(OTHER, PairMember.CORE, cores(A, 0, 30)), Held(OTHER, PairMember.MEMORY, blocks(A, 0, 5))
+    )
+    promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 30, 20))
+    book = book.promised(promise)
+    every = pool(A, 0).core_set | pool(A, 0).block_set
+    assert book.taken_of(every, asking, own) == book.taken(asking, own)
+    assert book.taken_of(cores(A, 28, 4), asking, own) == book.taken(asking, own) & cores(A, 28, 4)
+    assert book.taken_of(cores(B, 0, 4), asking, own) == frozenset()

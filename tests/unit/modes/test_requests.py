@@ -17,6 +17,7 @@ from agent.modes.desired import ModeCatalog
 from agent.modes.sources import DesiredSource
 from agent.node.labels import label_value, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of
+from tests.virtual_time import in_virtual_time
 
 MIXED = (Entry(("0-1",), Mode.PGPU, 4), Entry(("rest",), Mode.MPS))
 WORDS = ModeCatalog({"mixed": MIXED}, (Mode.PGPU, Mode.VGPU, Mode.MPS), "none")
@@ -112,6 +113,7 @@ class LabelledNode:
         self.changes.publish(object())
 
 
+@in_virtual_time
 async def test_labels_are_followed_and_flapping_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.modes.sources.SPACING_SECONDS", 0.2)
     node, source = LabelledNode(), DesiredSource(WORDS)

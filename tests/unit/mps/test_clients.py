@@ -1,7 +1,7 @@
 """Clients mapped to pods, what is wrong among them, and the orderly end of those of dying pods."""
 
 import datetime as dt
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +93,12 @@ class Scene:
     async def look(self) -> Overview:
         await self.watch.look()
         return self.watch.overviews.value[GPU]
+
+
+async def until(reached: Callable[[], object]) -> None:
+    with anyio.fail_after(30):
+        while not reached():
+            await anyio.sleep(0.01)
 
 
 async def test_clients_are_mapped_to_their_pods(tmp_path: Path) -> None:
@@ -212,8 +218,10 @@ async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path:
     scene = Scene(tmp_path)
     scene.pod(1, dies_at=dt.datetime.now(dt.UTC) + dt.timedelta(seconds=1))
     scene.process(101, 1)
-    with anyio.move_on_after(1.2):
-        await scene.watch.run()
+    async with anyio.create_task_group() as group:
+        group.start_soon(scene.watch.run)
+        await until(lambda: scene.control.terminated)
+        group.cancel_scope.cancel()
     assert scene.control.terminated == [101]
 
 
@@ -240,12 +248,12 @@ async def test_the_grace_period_is_counted_as_the_kubelet_does(tmp_path: Path, s
     scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
-        await anyio.sleep(0.1)
+        await until(lambda: scene.watch._staying == {uid(1)})
         del scene.pods[:]
         scene.pod(1, dt.datetime.now(dt.UTC) + dt.timedelta(seconds=skew), grace=3.0)
-        await anyio.sleep(0.9)
-        assert scene.control.terminated == []
-        await anyio.sleep(1.3)
+        deleted = anyio.current_time()
+        await until(lambda: scene.control.terminated)
+        assert anyio.current_time() - deleted >= 3.0 - module.TERMINATE_BEFORE_SECONDS
         assert scene.control.terminated == [101]
         group.cancel_scope.cancel()
 

@@ -67,7 +67,7 @@ class Bench:
         self.got.append(event)
 
     async def until(self, reached: Callable[[], object]) -> None:
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while not reached():
                 await anyio.sleep(0.005)
 
@@ -131,8 +131,10 @@ async def test_a_lost_gpu_in_the_set_does_not_starve_the_others() -> None:
 async def test_a_wait_that_fails_for_ever_is_tried_ever_less_often() -> None:
     async with running() as bench:
         bench.nvml.failing = lambda: NvmlError(NvmlCode.UNKNOWN, "wait")
+        await bench.until(lambda: bench.nvml.waits >= 2)
+        waits = bench.nvml.waits
         await anyio.sleep(1.5)
-        assert 2 <= bench.nvml.waits <= 6
+        assert bench.nvml.waits <= waits + 4
         assert bench.watch.problem
         assert bench.watch.watched == frozenset()
 

@@ -143,16 +143,16 @@ async def test_changes_are_published_once_each_and_only_if_the_kubelet_would_not
     parts = Parts(2)
     async with anyio.create_task_group() as group:
         group.start_soon(parts.plugin.run)
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         parts.fall_ill(0, "one cause")
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         assert parts.plugin.lists.version == 1
         parts.fall_ill(0, "another cause")
         parts.hold("GPU-1")
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         assert parts.plugin.lists.version == 1
         parts.set_mode(1, GpuMode())
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         assert parts.plugin.lists.version == 2
         group.cancel_scope.cancel()
 
