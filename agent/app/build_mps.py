@@ -231,7 +231,7 @@ def pod_facts(pods: "PodCache | None") -> Callable[[], Sequence[PodFacts]]:
                 pod.metadata.deletion_grace_period_seconds,
                 {name: each for each, name in pod.container_names.items()},
             )
-            for uid, pod in pods.by_cgroup_uid().items()
+            for uid, pod in pods.cgroup_uids().pods.items()
         ]
 
     return facts

@@ -73,7 +73,7 @@ def _known_pods(cache: "PodCache | None") -> Callable[[], Mapping[str, KnownPod]
         nonlocal last
         if cache is None:
             return {}
-        pods = cache.by_cgroup_uid()
+        pods = cache.cgroup_uids().pods
         if pods is not last[0]:
             found = {
                 uid: KnownPod(pod.metadata.namespace, pod.metadata.name, pod.container_names, pod.finished)

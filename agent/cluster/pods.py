@@ -194,10 +194,6 @@ class PodCache:
         """The pods as last seen, by UID."""
         return self.reflector.items.value
 
-    def by_cgroup_uid(self) -> Mapping[str, Pod]:
-        """The pods as last seen, by the UID that the kubelet gives their cgroups."""
-        return self.cgroup_uids().pods
-
     def cgroup_uids(self) -> CgroupUids[Pod]:
         """The pods as last seen by their cgroups' UIDs, with the UIDs that more than one pod claims."""
         pods, uid = self.pods(), self._node_uid()

@@ -38,12 +38,7 @@ class _Lease(msgspec.Struct):
 class Election:
     """Tries to be leader until cancelled. `leading` follows; `holds` is what to ask before each write."""
 
-    def __init__(
-        self,
-        api: KubeApi,
-        settings: LeaseSettings,
-        namespace: str,
-    ) -> None:
+    def __init__(self, api: KubeApi, settings: LeaseSettings, namespace: str) -> None:
         self._api = api
         self._settings = settings
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"

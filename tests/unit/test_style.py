@@ -1,4 +1,4 @@
-"""Words that docs/style.md bans stay out of comments, docstrings, messages and documents."""
+"""Words that docs/style.md bans stay out of comments, docstrings, messages and documents. Files are short."""
 
 import ast
 import io
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "style.md"
+MOST_LINES = 350  # of a file of Python
 # Docstrings that begin like this say nothing without the name above them, or have no subject.
 HEADLESS = ('"""What ', '"""Whom ', '"""Whose ', '"""Do it')
 BANNED = re.compile(
@@ -50,6 +51,16 @@ def test_no_banned_word_in_the_code() -> None:
         if "_proto" not in path.parts and (words := banned(spoken(path.read_text())))
     }
     assert not found
+
+
+def test_no_file_is_long() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for folder in ("agent", "tests", "proto")
+        for path in (ROOT / folder).rglob("*.py")
+        if "_proto" not in path.parts
+    }
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
 
 
 def test_no_docstring_is_a_headless_clause() -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from agent.app.build_mps import MpsEvents, pod_facts
+from agent.cluster.cgroup_uids import CgroupUids
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
@@ -53,7 +54,7 @@ def test_pods_are_known_by_what_their_cgroups_carry() -> None:
     plain = msgspec.json.decode(text, type=Pod)
     static = Pod(Metadata(uid="u2", name="s", namespace="n"))
     pods = {"u1": plain, "abc": static}
-    facts = pod_facts(cast("Any", SimpleNamespace(by_cgroup_uid=lambda: pods)))()
+    facts = pod_facts(cast("Any", SimpleNamespace(cgroup_uids=lambda: CgroupUids(pods))))()
     assert [(each.uid, each.key, each.dies_at, each.grace_seconds) for each in facts] == [
         ("u1", "n/p", dt.datetime(2026, 11, 22, 1, tzinfo=dt.UTC), 30),
         ("abc", "n/s", None, None),

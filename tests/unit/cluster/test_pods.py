@@ -96,9 +96,9 @@ def test_the_mapping_follows_pods_and_node() -> None:
     node_uid: list[str | None] = [None]
     cache = PodCache(None, "node", lambda: node_uid[0])  # type: ignore[arg-type]
     cache.reflector.items.publish({"m": mirror("m", "h")})
-    assert list(cache.by_cgroup_uid()) == ["h"]
-    assert cache.by_cgroup_uid() is cache.by_cgroup_uid()
+    assert list(cache.cgroup_uids().pods) == ["h"]
+    assert cache.cgroup_uids().pods is cache.cgroup_uids().pods
     node_uid[0] = "made again"
-    assert list(cache.by_cgroup_uid()) == ["m"]
+    assert list(cache.cgroup_uids().pods) == ["m"]
     cache.reflector.items.publish({})
-    assert not cache.by_cgroup_uid()
+    assert not cache.cgroup_uids().pods

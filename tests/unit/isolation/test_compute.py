@@ -1,13 +1,9 @@
 """Shares of compute, from usage regions and measurements to limit files."""
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import anyio.to_thread
-import msgspec
 import pytest
 
 from agent.isolation import compute as room
@@ -15,79 +11,12 @@ from agent.isolation import layout
 from agent.isolation.compute import Compute, ComputeRequest, Work, release
 from agent.isolation.compute_request import compute_request_of
 from agent.isolation.correction import LEAST, MOST, Observed, corrected, rivals
-from agent.isolation.folders import About, LimitFolders, key_of
-from agent.isolation.limits import ContainerLimits, Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation
-from agent.kit.cell import Cell
-from agent.model.demand import Pod
-from agent.model.ledger import PairMember
+from agent.isolation.folders import key_of
+from agent.isolation.limits import ContainerLimits
+from tests.unit.isolation.compute_site import Site
 from tests.unit.isolation.made_up import GPU, about
 
 KEY = (GPU, "main")
-
-
-class Site:
-    """Containers, a clock, and what happens while the room waits."""
-
-    def __init__(self, folder: Path, *, soft: bool) -> None:
-        self.folders = LimitFolders(folder)
-        self.folders.prepare()
-        self.isolation = Isolation(
-            self.folders, folder / "none", folder, Policy.LIBRARY, Cell(None), compute=True
-        )
-        self.now = 1000.0
-        self.requests: dict[str, ComputeRequest] = {}
-        self.during: Callable[[], None] = lambda: None
-        self.compute = Compute(
-            self.isolation,
-            lambda about: self.requests.get(about.pod, ComputeRequest()),
-            soft=soft,
-            clock=lambda: self.now,
-            pause=self._pause,
-        )
-        self.held: dict[str, About] = {}
-
-    def _pause(self, seconds: float) -> None:
-        self.now += seconds
-        self.during()
-
-    def add(self, pod: str, cores: int, request: ComputeRequest | None = None) -> str:
-        """A container; its folder."""
-        made = about(pod, first=10 * len(self.held), cores=cores, build="b")
-        self.held[pod] = msgspec.structs.replace(made, compute=True)
-        self.requests[pod] = request or ComputeRequest()
-        return self.folders.create(self.held[pod])
-
-    def launch(self, pod: str, *, next_ns: int = 1, waited_ns: int = 0) -> None:
-        """The library's entries when a container works."""
-        path = self.folders.path(key_of(self.held[pod].ids), "usage")
-        at = layout.USAGE_HEADER_BYTES + layout.SHARE_AT
-        with path.open("r+b") as file:
-            before = layout.SHARE.unpack_from(path.read_bytes(), at)
-            file.seek(at)
-            file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
-
-    def turn(self, seconds: float = 1.0, **percents: float | Work) -> bool:
-        """A turn later; what was measured of a container is one process's unless it says otherwise."""
-        self.now += seconds
-        containers = {
-            key_of(each.ids): ContainerLimits(each, each.memory_bytes) for each in self.held.values()
-        }
-        measured = {
-            ("default", pod, "main", GPU): value if isinstance(value, Work) else Work(value)
-            for pod, value in percents.items()
-        }
-        return self.compute.turn(containers, measured)
-
-    def limits(self, pod: str) -> layout.Limits:
-        """In force."""
-        return self.folders.limits(key_of(self.held[pod].ids))
-
-    def shares(self) -> Mapping[str, float]:
-        """In force, in percent."""
-        return {pod: self.limits(pod).share / 100 for pod in self.held}
 
 
 @pytest.fixture
@@ -289,88 +218,3 @@ def test_annotations(annotations: dict[str, str], expected: ComputeRequest) -> N
 
 def test_the_poll_is_fast_enough() -> None:
     assert room.POLL_SECONDS <= 0.01 < room.TURN_SECONDS
-
-
-class _Quiet:
-    """Owners of pods, and free cores."""
-
-    def __init__(self, free: int = 0) -> None:
-        self.events: list[tuple[str, str]] = []
-        self.free = [f"{GPU}::c{number}" for number in range(free)]
-        self.returned = 0
-
-    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        raise AssertionError(pod)
-
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
-        self.events.append((reason, message))
-
-    async def take(
-        self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
-    ) -> None:
-        assert (gpu, member) == (GPU, PairMember.CORE)
-        if count > len(self.free):
-            raise NoUnits(f"{len(self.free)} free units")
-        await keep(tuple(self.free[:count]))
-        del self.free[:count]
-
-    def give_back(self) -> None:
-        self.returned += 1
-
-
-async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Path) -> None:
-    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
-    key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], site.held["a"].memory_bytes)})
-    owners = _Quiet(free=30)
-    resizer = Resizer(site.isolation, owners, Publisher(site.isolation, owners))
-    for cores, share, grown in (
-        (20, 20, 0),
-        (60, 60, 0),
-        (80, 80, 20),
-        (91, 80, 20),
-        (90, 90, 30),
-        (70, 70, 10),
-        (30, 30, 0),
-    ):
-        waits = await resizer.look({"uid-a": f'{{"main": {{"cores": {cores}}}}}'})
-        assert waits is (cores != share)
-        await anyio.to_thread.run_sync(site.compute.turn, site.isolation.containers.value, {})
-        assert (await anyio.to_thread.run_sync(site.shares)) == {"a": share}
-        on_disk = await anyio.to_thread.run_sync(site.folders.about, key)
-        assert on_disk.cores_now == share  # the next agent goes on from there
-        assert (on_disk.cores, len(on_disk.grown_cores)) == (60, grown)
-        # No other container is offered these, by the next agent either.
-        assert len(site.isolation.grown.get(GPU, ())) == grown
-    refused = [number for number, (reason, _) in enumerate(owners.events) if reason == "ResizeRefused"]
-    assert (refused, len(owners.events), owners.returned) == ([3], 7, 2)
-
-
-async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None:
-    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
-    key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    free = msgspec.structs.replace(site.held["a"], compute=False)
-    site.isolation.containers.publish({key: ContainerLimits(free, free.memory_bytes)})
-    owners = _Quiet()
-    await Resizer(site.isolation, owners, Publisher(site.isolation, owners)).look(
-        {"uid-a": '{"main": {"cores": 20}}'}
-    )
-    assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
-
-
-async def test_no_cores_grow_once_compute_is_switched_off_but_they_may_be_given_back(
-    tmp_path: Path,
-) -> None:
-    site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
-    key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    grown = msgspec.structs.replace(site.held["a"], cores_cap=70, grown_cores=tuple(_Quiet(free=10).free))
-    await anyio.to_thread.run_sync(site.folders.resize, key, grown)
-    now = Isolation(site.folders, tmp_path / "none", tmp_path, Policy.LIBRARY, Cell(None))
-    await now.start()
-    owners = _Quiet(free=30)
-    resizer = Resizer(now, owners, Publisher(now, owners))
-    await resizer.look({"uid-a": '{"main": {"cores": 80}}'})
-    assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
-    assert (now.containers.value[key].about, len(owners.free)) == (grown, 30)
-    await resizer.look({"uid-a": '{"main": {"cores": 60}}'})
-    assert (now.containers.value[key].about.grown_cores, owners.returned) == ((), 1)
