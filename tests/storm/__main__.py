@@ -52,6 +52,7 @@ def _replay(plan: Plan) -> Outcome:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.storm")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="seeds apart (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
     parser.add_argument(
         "--steps",
@@ -78,7 +79,7 @@ def _plans(
     if options.kept is not None:
         yield from map(read, options.kept or sorted(SEEDS.glob("*.json")))
         return
-    for seed in range(options.seed, options.seed + options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds * options.every, options.every):
         yield planned(seed, options.steps, skip, wanted, options.tempo)
 
 

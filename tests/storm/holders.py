@@ -23,7 +23,8 @@ class Holders:
         """The same as long as nobody holds anything else."""
         life = self._world.kubelet._life
         entries = life.devices.tables.pods.entries() if life else ()
-        return tuple((uid, place, id(one)) for uid, place, _, one in entries if uid in self._alive())
+        alive = self._alive()
+        return tuple((uid, place, id(one)) for uid, place, _, one in entries if uid in alive)
 
     def held(self) -> Held:
         """Pod UID -> (container, resource) -> device IDs, of pods that have not ended."""

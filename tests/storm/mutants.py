@@ -22,11 +22,14 @@ class Hunt:
     steps: int  # of each storm
     words: str  # what is found says one of these, parted by |
     faults: str | None = None  # families of faults; None: the seed's own choice
+    tempo: str = SPARSE
 
 
 # Those that issue 17 names; every run looks for them. `make storm` looks for all.
 NAMED = {
-    "freed_units_listed_late": Hunt(5, 60, "was refused though it fits|nobody is offered them", "none"),
+    "freed_units_listed_late": Hunt(
+        6, 150, "was refused though it fits|nobody is offered them", "none", "bursts"
+    ),
     "init_containers_hold_nothing": Hunt(14, 250, "was refused though it fits", "none"),
     "taint_kept_while_the_watch_is_silent": Hunt(
         3, 100, "the taint has stood|API writes in a minute", "api silent,labels"
@@ -89,7 +92,7 @@ def hunt(mutant: str, folder: Path, steps: int, *, seconds: float = 3600.0) -> t
     if applied.returncode:
         raise DoesNotApply(f"{mutant} no longer applies: {applied.stderr}")
     arguments = ["--seed", str(wanted.seed), "--seeds", str(max(1, steps // wanted.steps)), "--until-found"]
-    arguments += ["--tempo", SPARSE]  # in which they were found first
+    arguments += ["--tempo", wanted.tempo]
     arguments += ["--steps", str(wanted.steps), *(("--faults", wanted.faults) if wanted.faults else ())]
     done = subprocess.run(
         [sys.executable, "-m", "tests.storm", *arguments, "--no-shrink"],

@@ -1,6 +1,7 @@
 """Units that nobody holds have to be on offer."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import anyio
 
@@ -8,12 +9,10 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import SEPARATOR
 from agent.model.modes import Mode
 from agent.model.units import ResourcePair
-from tests.storm.admission import excused
+from tests.storm.admission import OFFER_SECONDS, excused
 from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
-
-OFFER_SECONDS = 0.05  # the agent hears of the end of a pod by its watch, and lists what is free at once
 
 
 class Offers:
@@ -62,8 +61,14 @@ class Offers:
             (pair.core, pair.core_unit, CORES),
             (pair.memory, pair.memory_unit, blocks),
         ):
-            ids = {f"{uuid}{SEPARATOR}{unit.mark}{number}" for number in range(count)} - held
+            ids = _all(uuid, unit.mark, count) - held
             free.append((ids, life.devices.tables.healthy.get(resource, set()) if life else set()))
         if all(ids for ids, _ in free):
             for ids, healthy in free:
                 yield from ids - healthy
+
+
+@cache
+def _all(uuid: str, mark: str, count: int) -> frozenset[str]:
+    """The units of one kind that a GPU has."""
+    return frozenset(f"{uuid}{SEPARATOR}{mark}{number}" for number in range(count))
