@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.checkpoint import Checkpoint, CheckpointUnreadable, Entries
 from agent.kubelet.kubelet_socket import Identity, KubeletSocket
@@ -36,6 +37,8 @@ RETRY_SECONDS = 0.5
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
 BURST_SECONDS = 3.0
+# The first pause before asking again about a pod that is listed though the API server called it ended.
+ENDING_SECONDS = 0.02
 # A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
 # It is given so long from its start, or from the end of an outage of the API server.
 NEW_KUBELET_SECONDS = 30.0
@@ -92,6 +95,7 @@ class HoldingsWatch:
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
+        self._outlived: Cell[frozenset[str]] = Cell(frozenset())
 
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
@@ -100,6 +104,7 @@ class HoldingsWatch:
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_pods)
+            group.start_soon(self._await_ends)
             with self.client.keeping_connection():
                 seen = self._allocations.version
                 while True:
@@ -134,6 +139,17 @@ class HoldingsWatch:
             self._record = replace(record, joined=replace(record.joined, ended=ended))
             if self.problem is None:
                 self._publish()
+
+    async def _await_ends(self) -> None:
+        """Ask again about pods that the kubelet lists though the API server called them ended.
+
+        Nothing else says when their devices are free.
+        """
+        async for _ in self._outlived.values():
+            pauses = Backoff(ENDING_SECONDS, REFRESH_SECONDS)
+            while self._record.outlived:
+                await anyio.sleep(pauses.next())
+                await self.refresh()
 
     async def refresh(self) -> PodList | None:
         """Read again now; None: it is not known who holds what, `problem` says why."""
@@ -173,6 +189,8 @@ class HoldingsWatch:
             record = join(record, listed, entries, view, believed=True, fresh=True)
         if began >= self._record.listed.began:  # else one that began later was answered before
             self._record, self._heard = record, heard
+            if record.outlived != self._outlived.value:
+                self._outlived.publish(record.outlived)
         self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 

@@ -48,6 +48,9 @@ class Record:
     """Who holds what, and what has to be remembered for the next reading."""
 
     pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
+    outlived: frozenset[str] = (
+        frozenset()
+    )  # UIDs that the kubelet listed after the API server called them ended
     listed: PodList = NOTHING  # the kubelet's last answer
     joined: PodList = NOTHING
 
@@ -73,7 +76,8 @@ def join(
     """The record as of now.
 
     `believed`: the kubelet has heard of all its pods, so that one which it does not list has ended. `fresh`:
-    it has just answered; if not, what it listed of a pod that the API server calls ended counts no more.
+    it has just answered; if not, what it listed before the API server called a pod ended counts no more. A
+    pod that it listed afterwards, as after a deletion by force, holds its devices until it is listed no more.
     """
     shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
     by_pod: dict[str, dict[Place, frozenset[str]]] = {}
@@ -89,7 +93,7 @@ def join(
     unnamed = keys - alive - set(named.values())
 
     def lives(uid: str, pod: PodRecord) -> bool:
-        if uid in named and fresh:
+        if uid in named and (fresh or uid in before.outlived):
             return True
         if pod.watched and view.ended(uid):
             return False
@@ -100,6 +104,7 @@ def join(
         return pod.key in keys if pod.key else bool(unnamed)
 
     pods: dict[str, PodRecord] = {}
+    outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
     for uid, held in by_pod.items():
@@ -113,6 +118,8 @@ def join(
         pod = PodRecord(key, known is not None or earlier.watched, holdings)
         if lives(uid, pod):
             pods[uid] = pod
+            if uid in named and pod.watched and view.ended(uid):
+                outlived.add(uid)
             hidden += (holdings[place] for place, match in matches.items() if match is None)
         else:
             ended.update(id(match) for match in matches.values() if match)
@@ -122,7 +129,7 @@ def join(
     )
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
     joined = PodList(tuple(order), tuple(sorted(listed.containers)), finished, listed.began)
-    return Record(pods, listed, joined)
+    return Record(pods, frozenset(outlived), listed, joined)
 
 
 def _unlisted(

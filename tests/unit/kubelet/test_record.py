@@ -149,6 +149,33 @@ async def test_a_pod_ends_by_the_api_servers_word_before_the_next_look(node: Nod
         assert await node.held()
 
 
+async def test_a_pod_that_outlives_its_object_holds_devices_while_it_is_listed(
+    node: Node,
+) -> None:
+    for uid, name in (("u", "forced"), ("v", "other")):
+        node.know(uid, name)
+    node.kubelet.pods = {"forced": {"main": A}, "other": {"main": B}}
+    node.kubelet.records(("u", "main", A), ("v", "main", B))
+    both = await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        group.start_soon(node.watch._await_ends)
+        await anyio.wait_all_tasks_blocked()
+        del node.pods["u"]
+        assert await node.held() == both  # its containers run on
+        for phase in ("another pod changes", "another pod ends"):
+            if phase == "another pod ends":
+                del node.pods["v"]
+            node.changes.publish(None)
+            await anyio.wait_all_tasks_blocked()
+            assert node.watch.cell.value is not None
+            assert "forced" in {each.pod for each in node.watch.cell.value.holdings}, phase
+        node.kubelet.pods = {}
+        with anyio.fail_after(5):
+            await node.watch.cell.wait_for(lambda now: now is not None and not now.holdings)
+        group.cancel_scope.cancel()
+
+
 async def test_a_kubelet_that_lists_nothing_yet_makes_nobodys_devices_free(node: Node) -> None:
     node.know("u", "warm")
     node.know("v", "whole")
