@@ -17,9 +17,8 @@ from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
-from agent.model.mount import Mount
 from agent.modes.ports import SetUpFailed
-from agent.mps.binary import Program, find
+from agent.mps.binary import find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
@@ -66,10 +65,11 @@ async def build(context: ModeContext) -> ModeParts:
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
     core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.plugins.injector
     settings, snapshot, held = core.settings, core.inventory.snapshot, core.holdings.cell
+    explicit = settings.mps.control_program
     events = MpsEvents(snapshot, held, cluster.events if cluster else None)
     manager = DaemonManager(
         Path(settings.host.run),
-        _finder(settings),
+        partial(find, Path(settings.driver.root), Path(explicit) if explicit else None),
         NvmlComputeModes(core.nvml, core.calls),
         events,
         _options(settings),
@@ -95,14 +95,13 @@ async def build(context: ModeContext) -> ModeParts:
         Path(settings.host.proc),
     )
 
-    def mounts_of(uuid: str) -> tuple[Mount, ...]:
-        return mps.mounts(manager, uuid)
-
-    def allowed() -> bool:
-        return Mode.MPS in context.desired.catalog.modes
-
     keeper = ShareSpecificationKeeper(
-        Path(settings.host.cdi), snapshot, manager.statuses, mounts_of, mps.PIPE_IN_CONTAINER, allowed
+        Path(settings.host.cdi),
+        snapshot,
+        manager.statuses,
+        partial(mps.mounts, manager),
+        mps.PIPE_IN_CONTAINER,
+        needed=lambda: Mode.MPS in context.desired.catalog.modes,
     )
     caps = AdvisoryCaps(settings, injector, context.plugins.modes, cluster.events if cluster else None)
     tasks.start("mps daemons", manager.run, context.plugins.modes)
@@ -159,15 +158,6 @@ def _report(
         "rootPods": sorted(overview.rooted),
         "podsOfOtherUsers": sorted(overview.apart),
     }
-
-
-def _finder(settings: Settings) -> Callable[[], Program]:
-    explicit = settings.mps.control_program
-
-    def finder() -> Program:
-        return find(Path(settings.driver.root), Path(explicit) if explicit else None)
-
-    return finder
 
 
 def _options(settings: Settings) -> Options:

@@ -74,10 +74,15 @@ async def build_switching(
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
     own = _own_node(cluster) if cluster else None
     most = settings.mps.most_clients
+
+    def endpoint_of(plugin: ResourcePlugin) -> Endpoint:
+        root = Path(settings.kubelet.root)
+        return Endpoint(plugin, root, settings.device_plugins_folder, core.holdings.allocated)
+
     resources = ResourceSet(
         {mode: parts.plugins for mode, parts in modes.items()},
         readiness.endpoints,
-        lambda plugin: _endpoint(core, plugin),
+        endpoint_of,
         core.supervisor,
         tasks.group,
         before_first=inventory_annotation.ahead(own, snapshot, assignment, most, grown) if own else None,
@@ -158,10 +163,3 @@ def _own_node(cluster: ClusterAccess) -> OwnNode:
     from agent.node.object import ClusterNode  # noqa: PLC0415  loads the API client's room
 
     return ClusterNode(cluster.node, cluster.events)
-
-
-def _endpoint(core: Core, plugin: ResourcePlugin) -> Endpoint:
-    settings = core.settings
-    return Endpoint(
-        plugin, Path(settings.kubelet.root), settings.device_plugins_folder, core.holdings.allocated
-    )

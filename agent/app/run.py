@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -148,10 +149,7 @@ async def _in_time(stop: anyio.Event, act: Callable[[*Ts], Awaitable[T]], *argum
 
 
 async def _serve_http(core: Core, *, task_status: TaskStatus[int]) -> None:
-    async def serve() -> None:
-        await core.http.serve(task_status=task_status)
-
-    await core.supervisor.fatal("http", serve)
+    await core.supervisor.fatal("http", partial(core.http.serve, task_status=task_status))
 
 
 @asynccontextmanager

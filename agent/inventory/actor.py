@@ -35,13 +35,13 @@ class Inventory:
             if after is before:
                 continue
             self.snapshot.publish(after)
-            # Who reads the snapshot goes first: a verdict must not wait for its own log line.
+            # Readers of the snapshot go first: a verdict must not wait for its own log line.
             await anyio.lowlevel.checkpoint()
-            tell(before, after)
+            _log_changes(before, after)
             self.counters.announce(before, after)
 
 
-def tell(before: Snapshot, after: Snapshot) -> None:
+def _log_changes(before: Snapshot, after: Snapshot) -> None:
     """Log what changed between two snapshots, health apart: transitions, never states."""
     if after.problem != before.problem:
         if after.problem and after.released_until is not None:

@@ -7,12 +7,12 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.inventory.actor import Inventory
-from agent.inventory.clock import boot_seconds
 from agent.inventory.health_persistence import HealthPersistence
 from agent.inventory.messages import Accused
 from agent.inventory.scanner import Scanner
 from agent.inventory.verdict_file import VerdictFile
 from agent.kit.supervise import Supervisor
+from agent.kit.timestamps import boot_seconds
 from agent.model.health import Fault, FaultKind
 from agent.nvml.event_watch import EventWatch
 from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class GpuMonitor:
-    """Watches the GPUs: what the driver says of itself, what probes find, what earlier runs knew."""
+    """Watches the GPUs: events of the driver, findings of probes, verdicts of earlier runs."""
 
     def __init__(
         self,

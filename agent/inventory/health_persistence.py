@@ -8,7 +8,6 @@ import anyio.to_thread
 import structlog
 
 from agent.inventory.actor import Inventory
-from agent.inventory.clock import boot_seconds
 from agent.inventory.kernel_log import KernelLog, LogXid
 from agent.inventory.messages import KernelXidSeen, Restored, XidExplained
 from agent.inventory.reducer import records
@@ -16,6 +15,7 @@ from agent.inventory.snapshot import KernelXid, Record
 from agent.inventory.verdict_file import EarlierVerdicts, VerdictFile
 from agent.kit.backoff import Backoff
 from agent.kit.follow import follow
+from agent.kit.timestamps import boot_seconds
 
 log = structlog.get_logger()
 

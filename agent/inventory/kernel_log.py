@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent.model.gpu import normalise_bus_id
 from agent.model.nvlink_xids import class_of
 from agent.model.xids import XidClass
 
@@ -45,15 +46,10 @@ def parse(record: bytes) -> LogXid | None:
         return None
     if found := _XID.search(message):
         number, rest = int(found[2]), message[found.end() :].decode("ascii", "replace")
-        return LogXid(int(fields[1]), _bus(found[1]), number, class_of(number, rest))
+        return LogXid(int(fields[1]), normalise_bus_id(found[1].decode()), number, class_of(number, rest))
     if found := _FALLEN.search(message):
-        return LogXid(int(fields[1]), _bus(found[1]), FALLEN_OFF_BUS)
+        return LogXid(int(fields[1]), normalise_bus_id(found[1].decode()), FALLEN_OFF_BUS)
     return None
-
-
-def _bus(text: bytes) -> str:
-    domain, _, rest = text.decode().lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}"
 
 
 class KernelLog:

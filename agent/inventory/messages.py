@@ -1,4 +1,4 @@
-"""Messages to the inventory actor. `at` is always seconds since boot (`clock.boot_seconds`)."""
+"""Messages to the inventory actor. `at` is always seconds since boot (`boot_seconds`)."""
 
 from dataclasses import dataclass
 

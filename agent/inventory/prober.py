@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agent.inventory.clock import boot_seconds
 from agent.inventory.messages import Probed, Scanned
 from agent.inventory.snapshot import Unreadable
+from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
 from agent.nvml.nvml_errors import NvmlCode, NvmlDriverMismatch, NvmlError, NvmlGpuLost

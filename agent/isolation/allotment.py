@@ -1,9 +1,9 @@
-"""How the compute of one GPU is shared out: first what was promised, then what is free to who may have it.
+"""How the compute of one GPU is shared out: promises first, then what is free, to those who may have it.
 
-A container was promised the cores that it asked for. Who works keeps all of its promise, however little it
-uses, since its need for the rest could not be seen in time. What is left, the promises of those who idle
-among it, goes to containers that may burst, and what these leave to those of low priority. A container
-that asked for no cores has no promise, and runs like one of low priority.
+A container was promised the cores that it asked for. One that works keeps all of its promise, however little
+it uses, since its need for the rest could not be seen in time. The rest, promises of idle ones among it, goes
+to containers that may burst, and what these leave to those of low priority. A container that asked for no
+cores has no promise, and runs like one of low priority.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ def elastic(claims: Collection[Claim]) -> bool:
 
 
 def allot(claims: Sequence[Claim], working: Collection[str]) -> Mapping[str, float]:
-    """Percent of the GPU by key. Who idles may have its promise at any moment all the same."""
+    """Percent of the GPU by key. One that idles may have its promise at any moment all the same."""
     found = {each.key: float(each.promised) for each in claims}
     free = WHOLE - sum(each.promised for each in claims if each.key in working)
     for low in (False, True):

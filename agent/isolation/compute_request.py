@@ -17,7 +17,7 @@ _MOST_REPORTED = 1000
 
 
 def compute_request_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> ComputeRequest:
-    """The request of a container's pod. What cannot be understood is left out, and the log says so once."""
+    """The request of a container's pod. A value that cannot be understood is left out, and logged once."""
     burst, priority = annotations.get(BURST), annotations.get(PRIORITY)
     percent = _percent(burst) if burst is not None and may_burst else None
     if burst is not None and may_burst and percent is None:

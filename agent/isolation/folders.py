@@ -2,8 +2,8 @@
 
 The key is made of the units that the container holds, which are its alone while it lives, and which the
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
-mounted by itself: `limits` read-only, `usage` as their own. What they can write is never trusted: no path is
-followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
+mounted by itself: `limits` read-only, `usage` as their own. Nothing that they can write is trusted: no path
+is followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ PERCENT = 100  # of the units that shares are written in
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
-    """The container of a folder: what the record of the kubelet does not show."""
+    """The container of a folder, as the record of the kubelet does not show it."""
 
     uid: str  # of the pod
     namespace: str

@@ -49,7 +49,7 @@ SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes 
 ENTRY = struct.Struct("<IIQ368x")  # pid, state and start time
 FREE_SLOT, PROCESS_SLOT = 0, 1
 READ_SLOTS = 64
-# What pthread_mutex_init leaves in a robust, process-shared mutex of glibc; all else of it is zero.
+# Left by pthread_mutex_init in a robust, process-shared mutex of glibc; all else of it is zero.
 LOCK_KIND, LOCK_KIND_AT = 144, 16
 HEADER_LOCK_AT = 128
 USAGE_HEADER = struct.Struct("<QIIIIII")

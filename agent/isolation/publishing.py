@@ -153,8 +153,8 @@ class Publisher:
     def shares(self) -> Mapping[Place, Share]:
         """How containers stand that are held to compute."""
         known = self._isolation.containers.value
-        told = self._shares.value if self._shares else {}
-        return {place_of(known[key].about): share for key, share in told.items() if key in known}
+        shares = self._shares.value if self._shares else {}
+        return {place_of(known[key].about): share for key, share in shares.items() if key in known}
 
     def measured(self, place: Place) -> int:
         """The GPU memory of a container by the driver's word, in bytes; 0: not known."""

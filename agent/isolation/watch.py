@@ -25,7 +25,7 @@ from agent.kit.cell import Cell
 
 log = structlog.get_logger()
 
-# What a container may be measured above its cap: contexts come before anybody can count them.
+# Excess over its cap that a container may be measured with: contexts come before anybody can count them.
 LEAST_TOLERANCE = 64 << 20
 TOLERANCE_RATIO = 0.02
 # Readings in a row, a second apart, before it is reported: memory of a process that just ended lingers.

@@ -19,7 +19,7 @@ class Mailbox(Generic[T]):
 
     def __init__(self, size: int) -> None:
         self._messages: deque[T] = deque()
-        self._room = anyio.Semaphore(size)
+        self._places = anyio.Semaphore(size)
         self._arrived = anyio.Event()
         self.size = size
         self.dropped = 0
@@ -29,14 +29,14 @@ class Mailbox(Generic[T]):
         return len(self._messages)
 
     async def post(self, message: T) -> None:
-        """Put a message in the box, waiting for room behind those who wait already."""
-        await self._room.acquire()
+        """Put a message in the box, waiting for a place behind those who wait already."""
+        await self._places.acquire()
         self._put(message)
 
     def offer(self, message: T) -> bool:
-        """Put a message in the box if there is room; answers whether there was."""
+        """Put a message in the box if there is a place; answers whether there was."""
         try:
-            self._room.acquire_nowait()
+            self._places.acquire_nowait()
         except anyio.WouldBlock:
             self.dropped += 1
             return False
@@ -50,7 +50,7 @@ class Mailbox(Generic[T]):
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
             message = self._messages.popleft()
-            self._room.release()
+            self._places.release()
             yield message
 
     def _put(self, message: T) -> None:

@@ -321,7 +321,7 @@ def _suspected(health: Health, fault: Fault, rules: Rules, now: float) -> Health
 def _condemned(
     health: Health, fault: Fault, rules: Rules, now: float, keep_event_time: bool = False
 ) -> Health:
-    # What a reset has answered weighs no more: after it, what happens is a new fault.
+    # A fault that a reset has answered weighs no more: an event after it is a new fault.
     stands = not health.reset_seen and health.state in (HealthState.UNHEALTHY, HealthState.PROBATION)
     keep = stands and health.fault is not None and _gravity(rules, health.fault) >= _gravity(rules, fault)
     stays = health.state is HealthState.UNHEALTHY

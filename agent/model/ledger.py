@@ -125,10 +125,6 @@ class Holdings:
             each.ids for each in self.entries if each.member is PairMember.CORE and len(each.ids) >= CORES
         )
 
-    def same(self, other: "Holdings") -> bool:
-        """Whether nothing changed: entry by entry the same object, or an equal one."""
-        return self is other or self.entries == other.entries
-
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -207,16 +203,13 @@ class Ledger:
     def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
         """With what the record says now. Promises end that it shows from here on, and those that are over."""
         kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
-        same = self.held.same(held)
+        same = self.held == held
         if same and len(kept) == len(self.reservations):
             return self
         return replace(self, held=self.held if same else held, reservations=kept)
 
     def expired(self, now: float) -> Self:
         return self.without(lambda each: each.expires <= now)
-
-    def with_pools(self, pools: Mapping[str, UnitPool]) -> Self:
-        return replace(self, pools=pools)
 
     def promised(self, reservation: Reservation) -> Self:
         """With a promise, in the place of an earlier one to the same container."""
@@ -257,7 +250,7 @@ class Ledger:
         promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
         return frozenset().union(wanted & self.held.ids, *(wanted & each for each in promised))
 
-    def rooms(
+    def free_gpus(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
     ) -> dict[str, FreeGpu]:
         """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
@@ -270,13 +263,13 @@ class Ledger:
                 owed[each.gpus[0]][0] += each.demand.cores if each.core_ids is None else 0
                 owed[each.gpus[0]][1] += each.demand.blocks if each.block_ids is None else 0
         return {
-            pool.gpu: _room(pool, taken, owed[pool.gpu], pool.gpu in shut)
+            pool.gpu: _free_gpu(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
             if pool.offerable
         }
 
 
-def _room(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> FreeGpu:
+def _free_gpu(pool: UnitPool, taken: frozenset[str], owed: list[int], shut: bool) -> FreeGpu:
     if shut:
         return FreeGpu(pool.gpu, pool.index, 0, 0, len(pool.blocks), untouched=False)
     cores = len(pool.core_set - taken) - owed[0]

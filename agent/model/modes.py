@@ -108,7 +108,7 @@ else:
 ALIASES = {"enable": Mode.VGPU.value}
 # By these another agent claims the node's GPUs.
 FOREIGN_VALUES = {"pgpu-dra": "NVIDIA's DRA driver"}
-# What the label of the mode in force says while GPUs differ from it.
+# Value of the label of the mode in force while GPUs differ from it.
 SWITCHING = "switching"
 
 

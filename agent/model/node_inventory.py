@@ -135,14 +135,11 @@ def decode(text: str) -> NodeInventory:
         GpuEntry(gpu.u, gpu.i, Mode(gpu.m), gpu.mem, not gpu.drain, gpu.bad[:200], gpu.n, gpu.c, gpu.g)
         for gpu in found.gpus
     ]
-    return _inventory(tuple(sorted(entries, key=lambda entry: entry.index)), tuple(links))
+    # Thousands of nodes of one build: one object for their links.
+    shared = _shared_links(tuple(links)) if any(links) else ()
+    return NodeInventory(tuple(sorted(entries, key=lambda entry: entry.index)), shared)
 
 
 @lru_cache(maxsize=1024)
 def _shared_links(links: tuple[int, ...]) -> tuple[int, ...]:
     return links
-
-
-def _inventory(gpus: tuple[GpuEntry, ...], links: tuple[int, ...]) -> NodeInventory:
-    # Thousands of nodes of one build: one object for their links.
-    return NodeInventory(gpus, _shared_links(links) if any(links) else ())

@@ -46,7 +46,7 @@ class _Search:
         self._size = size
         self._pool = pool
         everyone = [*pool, *fixed]
-        # What a GPU adds by itself: its links to the fixed ones, less what it takes from the rest.
+        # Worth of a GPU by itself: its links to the fixed ones, less what it takes from the rest.
         self._gains = [
             _BIG * sum(scores[one][other] for other in fixed) - sum(scores[one][other] for other in everyone)
             for one in pool

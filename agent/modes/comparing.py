@@ -1,4 +1,4 @@
-"""Compares what is in force with what is wanted, and puts it into words."""
+"""Compares modes in force with wanted ones, and puts the difference into words."""
 
 from collections.abc import Collection, Mapping, Sequence
 

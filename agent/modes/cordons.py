@@ -43,7 +43,7 @@ NO_CORDONS: Final[Cordons] = MappingProxyType({})
 def cordoned(
     targets: Mapping[str, GpuMode], gpus: Mapping[str, Gpu], cordons: Cordons
 ) -> Mapping[str, GpuMode]:
-    """The targets with what is cordoned."""
+    """The targets, with cordoned GPUs off."""
     return {
         uuid: GpuMode(reason=cordons[uuid].words, refused=True)
         if uuid in cordons and uuid in gpus

@@ -23,22 +23,18 @@ FILE_LOOK_SECONDS = 10.0
 
 
 class DesiredSource:
-    """Publishes what is wanted. What was read last stays in force while a source is away."""
+    """Publishes the wanted modes. The last reading stays in force while a source is away."""
 
     def __init__(self, catalog: ModeCatalog) -> None:
-        self._catalog = catalog
+        self.catalog = catalog  # the modes that may be requested
         self._last: float | None = None
         self._request: Callable[[ModeCatalog], Desired] = lambda words: words.of_labels({})
         self.cell: Cell[Desired] = Cell(catalog.named("none", ""))
         self.known = anyio.Event()  # set with the first request
 
-    @property
-    def catalog(self) -> ModeCatalog:
-        return self._catalog
-
     def use(self, catalog: ModeCatalog) -> None:
         """Read the last request, and all later ones, by a new configuration."""
-        self._catalog = catalog
+        self.catalog = catalog
         if self.known.is_set():
             self._publish(self._request)
 
@@ -59,20 +55,20 @@ class DesiredSource:
             labels = node.labels()
             if labels is None:
                 continue
-            if not self.known.is_set() or self._catalog.of_labels(labels) != self.cell.value:
+            if not self.known.is_set() or self.catalog.of_labels(labels) != self.cell.value:
                 newest = await self._settled(node, labels)
                 self._publish(lambda words, newest=newest: words.of_labels(newest))  # type: ignore[misc]
 
     async def follow_file(self, file: Path) -> None:
         """Follow a file that holds one word, for ever. An absent or empty file means the default mode."""
         while True:
-            if not self.known.is_set() or (await self._read(file))(self._catalog) != self.cell.value:
+            if not self.known.is_set() or (await self._read(file))(self.catalog) != self.cell.value:
                 await self._spaced()
                 self._publish(await self._read(file))
             try:
                 with anyio.move_on_after(FILE_LOOK_SECONDS):
                     async with watching(file.parent) as folder:
-                        if (await self._read(file))(self._catalog) != self.cell.value:
+                        if (await self._read(file))(self.catalog) != self.cell.value:
                             continue
                         async for change in folder.changes():
                             if change.name in ("", file.name):
@@ -98,9 +94,9 @@ class DesiredSource:
             return labels
         with anyio.move_on_after(LONGEST_SETTLING_SECONDS):
             while True:
-                asked, version = self._catalog.of_labels(labels), node.changes.version
+                asked, version = self.catalog.of_labels(labels), node.changes.version
                 with anyio.move_on_after(SPACING_SECONDS):
-                    while self._catalog.of_labels(labels) == asked:
+                    while self.catalog.of_labels(labels) == asked:
                         version = await node.changes.wait_change(version)
                         labels = node.labels() or labels
                     continue
@@ -113,7 +109,7 @@ class DesiredSource:
 
     def _publish(self, request: Callable[[ModeCatalog], Desired]) -> None:
         self._request = request
-        desired = request(self._catalog)
+        desired = request(self.catalog)
         if desired != self.cell.value:
             self._last = anyio.current_time()
             log.info("mode_wanted", desired=desired.name, problem=desired.problem)

@@ -1,4 +1,4 @@
-"""The mode switcher: moves each GPU from what it is offered as to what it shall be offered as.
+"""The mode switcher: moves each GPU from the mode that it is offered in to the one that is wanted.
 
 It is level-triggered: each round looks at what is wanted, what is in force and who holds what, and does
 the next step of every GPU that differs. So a new request in mid-switch, a restart and a failure need no
@@ -154,7 +154,7 @@ class ModeSwitcher:
                 return self._kubelet_is_away(desired, plan)
             waiting = self._look(plan.targets, holders) or busy
             missing = uncounted(holders, self.assignment.value)
-        await self._sell_what_is_ready()
+        await self._offer_ready_ones()
         return self._report(desired, plan, waiting, missing)
 
     def _without_gpus(self, desired: Desired, problem: str) -> None:
@@ -252,10 +252,10 @@ class ModeSwitcher:
         self._change(changed)
         return waiting
 
-    async def _sell_what_is_ready(self) -> None:
+    async def _offer_ready_ones(self) -> None:
         """Everything that is ready is offered, all in one publication."""
         if any(state.stage is Stage.READY for state in self._states.values()):
-            # What left the old mode's list a moment ago must be gone there before it stands in another.
+            # IDs that left the old mode's list a moment ago must be gone there before they stand in another.
             await self._delivered()
             self._change({uuid: transition.offered(state) for uuid, state in self._states.items()})
 

@@ -97,7 +97,7 @@ def wanted(state: ModeState, target: GpuMode) -> ModeState:
         case Stage.OFFERED:
             return after if after.reached else _closed(after)
         case Stage.CLOSING | Stage.DRAINING:
-            return _sold_again(after) if after.stands_as_wanted else after
+            return _offered_again(after) if after.stands_as_wanted else after
         case Stage.TEARING_DOWN:
             return after
         case Stage.SETTING_UP | Stage.READY if state.mode is not Mode.OFF:
@@ -131,12 +131,12 @@ def set_up(state: ModeState) -> ModeState:
         case Stage.SETTING_UP:
             return replace(state, stage=Stage.READY)
         case Stage.GOING_BACK:
-            sold_before = state.before
+            offered_before = state.before
             return replace(
                 state,
                 stage=Stage.OFFERED,
-                mode=sold_before.mode,
-                replicas=sold_before.replicas,
+                mode=offered_before.mode,
+                replicas=offered_before.replicas,
                 before=OFF,
             )
     return state
@@ -167,7 +167,7 @@ def tried_again(state: ModeState) -> ModeState:
         case Stage.OFFERED:
             return _closed(state)
         case Stage.DRAINING if state.stands_as_wanted:
-            return _sold_again(state)
+            return _offered_again(state)
     return state
 
 
@@ -186,7 +186,7 @@ def stopped(state: ModeState) -> ModeState:
     return replace(state, stage=Stage.CLOSING, target=replace(state.target, reason=STOPPING))
 
 
-def _sold_again(state: ModeState) -> ModeState:
+def _offered_again(state: ModeState) -> ModeState:
     """The listed mode is the wanted one: it only has to be seen to run."""
     if state.running is state.mode:
         return replace(state, stage=Stage.OFFERED, before=OFF)

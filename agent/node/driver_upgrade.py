@@ -17,11 +17,10 @@ from typing import Final, Protocol
 import structlog
 
 from agent.cluster.own_node import OwnNode
-from agent.inventory.clock import boot_seconds
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
-from agent.kit.timestamps import now
+from agent.kit.timestamps import boot_seconds, now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
 from agent.modes.switch_state import STARTING, SwitchState

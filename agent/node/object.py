@@ -10,6 +10,7 @@ from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
 from agent.kit.cell import Cell
 from agent.kit.timestamps import now
+from agent.model.demand import units
 from agent.node.taint import EFFECT, TAINT
 
 SERVER_ERROR = 500
@@ -88,10 +89,8 @@ def _translated() -> Iterator[None]:
 
 
 def _count(quantity: str | None) -> int:
-    """A quantity of an extended resource: those are whole numbers, written plain or with a decimal suffix."""
-    if not quantity:
-        return 0
-    factors = {"k": 10**3, "M": 10**6, "G": 10**9}
-    if quantity[-1] in factors and quantity[:-1].isdigit():
-        return int(quantity[:-1]) * factors[quantity[-1]]
-    return int(quantity) if quantity.isdigit() else -1
+    """Units of an extended resource; -1: the quantity cannot be understood."""
+    try:
+        return units(quantity or "0")
+    except ValueError:
+        return -1

@@ -18,7 +18,7 @@ R = TypeVar("R")
 # A trip that took longer ends before its next step, so that other calls get their turn.
 TRIP_SECONDS = 0.05
 
-# What is said of a step that `Sweep.over` answers as hanging.
+# Words for a step that `Sweep.over` answers as hanging.
 HANGS = "NVML calls about this GPU do not return"
 
 

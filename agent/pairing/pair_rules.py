@@ -60,7 +60,9 @@ class PairState:
 
     def with_pools(self, pools: Collection[UnitPool]) -> "PairState":
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
-        return replace(self, ledger=self.ledger.with_pools({each.gpu: each for each in pools}), units=units)
+        return replace(
+            self, ledger=replace(self.ledger, pools={each.gpu: each for each in pools}), units=units
+        )
 
     def observed(
         self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None
@@ -126,7 +128,7 @@ class PairRules:
             promised = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | promised
             choice = place(
-                ledger.rooms(holder, taken, own),
+                ledger.free_gpus(holder, taken, own),
                 group.peak if group and not tied else demand,
                 policy_of(asker.pod, self.policy),
                 hint_of(asker.pod, holder.container, self.node, group.containers if group else ()),

@@ -7,9 +7,9 @@ from typing import Any
 
 from agent import __version__
 from agent.inventory.actor import Inventory
-from agent.inventory.clock import boot_seconds
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.timestamps import boot_seconds
 from agent.kubelet.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.model.health import HealthState, Rules
 from agent.model.modes import Mode

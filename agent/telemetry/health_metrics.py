@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from agent.inventory.actor import Inventory
-from agent.inventory.clock import boot_seconds
+from agent.kit.timestamps import boot_seconds
 from agent.model.health import HealthState
 from agent.nvml.event_watch import EventWatch
 from agent.telemetry import definitions as d

@@ -72,7 +72,7 @@ def test_mode_labels(campaign: Campaign) -> None:
 def test_pod_annotations(campaign: Campaign) -> None:
     pools = {f"GPU-{index}": UnitPool.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
     taken = Held(Holder("ns", "other", "main"), PairMember.CORE, frozenset(pools["GPU-2"].cores[:90]))
-    rooms = Ledger(pools, Holdings((taken,))).rooms(Holder("ns", "p", "main"), taken.ids)
+    rooms = Ledger(pools, Holdings((taken,))).free_gpus(Holder("ns", "p", "main"), taken.ids)
     demand = Demand(20, 4)
 
     def act(data: bytes) -> str:

@@ -11,9 +11,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.inventory.clock import boot_seconds
 from agent.inventory.scanner import CLOSE_RETRY_SECONDS
 from agent.kit.supervise import FatalError, describe
+from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine

@@ -34,7 +34,7 @@ def rooms(
     also: frozenset[str] = frozenset(),
 ) -> dict[str, FreeGpu]:
     """Rooms for a container, with what else is taken."""
-    return book.rooms(asking, book.taken(asking, own) | also, own)
+    return book.free_gpus(asking, book.taken(asking, own) | also, own)
 
 
 def test_a_stock_has_all_units_of_a_gpu() -> None:
