@@ -48,9 +48,8 @@ class Record:
     """Who holds what, and what has to be remembered for the next reading."""
 
     pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
-    outlived: frozenset[str] = (
-        frozenset()
-    )  # UIDs that the kubelet listed after the API server called them ended
+    # UIDs that the kubelet listed after the API server had called them ended.
+    outlived: frozenset[str] = frozenset()
     listed: PodList = NOTHING  # the kubelet's last answer
     joined: PodList = NOTHING
 
