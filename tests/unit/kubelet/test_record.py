@@ -1,8 +1,6 @@
 """The one record of who holds what: every source, every gap in it, and who has ended."""
 
-import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,94 +10,12 @@ import pytest
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache, PodSpec, PodStatus
 from agent.cluster.reflector import Metadata
-from agent.kit.cell import Cell
 from agent.kubelet import holdings as holdings_module
-from agent.kubelet.checkpoint import FILE_NAME
-from agent.kubelet.holdings import HoldingsWatch
-from agent.kubelet.podresources import Holding, PodList
-from agent.kubelet.record import View
-from agent.model.demand import Container, Pod, Stage
+from agent.kubelet.podresources import PodList
 from agent.pairing.cluster_pods import ClusterPods
+from tests.unit.kubelet.record_node import Node
 
-GPU = "nvidia.com/gpu"
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
-Entry = tuple[str, str, str]  # pod UID, container, device ID
-
-
-@dataclass
-class Kubelet:
-    """The answers of a kubelet, and its files. It started long ago, unless a test says otherwise."""
-
-    folder: Path
-    pods: dict[str, dict[str, str]] = field(default_factory=dict)  # listed: pod -> container -> ID, or empty
-
-    def __post_init__(self) -> None:
-        self.path = self.folder / "kubelet.sock"
-        self.path.touch()
-        self.age = 3600.0
-
-    async def list(self, deadline: float = 2.0) -> PodList:
-        containers = [("ns", pod, name) for pod, found in self.pods.items() for name in found]
-        return PodList(
-            tuple(
-                Holding("ns", p, c, GPU, (i,))
-                for p, found in self.pods.items()
-                for c, i in found.items()
-                if i
-            ),
-            tuple(containers),
-        )
-
-    def records(self, *entries: Entry) -> None:
-        """Write the checkpoint."""
-        found = [
-            {"PodUID": uid, "ContainerName": name, "ResourceName": GPU, "DeviceIDs": {"-1": [device]}}
-            for uid, name, device in entries
-        ]
-        text = json.dumps({"Data": {"PodDeviceEntries": found}, "Checksum": 0})
-        (self.folder / "new").write_text(text)
-        (self.folder / "new").rename(self.folder / FILE_NAME)
-
-    def tear(self) -> None:
-        (self.folder / FILE_NAME).write_text('{"Data": {"PodDev')
-
-    def restart(self) -> None:
-        """A kubelet that has heard of no pods yet."""
-        self.path.rename(self.folder / "before")  # its number stays taken
-        self.path.touch()
-        self.age, self.pods = 0.0, {}
-
-
-class Node:
-    """A kubelet, the API server's word on its pods, and an agent that reads both."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kubelet = Kubelet(folder)
-        start = time.time()
-        monkeypatch.setattr(holdings_module, "time", lambda: start + self.kubelet.age)
-        self.pods: dict[str, Pod] = {}
-        self.complete = True
-        self.contested: frozenset[str] = frozenset()
-        self.changes: Cell[Any] = Cell(None)
-        self.away = False
-        self.start_agent()
-
-    def start_agent(self) -> None:
-        self.watch = HoldingsWatch(self.kubelet, self.kubelet.folder)  # type: ignore[arg-type]
-        self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested)
-        self.watch.pod_changes = self.changes
-        self.watch.api_away, self.watch.node = lambda: self.away, "node-1"
-
-    def know(self, uid: str, name: str, *, finished: bool = False, hides: bool = False) -> None:
-        """`hides`: its init containers ask for devices."""
-        containers = (Container("prepare", {GPU: 1}, Stage.INIT),) if hides else ()
-        self.pods[uid] = Pod("ns", name, containers, uid, phase="Succeeded" if finished else "Running")
-        self.changes.publish(None)
-
-    async def held(self) -> set[tuple[str, str, str]] | None:
-        """Pod, container and ID of everything that is held; None: it is not known."""
-        found = await self.watch.refresh()
-        return None if found is None else {(each.pod, each.container, each.ids[0]) for each in found.holdings}
 
 
 @pytest.fixture
