@@ -6,7 +6,7 @@ pods that have ended. Whether a pod has ended is judged here, and nowhere else.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.kubelet.checkpoint import Entries
 from agent.kubelet.podresources import Holding, PodList
@@ -50,7 +50,7 @@ class Record:
     pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
     # UIDs that the kubelet listed after the API server had called them ended.
     outlived: frozenset[str] = frozenset()
-    listed: PodList = NOTHING  # the kubelet's last answer
+    listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: PodList = NOTHING
 
     @property
@@ -122,9 +122,11 @@ def join(
             hidden += (holdings[place] for place, match in matches.items() if match is None)
         else:
             ended.update(id(match) for match in matches.values() if match)
-    kept = [each for each in listed.holdings if id(each) not in ended]
+    # Their entries are left out, too: nothing would say later whose these are.
+    listed = replace(listed, holdings=tuple(each for each in listed.holdings if id(each) not in ended))
     order = sorted(
-        [*kept, *hidden], key=lambda each: (each.namespace, each.pod, each.container, each.resource)
+        [*listed.holdings, *hidden],
+        key=lambda each: (each.namespace, each.pod, each.container, each.resource),
     )
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
     joined = PodList(tuple(order), tuple(sorted(listed.containers)), finished, listed.began)

@@ -1,5 +1,6 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
+import math
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from time import monotonic
@@ -7,6 +8,7 @@ from time import monotonic
 import anyio
 import structlog
 
+from agent.cluster.access import lacks_right
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
@@ -20,6 +22,8 @@ from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 log = structlog.get_logger()
 
 WAITING_PATCHES = 256
+# Between tries while the agent's account lacks the right to patch pods.
+DENIED_SECONDS, DENIED_LONGEST_SECONDS = 30.0, 600.0
 
 
 class ClusterPods(PodSource):
@@ -69,6 +73,7 @@ class ClusterRecorder(Recorder):
         self._waiting: dict[str, tuple[Pod, dict[str, str]]] = {}  # annotations to be written, by UID
         self._refused: dict[str, dict[str, str]] = {}  # those that the server refused, by UID
         self._news = anyio.Event()
+        self._granted_until = -math.inf  # time of the loop: the right to patch pods is not looked at before
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         """All of a pod's in one patch, written by `run`; the oldest pod gives way where too many wait.
@@ -88,8 +93,14 @@ class ClusterRecorder(Recorder):
         self._events.emit(Event(regarding, reason, message, warning=warning, key=key))
 
     async def run(self) -> None:
-        """Write choices to pods for ever; without the right to do so it says it once and leaves it."""
+        """Write choices to pods for ever.
+
+        A refusal of one pod leaves the others alone. Without the right to patch pods it says so once, and
+        tries again with growing pauses: choices wait meanwhile, so that they are written when it is granted.
+        """
         backoff = Backoff(first=0.2, longest=30.0, jitter=0.5)
+        denied = Backoff(DENIED_SECONDS, DENIED_LONGEST_SECONDS)
+        lacking = False
         while True:
             if not self._waiting:
                 self._news = anyio.Event()
@@ -102,19 +113,42 @@ class ClusterRecorder(Recorder):
                 await self._api.merge_patch(path, body)
             except ApiError as error:
                 status = error.status if isinstance(error, ApiRefused) else 0
-                if status == HTTPStatus.FORBIDDEN:
-                    log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
-                    self._write_choice = False
-                    self._waiting.clear()
+                forbidden = status == HTTPStatus.FORBIDDEN
+                if forbidden and await self._lacks_right(pod):
+                    if not lacking:
+                        log.warning("choice_not_written", problem=str(error), remedy="grant patch on pods")
+                    lacking = True
+                    self._put_back(pod, annotations)
+                    await anyio.sleep(denied.next())
                 elif 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     log.info("choice_not_written", pod=f"{pod.namespace}/{pod.name}", problem=str(error))
                     self._keep_refused(pod, annotations)
                 else:
-                    _, newer = self._waiting.pop(pod.uid, (pod, {}))
-                    self.annotate(pod, {**annotations, **newer})
+                    self._put_back(pod, annotations)
                     await anyio.sleep(backoff.next())
             else:
                 backoff.reset()
+                denied.reset()
+                if lacking:
+                    log.info("choices_written_again")
+                lacking = False
+
+    async def _lacks_right(self, pod: Pod) -> bool:
+        """Whether the 403 is due to the agent's account rather than to the pod.
+
+        A webhook that refuses every pod of a burst costs one question.
+        """
+        if anyio.current_time() < self._granted_until:
+            return False
+        if await lacks_right(self._api, "patch", "pods", pod.namespace):
+            return True
+        self._granted_until = anyio.current_time() + DENIED_SECONDS
+        return False
+
+    def _put_back(self, pod: Pod, annotations: dict[str, str]) -> None:
+        """Have them written later, together with what has come for the pod meanwhile."""
+        _, newer = self._waiting.pop(pod.uid, (pod, {}))
+        self.annotate(pod, {**annotations, **newer})
 
     def _keep_refused(self, pod: Pod, annotations: dict[str, str]) -> None:
         if pod.uid in self._waiting:  # the next container's have come meanwhile

@@ -71,6 +71,7 @@ OTHERS = {
     ),
     "daemon_outlives_its_mode": Hunt(5, 40, "MPS daemon", "mps daemons,labels"),
     "grown_units_are_offered": Hunt(6, 150, "a container has grown by it", "resizes"),
+    "registers_once": Hunt(2, 100, "nobody is offered them|should be on offer", "streams dropped"),
     "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
 HUNTS = NAMED | OTHERS

@@ -32,6 +32,7 @@ EXTENDER_FAULTS = (
     Family("extender away", {extenders.away: 3, extenders.slow: 3}),
     Family("pods without extender", {extenders.place_without: 10}),
 )
+DROPPED_STREAMS = Family("streams dropped", {kubelets.drop_stream: 4})
 RESIZES = Family("resizes", {users.resize: 12})
 
 
@@ -50,6 +51,7 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         LOST_RECORDS,
         *((MPS_CLIENTS,) if shape.mps else ()),
         *(EXTENDER_FAULTS if shape.extender else ()),
+        DROPPED_STREAMS,
     )
 
 
@@ -60,7 +62,16 @@ def name_of(act: Act) -> str:
 
 ACTS = {
     name_of(act): act
-    for family in (USERS, *FAULTS, *MPS_FAULTS, RESIZES, LOST_RECORDS, MPS_CLIENTS, *EXTENDER_FAULTS)
+    for family in (
+        USERS,
+        *FAULTS,
+        *MPS_FAULTS,
+        RESIZES,
+        LOST_RECORDS,
+        MPS_CLIENTS,
+        *EXTENDER_FAULTS,
+        DROPPED_STREAMS,
+    )
     for act in family.weights
 }
 

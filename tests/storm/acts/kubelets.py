@@ -8,6 +8,7 @@ import anyio
 
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.checkpoint_file import FILE_NAME
+from agent.simulator.kubelet.plugin import PluginClient
 from tests.storm import seams
 from tests.storm.world import World
 
@@ -88,6 +89,24 @@ async def records(world: World, rng: random.Random) -> str:
     """PodResources refuses, is late, or answers again."""
     seams.KUBELET.records = rng.choice(("", "", "refuses", "late"))
     return f"PodResources {seams.KUBELET.records or 'answers'}"
+
+
+async def drop_stream(world: World, rng: random.Random) -> str:
+    """The kubelet loses a plugin's stream and lives on: it asks for no other by itself.
+
+    Its plugin manager registers a socket again only where the file is new
+    (`pkg/kubelet/pluginmanager/reconciler/reconciler.go`, `reconcile`).
+    """
+    life = world.kubelet._life
+    endpoints = life.devices.tables.endpoints if life else {}
+    connected = [name for name, each in sorted(endpoints.items()) if each.calls and each.stopped_at is None]
+    if not connected:
+        return "no stream to drop"
+    resource = rng.choice(connected)
+    calls = endpoints[resource].calls
+    assert isinstance(calls, PluginClient)
+    calls.close()
+    return f"the kubelet loses the stream of {resource}"
 
 
 def _checkpoint(world: World) -> Path:

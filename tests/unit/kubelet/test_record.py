@@ -16,6 +16,7 @@ from agent.pairing.cluster_pods import ClusterPods
 from tests.unit.kubelet.record_node import Node
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+C = "GPU-00000000-0000-0000-0000-00000000000c"
 
 
 @pytest.fixture
@@ -63,6 +64,24 @@ async def test_a_pod_ends_by_the_api_servers_word_before_the_next_look(node: Nod
             group.cancel_scope.cancel()
         # A kubelet that lists it still, as after a deletion by force, is right: its containers may run.
         assert await node.held()
+
+
+async def test_pods_that_end_one_after_the_other_between_two_readings_stay_ended(node: Node) -> None:
+    for uid, name in (("u", "first"), ("v", "second"), ("w", "third")):
+        node.know(uid, name)
+    node.kubelet.pods = {"first": {"main": A}, "second": {"main": B}, "third": {"main": C}}
+    node.kubelet.records(("u", "main", A), ("v", "main", B), ("w", "main", C))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        for gone, left in (("u", {"second", "third"}), ("v", {"third"}), ("w", set())):
+            del node.pods[gone]
+            node.changes.publish(None)
+            await anyio.wait_all_tasks_blocked()
+            assert node.watch.cell.value is not None
+            assert {each.pod for each in node.watch.cell.value.holdings} == left
+        group.cancel_scope.cancel()
 
 
 async def test_a_pod_that_outlives_its_object_holds_devices_while_it_is_listed(

@@ -149,15 +149,6 @@ async def test_nothing_is_written_when_it_is_not_wanted() -> None:
     assert api.patches == []
 
 
-async def test_without_the_right_it_is_said_once(logs: list[dict[str, Any]]) -> None:
-    api = Api(ApiRefused(403, "pods is forbidden"))
-    await recorded(api, ("a", [1]), ("b", [2]), ("a", [3]))
-    assert len(api.patches) == 1
-    assert [each["remedy"] for each in logs if each["event"] == "choice_not_written"] == [
-        "grant patch on pods"
-    ]
-
-
 async def test_choice_patch_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     api = Api(ApiUnavailable("away"))
