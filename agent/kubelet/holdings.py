@@ -37,8 +37,6 @@ RETRY_SECONDS = 0.5
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
 BURST_SECONDS = 3.0
-# The first pause before asking again about a pod that is listed though the API server called it ended.
-ENDING_SECONDS = 0.02
 # A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
 # It is given so long from its start, or from the end of an outage of the API server.
 NEW_KUBELET_SECONDS = 30.0
@@ -95,7 +93,6 @@ class HoldingsWatch:
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
-        self._outlived: Cell[frozenset[str]] = Cell(frozenset())
 
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
@@ -104,12 +101,20 @@ class HoldingsWatch:
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_pods)
-            group.start_soon(self._await_ends)
             with self.client.keeping_connection():
                 seen = self._allocations.version
+                # Of a pod that the kubelet goes on listing. Not more often: a List during an Allocate has the
+                # kubelet forget what is in flight (kubernetes PR 137534).
+                ends = Backoff(RETRY_SECONDS, REFRESH_SECONDS)
                 while True:
                     await self.refresh()
-                    pause = RETRY_SECONDS if self.problem else REFRESH_SECONDS
+                    if self.problem:
+                        pause = RETRY_SECONDS
+                    elif self._record.outlived:
+                        pause = ends.next()
+                    else:
+                        ends.reset()
+                        pause = REFRESH_SECONDS
                     with anyio.move_on_after(pause) as waited:
                         seen = await self._allocations.wait_change(seen)
                     # Pods come in bursts, and a read in the middle holds theirs up: wait for the end.
@@ -139,17 +144,6 @@ class HoldingsWatch:
             self._record = replace(record, joined=replace(record.joined, ended=ended))
             if self.problem is None:
                 self._publish()
-
-    async def _await_ends(self) -> None:
-        """Ask again about pods that the kubelet lists though the API server called them ended.
-
-        Nothing else says when their devices are free.
-        """
-        async for _ in self._outlived.values():
-            pauses = Backoff(ENDING_SECONDS, REFRESH_SECONDS)
-            while self._record.outlived:
-                await anyio.sleep(pauses.next())
-                await self.refresh()
 
     async def refresh(self) -> PodList | None:
         """Read again now; None: it is not known who holds what, `problem` says why."""
@@ -188,9 +182,9 @@ class HoldingsWatch:
             self._believed, heard = kubelet, True
             record = join(record, listed, entries, view, believed=True, fresh=True)
         if began >= self._record.listed.began:  # else one that began later was answered before
+            if not record.outlived <= self._record.outlived:
+                self.allocated()  # as after an Allocate: nothing else says when these pods have ended
             self._record, self._heard = record, heard
-            if record.outlived != self._outlived.value:
-                self._outlived.publish(record.outlived)
         self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 

@@ -112,7 +112,7 @@ class Daemon:
                 await processes.gone(found, self._options.quit_seconds)
             await processes.end(found)
         await processes.end(await anyio.to_thread.run_sync(processes.servers, self.folders.pipe))
-        if await anyio.to_thread.run_sync(processes.listener, self.folders) is not None:
+        if not await processes.silent(self.folders):
             raise MpsError(
                 f"a process that is not to be seen from here listens in {self.folders.root}: the agent ends "
                 "it where it has the host's process IDs (mps.enabled of the chart); by hand: echo quit | "

@@ -145,6 +145,18 @@ def listener(folders: Directories) -> int | None:
     return pid
 
 
+async def silent(folders: Directories) -> bool:
+    """Whether nobody listens on the control socket, within a bounded time.
+
+    A process that dies has no command line any more, by which it is found, before its last thread lets go.
+    """
+    with anyio.move_on_after(GONE_SECONDS):
+        while await anyio.to_thread.run_sync(listener, folders) is not None:
+            await anyio.sleep(POLL_SECONDS)
+        return True
+    return False
+
+
 def arguments(pid: int) -> tuple[str, ...]:
     """The command line of a process; empty if it is gone."""
     try:

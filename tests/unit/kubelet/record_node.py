@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Kubelet:
             ),
             tuple(containers),
         )
+
+    def keeping_connection(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def records(self, *entries: Entry) -> None:
         """Write the checkpoint."""

@@ -93,8 +93,8 @@ async def test_a_pod_that_outlives_its_object_holds_devices_while_it_is_listed(
     node.kubelet.records(("u", "main", A), ("v", "main", B))
     both = await node.held()
     async with anyio.create_task_group() as group:
-        group.start_soon(node.watch._follow_pods)
-        group.start_soon(node.watch._await_ends)
+        group.start_soon(node.watch.run)
+        await node.watch.cell.wait_for(bool)
         await anyio.wait_all_tasks_blocked()
         del node.pods["u"]
         assert await node.held() == both  # its containers run on
