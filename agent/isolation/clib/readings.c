@@ -48,7 +48,7 @@ uint64_t gna_reading_add(struct gna_readings *readings, uint64_t nanoseconds, ui
 }
 
 int64_t gna_reading_owed(uint64_t own, uint64_t paid, uint32_t launches) {
-    int64_t bound = (int64_t)own > MOST_OWED_NS ? (int64_t)own : MOST_OWED_NS;
+    int64_t itself = (int64_t)(own > paid ? own : paid), bound = itself > MOST_OWED_NS ? itself : MOST_OWED_NS;
     __int128_t owed = ((__int128_t)own - (__int128_t)paid) * launches;
     return owed > bound ? bound : owed < -bound ? -bound : (int64_t)owed;
 }

@@ -45,9 +45,10 @@ static uint32_t apart(const struct gna_sampling *sampling, bool differs, uint64_
 }
 
 uint32_t gna_sampling_took(struct gna_sampling *sampling, uint32_t number) {
-    uint32_t stands_for = number - sampling->last;
+    /* Numbers are drawn before the lock is had: another thread's launch may have stood for this one, or a reset come. */
+    int32_t stands_for = (int32_t)(number - sampling->last);
     sampling->last = number;
-    return stands_for;
+    return stands_for > 0 ? (uint32_t)stands_for : 0;
 }
 
 void gna_sampling_next(struct gna_sampling *sampling, const struct gna_readings *readings, uint64_t price_ns, uint32_t number, uint64_t now) {
