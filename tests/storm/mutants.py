@@ -64,7 +64,9 @@ OTHERS = {
     "gone_objects_stay": Hunt(1, 100, "is gone, and the agent knows it", "api silent,labels"),
     "mute_watch_is_borne": Hunt(1, 150, "to the agent it is", "api silent,labels"),
     "inherited_units_are_refused": Hunt(4, 100, "was refused though it fits", "none"),
-    "held_units_are_given_again": Hunt(4, 100, "is held by pods", "kubelet"),
+    "held_units_are_given_again": Hunt(
+        5, 400, "is held by pods|was refused though it fits", "kubelet", "bursts"
+    ),
     "choices_are_written_without_a_pause": Hunt(3, 100, "was tried 5 times", "api refuses"),
     "dead_daemon_is_not_noticed": Hunt(
         3, 150, "nobody is offered them|has no MPS daemon|should be on offer", "mps daemons"
