@@ -1,4 +1,4 @@
-"""The rights that the API server allows the agent to do, as the server itself answers.
+"""The agent's rights at the API server, as the server itself answers.
 
 A 403 is either RBAC's, and then holds for every object of its kind in the namespace, or comes from an
 admission plugin or webhook that refuses one object. The status is the same, so the server is asked:
