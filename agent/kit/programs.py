@@ -11,7 +11,7 @@ from functools import partial
 import anyio
 from anyio.abc import ByteReceiveStream, Process
 
-KILLED_SECONDS = 2.0
+KILLED_SECONDS = 5.0  # a busy machine takes a while to close the pipes of what was killed
 LONGEST_ERRORS = 64 << 10  # the rest is read and dropped
 
 
