@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.storm import figures
 from tests.storm.memory import _size
 from tests.storm.plan import SEEDS, planned, read
 
 ROOT = Path(__file__).parents[2]
-REPORT = ROOT / "build" / "storm.json"
 KEYS = {"seeds", "steps", "virtual_hours", "faults", "invariants", "failures"}
 SEEDS_OF_EACH, STEPS, PROCESSES = 20, 3000, 2  # a fixed set: 10^5 steps
 SECONDS = 120.0  # of `make test`: on a slow or busy machine each process begins no storm later than that
@@ -36,7 +36,6 @@ def _storms(report: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_fixed_storms_find_nothing(tmp_path: Path) -> None:
-    REPORT.parent.mkdir(exist_ok=True)
     size = ("--seeds", str(SEEDS_OF_EACH), "--every", str(PROCESSES), "--steps", str(STEPS))
     limits = (*size, "--seconds", str(SECONDS), "--no-shrink")
 
@@ -45,20 +44,19 @@ def test_fixed_storms_find_nothing(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         parts = list(pool.map(part, range(1, PROCESSES + 1)))
-    figures = {key: round(sum(each[key] for _, _, each in parts), 2) for key in sorted(KEYS)}
-    REPORT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(figures))
+    total = {key: round(sum(each[key] for _, _, each in parts), 2) for key in sorted(KEYS)}
+    print(json.dumps(figures.add(**total)))
     for code, said, _ in parts:
         assert code == 0, said[-12_000:]
-    assert figures["failures"] == 0
-    assert figures["steps"] >= PROCESSES * STEPS
+    assert total["failures"] == 0
+    assert total["steps"] >= PROCESSES * STEPS
 
 
 @pytest.mark.timeout(300)
 def test_storms_that_found_something_find_it_no_more(tmp_path: Path) -> None:
-    code, said, figures = _storms(tmp_path / "report", "--kept")
+    code, said, found = _storms(tmp_path / "report", "--kept")
     assert code == 0, said[-12_000:]
-    assert figures["seeds"] == len(list(SEEDS.glob("*.json"))) > 0
+    assert found["seeds"] == len(list(SEEDS.glob("*.json"))) > 0
 
 
 def test_a_kept_storm_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The figures of storms and mutants, in one file that several processes add to: build/storm.json."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from agent.kit import atomic_file
+
+REPORT = Path(__file__).parents[2] / "build" / "storm.json"
+# In the order in which they stand; figures of other names follow.
+NAMES = (
+    "seeds",
+    "steps",
+    "virtual_hours",
+    "faults",
+    "invariants",
+    "failures",
+    "mutants",
+    "mutants_found",
+)
+
+Figure = int | float | dict[str, str]
+
+
+def add(report: Path = REPORT, **figures: Figure) -> dict[str, Figure]:
+    """Write figures beside those that others wrote, in place of former ones of the same name; all of them.
+
+    Waits for others that write (milliseconds). A file that cannot be read is begun anew. Raises OSError.
+    """
+    report.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(report.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        known = _read(report) | figures
+        names = [name for name in NAMES if name in known] + sorted(known.keys() - set(NAMES))
+        known = {name: known[name] for name in names}
+        atomic_file.write(report.parent, report.name, json.dumps(known, indent=2).encode() + b"\n")
+    finally:
+        os.close(folder)
+    return known
+
+
+def _read(report: Path) -> dict[str, Figure]:
+    try:
+        known = json.loads(report.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
