@@ -91,7 +91,8 @@ class Upgraded:
         held, running, daemons = await self.held(), await self.containers(), await self.daemons()
         assert len(daemons) == self._mps_gpus
         await self.stop()
-        assert (await self.containers(), await self.daemons()) == (running, daemons)
+        left = (await self.containers(), await self.daemons())
+        assert left == (running, daemons), self._rig.agent.log_tail(20_000)
         await self.start(which)
         assert (await self.held(), await self.containers()) == (held, running)
         assert await self.daemons() == daemons, self._rig.agent.log_tail(20_000)
