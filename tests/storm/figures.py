@@ -26,7 +26,7 @@ Figure = int | float | dict[str, str]
 def add(report: Path = REPORT, **figures: Figure) -> dict[str, Figure]:
     """Write figures beside those that others wrote, in place of former ones of the same name; all of them.
 
-    Waits for others that write (milliseconds). A file that cannot be read is begun anew. Raises OSError.
+    Waits for others that write (milliseconds). One that cannot be read is replaced. Raises OSError.
     """
     report.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(report.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -24,7 +24,7 @@ def test_nobody_loses_what_another_writes_at_the_same_time(tmp_path: Path) -> No
     assert json.loads(report.read_bytes()) == {f"figure_{number}": number for number in range(64)}
 
 
-def test_a_report_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_read_is_replaced(tmp_path: Path) -> None:
     report = tmp_path / "storm.json"
     for torn in (b"", b'{"steps": 1', b"[]", b"\xff\xfe"):
         report.write_bytes(torn)
