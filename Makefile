@@ -48,7 +48,7 @@ test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (d
 storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),2000) \
-		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --report build/storm.json
+		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --jobs $$(nproc) --report build/storm.json
 	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
 bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)

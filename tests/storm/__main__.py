@@ -12,17 +12,19 @@ clock.install()  # before any module of the agent takes its clock from `time`
 
 import argparse  # noqa: E402
 import gc  # noqa: E402
-import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from functools import partial  # noqa: E402
+from itertools import takewhile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import structlog  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 
+from tests.storm import figures  # noqa: E402
+from tests.storm.jobs import Summary, side_by_side  # noqa: E402
 from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
 from tests.storm.shrinking import shrunk  # noqa: E402
@@ -54,11 +56,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
     parser.add_argument("--every", type=int, default=1, help="seeds apart (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument("--only", help="these seeds, with commas, in this order")
+    parser.add_argument("--jobs", type=int, help="so many at once, each in a process of its own")
     parser.add_argument(
         "--steps",
         type=int,
         default=150,
-        help="events of each; a sparse one has a quarter (default: %(default)s)",
+        help="events of each that is dense; others have fewer (default: %(default)s)",
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no storm after so many")
     parser.add_argument("--skip", default="", help="numbers of events to leave out")
@@ -79,7 +83,8 @@ def _plans(
     if options.kept is not None:
         yield from map(read, options.kept or sorted(SEEDS.glob("*.json")))
         return
-    for seed in range(options.seed, options.seed + options.seeds * options.every, options.every):
+    seeds = range(options.seed, options.seed + options.seeds * options.every, options.every)
+    for seed in map(int, options.only.split(",")) if options.only else seeds:
         yield planned(seed, options.steps, skip, wanted, options.tempo)
 
 
@@ -98,46 +103,69 @@ def main() -> int:
     ignore_what_is_there()
     skip = frozenset(int(each) for each in options.skip.split(",") if each)
     wanted = frozenset(options.faults.split(",")) if options.faults is not None else None
-    outcomes: list[Outcome] = []
-    began = perf_counter()
-    for plan in _plans(options, skip, wanted):
-        if perf_counter() - began > options.seconds:
-            break
-        started = perf_counter()
-        outcome, seed = _replay(plan), plan.seed
-        outcomes.append(outcome)
-        faults = ", ".join(outcome.families) or "none"
-        print(
-            f"seed {seed}: {plan.tempo}, {outcome.steps} steps, {outcome.faults} faults ({faults}), "
-            f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, history {outcome.digest}: "
-            f"{outcome.violation or 'good'}",
-            flush=True,
-        )
-        if outcome.violation and not options.no_shrink and options.kept is None:
-            outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted, tempo=options.tempo))
-            left_out = ",".join(map(str, sorted(outcome.skipped)))
-            print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
-            if outcome.plan:
-                found = replace(outcome.plan, showed=outcome.violation or "")
-                print(f"to be kept in {SEEDS}, for --kept:\n{found.text()}")
-        if outcome.violation or options.history:
-            print("\n".join(outcome.history))
-        if outcome.violation and options.until_found:
+
+    def work(plan: Plan) -> Summary:
+        return _lived(plan, options, wanted)
+
+    begun = _until(options.seconds, _plans(options, skip, wanted))
+    found = side_by_side(begun, options.jobs, work) if options.jobs else map(work, begun)
+    summaries: list[Summary] = []
+    for each in found:
+        summaries.append(each)
+        if each.violation and options.until_found:
             break
     if options.report:
-        options.report.write_text(json.dumps(_figures(outcomes), indent=2) + "\n", encoding="utf-8")
-    return 1 if any(outcome.violation for outcome in outcomes) else 0
+        figures.write(options.report, **_figures(summaries))
+    return 1 if any(each.violation for each in summaries) else 0
 
 
-def _figures(outcomes: list[Outcome]) -> dict[str, object]:
+def _until(seconds: float, plans: Iterator[Plan]) -> Iterator[Plan]:
+    """Plans, as long as there is time."""
+    began = perf_counter()
+    return takewhile(lambda _: perf_counter() - began <= seconds, plans)
+
+
+def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | None) -> Summary:
+    """Live through a storm, and say how it was."""
+    started = perf_counter()
+    outcome, seed = _replay(plan), plan.seed
+    faults = ", ".join(outcome.families) or "none"
+    print(
+        f"seed {seed}: {plan.tempo}, {outcome.steps} steps, {outcome.faults} faults ({faults}), "
+        f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, history {outcome.digest}: "
+        f"{outcome.violation or 'good'}",
+        flush=True,
+    )
+    summary = Summary(
+        seed,
+        outcome.steps,
+        outcome.virtual_seconds,
+        outcome.faults,
+        outcome.checks,
+        outcome.violation,
+        outcome.digest,
+    )
+    if outcome.violation and not options.no_shrink and options.kept is None:
+        outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted, tempo=options.tempo))
+        left_out = ",".join(map(str, sorted(outcome.skipped)))
+        print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
+        if outcome.plan:
+            kept = replace(outcome.plan, showed=outcome.violation or "")
+            print(f"to be kept in {SEEDS}, for --kept:\n{kept.text()}")
+    if outcome.violation or options.history:
+        print("\n".join(outcome.history))
+    return summary
+
+
+def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
     return {
-        "seeds": len(outcomes),
-        "steps": sum(outcome.steps for outcome in outcomes),
-        "virtual_hours": round(sum(outcome.virtual_seconds for outcome in outcomes) / 3600, 2),
-        "faults": sum(outcome.faults for outcome in outcomes),
-        "invariants": sum(outcome.checks for outcome in outcomes),
-        "failures": sum(outcome.violation is not None for outcome in outcomes),
-        "digests": {str(outcome.seed): outcome.digest for outcome in outcomes},
+        "seeds": len(summaries),
+        "steps": sum(each.steps for each in summaries),
+        "virtual_hours": round(sum(each.virtual_seconds for each in summaries) / 3600, 2),
+        "faults": sum(each.faults for each in summaries),
+        "invariants": sum(each.checks for each in summaries),
+        "failures": sum(each.violation is not None for each in summaries),
+        "digests": {str(each.seed): each.digest for each in sorted(summaries, key=lambda each: each.seed)},
     }
 
 

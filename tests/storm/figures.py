@@ -33,12 +33,17 @@ def add(report: Path = REPORT, **figures: Figure) -> dict[str, Figure]:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
         known = _read(report) | figures
-        names = [name for name in NAMES if name in known] + sorted(known.keys() - set(NAMES))
-        known = {name: known[name] for name in names}
-        atomic_file.write(report.parent, report.name, json.dumps(known, indent=2).encode() + b"\n")
+        write(report, **known)
     finally:
         os.close(folder)
     return known
+
+
+def write(report: Path, **figures: Figure) -> None:
+    """Write these figures alone. Raises OSError."""
+    names = [name for name in NAMES if name in figures] + sorted(figures.keys() - set(NAMES))
+    text = json.dumps({name: figures[name] for name in names}, indent=2)
+    atomic_file.write(report.parent, report.name, text.encode() + b"\n")
 
 
 def _read(report: Path) -> dict[str, Figure]:

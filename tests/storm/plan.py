@@ -12,7 +12,7 @@ import msgspec
 
 from agent.model.modes import Mode
 from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
-from tests.storm.tempo import BUSY, SPARSE, SPARSE_SHARE, tempo_of
+from tests.storm.tempo import BUSY, FEWER, SPARSE, tempo_of
 from tests.storm.world import Shape
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -53,14 +53,14 @@ def planned(
     wanted: frozenset[str] | None = None,
     tempo: str | None = None,
 ) -> Plan:
-    """The storm of a seed, with so many events; fewer where the seed makes it a sparse one.
+    """The storm of a seed, with so many events; fewer where the seed makes it one that is not dense.
 
     `skip`: numbers of events to leave out. `wanted`, `tempo`: families of faults, and how quickly events
     follow each other, in place of the seed's choice.
     """
     if tempo is None:
         tempo = tempo_of(seed)
-        steps = steps // SPARSE_SHARE if tempo == SPARSE else steps
+        steps //= FEWER[tempo]
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
     # One in four has no fault at all: then no pod that fits may be refused.

@@ -18,7 +18,8 @@ OFTEN = {"dense": 5, "bursts": 3, SPARSE: 2}
 # How much busier users are where pauses are short: faults are not that much more frequent in time, or else no
 # life of an agent would last.
 BUSY = {"dense": 3, "bursts": 3, SPARSE: 1}
-SPARSE_SHARE = 4  # a storm that is sparse has so many times fewer events: each takes the longer
+# So many times fewer events each has, as they cost more: that each storm takes about as long.
+FEWER = {"dense": 1, "bursts": 2, SPARSE: 20}
 
 
 def tempo_of(seed: int) -> str:
