@@ -30,7 +30,7 @@ from agent.plugins import inject
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources_server, registry
 from agent.simulator.kubelet.device_tables import NO_NUMA
-from tests.storm import cheaper_libraries
+from tests.storm import cheaper_api, cheaper_libraries
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ENTRIES = inotify._CREATE | inotify._DELETE | inotify._MOVED_FROM | inotify._MOVED_TO | inotify._CLOSE_WRITE
@@ -143,6 +143,7 @@ class _Yaml:
 def install() -> None:
     """Put them in place, for this process."""
     cheaper_libraries.install()
+    cheaper_api.install()
     for name in ("fsync", "fdatasync"):
         setattr(os, name, lambda _: None)
     for room in (inotify, endpoint, daemon_logs, reload, sources):

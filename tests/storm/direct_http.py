@@ -7,7 +7,6 @@ storms that have real sockets (`plan.Plan.sockets`).
 
 import asyncio
 import contextvars
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from yarl import URL
 
@@ -37,7 +37,7 @@ class _Request:
 
     async def json(self) -> Any:
         """The body."""
-        return json.loads(self._body)
+        return msgspec.json.decode(self._body)
 
 
 class _Answer:
@@ -65,7 +65,7 @@ class _Stream:
 
 
 def _json_response(data: object, *, status: int = 200) -> _Answer:
-    return _Answer(status, json.dumps(data).encode())
+    return _Answer(status, msgspec.json.encode(data))
 
 
 class _Web:
@@ -197,7 +197,7 @@ class Server:
         self, method: str, url: URL, query: Any, headers: dict[str, str], body: Any, timeout: Any
     ) -> Exchange:
         """Ask. Raises aiohttp.ClientError and TimeoutError."""
-        data = b"" if body is None else json.dumps(body).encode()
+        data = b"" if body is None else msgspec.json.encode(body)
         exchange = Exchange(method, url, dict(query or ()), timeout)
         if not self._routes:
             raise aiohttp.ClientConnectionError("nobody serves")

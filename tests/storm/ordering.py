@@ -17,10 +17,7 @@ class InOrder(dict[Any, None]):
     """As much of a set as those need that are replaced."""
 
     remove = dict.__delitem__
-
-    def add(self, member: Any) -> None:
-        """As a set has it."""
-        self[member] = None
+    add = dict.setdefault  # None, and nothing for one that is there
 
     def discard(self, member: Any) -> None:
         """As a set has it."""
