@@ -116,7 +116,8 @@ async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
 async def test_a_daemon_that_hangs_after_its_first_probe_is_ended_unless_it_has_clients(
     used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon, server, ended = Process(5, 1), Process(17, 1), []
+    daemon, server = Process(5, 1), Process(17, 1)
+    ended: list[Process] = []
 
     async def end(found: Collection[Process]) -> None:
         ended.extend(found)
