@@ -6,6 +6,7 @@ of a fault, and a fault by the logs is held to last the longer the more often on
 """
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 
 import anyio
@@ -217,6 +218,10 @@ class DaemonProber:
             survey = await self._parts.control.survey()
         if survey.servers and survey.servers[0] != known:
             survey = await self._parts.control.survey(survey.servers[0])
+            if survey.state is ServerState.ACTIVE:
+                # At once: one that hangs before it has named its clients is never ended.
+                with suppress(Unanswered):
+                    survey = await self._parts.control.survey(survey.servers[0], clients=True)
         return survey
 
     async def _start_server(self) -> None:

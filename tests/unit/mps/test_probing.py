@@ -1,12 +1,14 @@
 """When a daemon is asked, and what its logs are worth: with a daemon and logs that are played."""
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from agent.mps import probing
+from agent.mps import probing, processes
 from agent.mps.control_commands import Survey
 from agent.mps.daemon_logs import ServerLog
 from agent.mps.daemon_parts import DaemonParts, Options
@@ -14,6 +16,7 @@ from agent.mps.daemon_status import DaemonState, EventReason, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.parse import ServerState
 from agent.mps.probing import DaemonProber
+from agent.mps.processes import Process
 
 PROBE_SECONDS = 0.4
 FATAL, RECREATED = "Server is handling a fatal GPU error.", "Creating server context on device 0"
@@ -26,6 +29,7 @@ class Scene:
         self.said = ServerLog()
         self.state = state
         self.gives_state = state is not None
+        self.clients: tuple[int, ...] = ()
         self.moments: list[float] = []
         self.told: list[EventReason] = []
         self._flood = flood
@@ -41,7 +45,7 @@ class Scene:
 
     async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
         self.moments.append(anyio.current_time())
-        return Survey((17,), self.state, (), 100.0)
+        return Survey((17,), self.state, self.clients if clients else None, 100.0)
 
     async def grown(self) -> None:
         if not self._flood:
@@ -106,3 +110,22 @@ async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
     await scene.prober._probe()
     assert scene.prober._held_until - now == 0.5
     assert scene.told == 10 * [EventReason.FAULT, EventReason.RECOVERED] + [EventReason.FAULT]
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_daemon_that_hangs_after_its_first_probe_is_ended_unless_it_has_clients(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, server = Process(5, 1), Process(17, 1)
+    ended: list[Process] = []
+
+    async def end(found: Collection[Process]) -> None:
+        ended.extend(found)
+
+    monkeypatch.setattr(processes, "servers", lambda _: (server,))
+    monkeypatch.setattr(processes, "end", end)
+    scene = Scene(ServerState.ACTIVE)
+    scene.clients = (os.getpid(),) if used else ()
+    await scene.prober._probe()
+    await scene.prober._end_hung(daemon)
+    assert ended == ([] if used else [daemon, server])
