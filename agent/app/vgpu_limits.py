@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from agent.app.mode_parts import ModeContext
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
@@ -66,7 +66,12 @@ class VgpuLimits:
             return self.parts
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        parts = self.parts or await self.begin()
+        """See agent.plugins.shared_pair.Sharing. Raises Refused, and what building raises."""
+        try:
+            parts = self.parts or await self.begin()
+        except TimeoutError as error:
+            text = f"the memory of container {grant.container} cannot be capped: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
         return await parts.fence(member, grant)
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:

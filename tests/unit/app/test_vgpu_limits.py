@@ -14,7 +14,7 @@ from agent.app.parts import Tasks
 from agent.app.vgpu_limits import VgpuLimits, build_limits
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.pair_rules import Grant
@@ -60,7 +60,7 @@ def _limits(parts: Parts, mode: Mode = Mode.PGPU) -> tuple[VgpuLimits, Cell[Assi
 
 
 async def _allocate(limits: VgpuLimits) -> Allocation:
-    return await limits(PairMember.MEMORY, cast("Grant", None))
+    return await limits(PairMember.MEMORY, cast("Grant", SimpleNamespace(container="main")))
 
 
 async def test_nothing_is_built_before_a_gpu_is_offered_as_vgpu() -> None:
@@ -129,12 +129,20 @@ async def test_building_that_failed_does_not_end_the_agent() -> None:
 
 
 async def test_building_that_hangs_is_given_up_and_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is shielded from the end of its Allocate, so nothing else would end it."""
+    """The wait is shielded from the end of its Allocate, so nothing else would end it.
+
+    The refusal is one that the kubelet passes on to the pod, not an internal error of the agent.
+    """
     monkeypatch.setattr("agent.app.vgpu_limits.BUILD_SECONDS", 0.01)
     parts = Parts(takes=math.inf)
     limits, _ = _limits(parts)
-    with anyio.fail_after(10), pytest.raises(TimeoutError, match="look whether the folders"):
+    with anyio.fail_after(10), pytest.raises(Refused) as refused:
         await _allocate(limits)
+    assert refused.value.reason is Reason.UNAVAILABLE
+    assert str(refused.value) == (
+        "the memory of container main cannot be capped: the limits of vGPU containers were not there within "
+        "0.01 s; look whether the folders host.state and host.run answer"
+    )
     parts.takes = 0.0
     assert await _allocate(limits) == ANSWER
 
