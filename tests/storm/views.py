@@ -9,8 +9,9 @@ from tests.storm.world import World
 
 # In which a watch that is mute is noticed, and opened again (`agent.cluster.reflector`, SILENCE_SECONDS).
 VIEW_SECONDS = 100.0
-# The same write, refused so often within so long: nobody waited in between.
-TRIES, TRIES_SECONDS = 5, 0.5
+# The same write, refused so often within so long: nobody waited in between. Two may try at once, each of them
+# every 0.2 s for 5 s at most: a switch, and an agent that stops meanwhile (`agent.node.withdrawal`).
+TRIES, TRIES_SECONDS = 5, 0.3
 
 
 class Views:
