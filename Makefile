@@ -25,8 +25,11 @@ demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show w
 
 test: venv lint ## lint, types, import contracts, unit, component, chart, fuzz and storm tests
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/fuzz tests/storm \
-		--junitxml=build/test.xml
+	@code=0; \
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/fuzz \
+		--junitxml=build/test.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m pytest tests/storm --junitxml=build/storm.xml || code=$$?; \
+	exit $$code
 
 fuzz: venv ## 100,000 inputs to everything that others can write to (COUNT=, SEED=)
 	FUZZ_COUNT=$(or $(COUNT),100000) FUZZ_SEED=$(or $(SEED),1) \

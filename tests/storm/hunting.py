@@ -1,12 +1,12 @@
 """`python -m tests.storm.hunting`: looks for every mutant, and adds to the figures of storms."""
 
 import argparse
-import json
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.storm import figures
 from tests.storm.mutants import HUNTS, MOST_STEPS, DoesNotApply, hunt
 
 
@@ -31,9 +31,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         found = list(pool.map(lambda mutant: _found(mutant, options.steps), sorted(HUNTS)))
     if options.report:
-        figures = json.loads(options.report.read_text(encoding="utf-8")) if options.report.exists() else {}
-        figures |= {"mutants": len(found), "mutants_found": sum(found)}
-        options.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        figures.add(options.report, mutants=len(found), mutants_found=sum(found))
     return 0 if all(found) else 1
 
 

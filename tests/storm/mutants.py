@@ -74,6 +74,8 @@ OTHERS = {
     "daemon_outlives_its_mode": Hunt(5, 40, "MPS daemon", "mps daemons,labels"),
     "grown_units_are_offered": Hunt(6, 150, "a container has grown by it", "resizes"),
     "registers_once": Hunt(2, 100, "nobody is offered them|should be on offer", "streams dropped"),
+    "hung_daemon_is_borne": Hunt(35, 150, "hangs and is not replaced", "mps daemons"),
+    "promises_outlive_their_pods": Hunt(4, 200, "was refused though it fits", "none", "bursts"),
     "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
 HUNTS = NAMED | OTHERS

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.storm import figures
@@ -94,6 +95,11 @@ def test_memory_counts_each_thing_once() -> None:
     inner = {"key": other}  # a dict of texts, which the collector does not list
     things: list[object] = [[text, inner], [text]]
     assert _size(things) == sum(map(sys.getsizeof, (*things, text, other, inner)))
+
+
+def test_memory_counts_an_undecoded_part_by_its_bytes() -> None:
+    part = msgspec.json.decode(b'{"part": {"of": "a message"}}', type=dict[str, msgspec.Raw])["part"]
+    assert _size([[part]]) == sys.getsizeof([part]) + len(b'{"of": "a message"}')
 
 
 @pytest.mark.timeout(300)
