@@ -72,11 +72,12 @@ class LimitParts(KeptLimits):
         policy: Policy,
         driver: DriverFence,
         avoidance: Avoidance,
+        labels: "NamespaceLabels | None",
         *,
         computes: bool,
     ) -> None:
         super().__init__(isolation)
-        self.fence = VgpuFence(isolation, driver, avoidance)
+        self.fence = VgpuFence(isolation, driver, avoidance, labels)
         self._driver = driver
         self._publisher = publisher
         self._policy = policy
@@ -137,7 +138,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     driver = DriverFence(settings.host, snapshot, context.plugins.injector)
     await driver.start()
     avoidance = Avoidance(settings, pods)
-    parts = LimitParts(isolation, publisher, policy, driver, avoidance, computes=compute is not None)
+    parts = LimitParts(isolation, publisher, policy, driver, avoidance, labels, computes=compute is not None)
 
     core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
     if labels:
@@ -172,7 +173,15 @@ async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tas
 class VgpuFence:
     """Additions of a container's limits to the answer for its memory."""
 
-    def __init__(self, isolation: Isolation, driver: DriverFence, avoidance: Avoidance) -> None:
+    def __init__(
+        self,
+        isolation: Isolation,
+        driver: DriverFence,
+        avoidance: Avoidance,
+        labels: "NamespaceLabels | None",
+    ) -> None:
+        """`labels`: those of namespaces; None: the API server is not used, so there are none."""
+        self._labels = labels
         self._isolation = isolation
         self._driver = driver
         self._avoidance = avoidance
@@ -181,6 +190,8 @@ class VgpuFence:
         """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
+        if self._labels:
+            await self._labels.known()
         ways: tuple[str, ...] = ()
         if self._isolation.policy(grant.pod.namespace).enforces:
             ways = await self._avoidance.ways(grant.pod, grant.container)

@@ -1,0 +1,74 @@
+"""Labels of namespaces: the first admission waits for them, and an API server that is away costs it once."""
+
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from agent.app.build_isolation import VgpuFence
+from agent.cluster.namespaces import LABEL, NamespaceLabels
+from agent.cluster.reflector import Metadata, PartialObject
+from agent.isolation.folders import About
+from agent.isolation.limits import Admission, Policy
+from agent.model.ledger import PairMember
+
+
+def _labels() -> NamespaceLabels:
+    return NamespaceLabels(cast("Any", None))
+
+
+class Admissions:
+    """Stands for the limits' room: notes the label that each admission went by."""
+
+    def __init__(self, labels: NamespaceLabels) -> None:
+        self._labels = labels
+        self.seen: list[str | None] = []
+
+    def policy(self, namespace: str) -> Policy:
+        self.seen.append(self._labels.of(namespace))
+        return Policy.OFF
+
+    async def admit(self, _request: About) -> Admission:
+        return Admission()
+
+
+async def test_the_first_admission_waits_for_the_labels() -> None:
+    labels = _labels()
+    isolation = Admissions(labels)
+    seen = isolation.seen
+    parts: Any = (isolation, SimpleNamespace(obstacle=lambda _: None), None, labels)
+    fence = VgpuFence(*parts)
+    grant: Any = SimpleNamespace(
+        pod=SimpleNamespace(namespace="team", uid="u", name="p"),
+        container="main",
+        gpus=("GPU-1",),
+        ids=("GPU-1::m1",),
+        demand=SimpleNamespace(whole=False, cores=10),
+    )
+
+    async def admitted() -> None:
+        await fence(PairMember.MEMORY, grant)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(admitted)
+            await anyio.wait_all_tasks_blocked()
+            assert seen == []
+            team = PartialObject(metadata=Metadata(name="team", uid="1", labels={LABEL: "strict"}))
+            labels.reflector.items.publish(MappingProxyType({"1": team}))
+    assert seen == ["strict"]
+
+
+async def test_a_server_that_is_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.cluster.namespaces.FIRST_COPY_SECONDS", 0.05)
+    labels = _labels()
+    with capture_logs() as logs, anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(labels.known)
+        monkeypatch.setattr("agent.cluster.namespaces.FIRST_COPY_SECONDS", 3600.0)
+        await labels.known()  # or the test is ended by its deadline
+    assert [each["event"] for each in logs] == ["namespace_labels_unknown"]
+    assert labels.of("team") is None
