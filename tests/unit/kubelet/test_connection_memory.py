@@ -1,4 +1,4 @@
-"""What a connection keeps of calls that are over."""
+"""Calls that are over are kept by a connection for a while, and no longer."""
 
 import tracemalloc
 
