@@ -48,9 +48,9 @@ test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (d
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE) || code=$$?;) \
 	exit $$code
 
-storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS= STEPS=of each MINUTES=)
+storm: venv ## seeded faults over the real agent in virtual time, then all mutants (SEED=first SEEDS=10, or as many as begin within MINUTES= STEPS=of each)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),10) --steps $(or $(STEPS),2000) \
+	$(PYTHON_IN_VENV) -m tests.storm --seed $(or $(SEED),1) --seeds $(or $(SEEDS),$(if $(MINUTES),1000000,10)) --steps $(or $(STEPS),2000) \
 		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --jobs $$(nproc) --report build/storm.json
 	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
