@@ -1,7 +1,7 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from agent.kubelet.podresources import (
     PodResourcesUnavailable,
 )
 from agent.kubelet.record import Record, View, join
+from agent.model.demand import Pod
 from agent.model.ids import SEPARATOR, BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.units import REPLICA
@@ -128,18 +129,19 @@ class HoldingsWatch:
 
         The next one is bound by the same event, and may be here before the next reading.
         """
-        seen: frozenset[str] = frozenset()
+        seen: Mapping[str, Pod] = {}
         async for _ in self.pod_changes.values():
             record, view = self._record, self.view()
-            present = frozenset(view.pods)
-            ended = seen - present | {uid for uid, pod in view.pods.items() if pod.finished}
-            seen = present
-            gone = any(
-                pod.watched and (uid in ended or uid not in present) for uid, pod in record.pods.items()
-            )
+            pods = {**seen, **view.pods}
+            ended = frozenset(uid for uid, pod in pods.items() if pod.finished or uid not in view.pods)
+            seen = view.pods
+            gone = any(pod.watched and (uid in ended or uid not in pods) for uid, pod in record.pods.items())
             if not gone and ended <= record.joined.ended:
                 continue
-            record = join(record, record.listed, record.entries, view, believed=self._heard, fresh=False)
+            over = {pods[uid].key for uid in ended if view.ended(uid)}
+            record = join(
+                record, record.listed, record.entries, view, believed=self._heard, fresh=False, over=over
+            )
             # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
             self._record = replace(record, joined=replace(record.joined, ended=ended))
             if self.problem is None:

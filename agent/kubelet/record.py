@@ -5,7 +5,7 @@ before it has heard of them. The checkpoint shows both, but not whose its entrie
 pods that have ended. Whether a pod has ended is judged here, and nowhere else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.kubelet.checkpoint import Entries
@@ -70,13 +70,22 @@ class Record:
 
 
 def join(
-    before: Record, listed: PodList, entries: Entries, view: View, *, believed: bool, fresh: bool
+    before: Record,
+    listed: PodList,
+    entries: Entries,
+    view: View,
+    *,
+    believed: bool,
+    fresh: bool,
+    over: Collection[PodKey] = (),
 ) -> Record:
     """The record as of now.
 
     `believed`: the kubelet has heard of all its pods, so that one which it does not list has ended. `fresh`:
     it has just answered; if not, what it listed before the API server called a pod ended counts no more. A
     pod that it listed afterwards, as after a deletion by force, holds its devices until it is listed no more.
+    `over`: names of pods that have just ended. What the kubelet listed of them and had not written down yet
+    goes by these, as nothing else says whose it was.
     """
     shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
     by_pod: dict[str, dict[Place, frozenset[str]]] = {}
@@ -122,6 +131,8 @@ def join(
             hidden += (holdings[place] for place, match in matches.items() if match is None)
         else:
             ended.update(id(match) for match in matches.values() if match)
+    lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
+    ended.update(id(each) for each in listed.holdings if _key(each) in over and _key(each) not in lasting)
     # Their entries are left out, too: nothing would say later whose these are.
     listed = replace(listed, holdings=tuple(each for each in listed.holdings if id(each) not in ended))
     order = sorted(
@@ -145,6 +156,8 @@ def _unlisted(
 
 
 def _keys(listed: PodList) -> frozenset[PodKey]:
-    return frozenset(names[:2] for names in listed.containers) | {
-        (each.namespace, each.pod) for each in listed.holdings
-    }
+    return frozenset(names[:2] for names in listed.containers) | {_key(each) for each in listed.holdings}
+
+
+def _key(holding: Holding) -> PodKey:
+    return holding.namespace, holding.pod

@@ -66,6 +66,32 @@ async def test_a_pod_ends_by_the_api_servers_word_before_the_next_look(node: Nod
         assert await node.held()
 
 
+@pytest.mark.parametrize("end", ["finished", "gone", "another of its name"])
+@pytest.mark.parametrize("recorded", [(), (("u", "prepare", A),)])
+async def test_a_pod_that_ends_holds_nothing_that_was_not_in_the_checkpoint_yet(
+    node: Node, recorded: tuple[tuple[str, str, str], ...], end: str
+) -> None:
+    node.know("u", "warm")
+    node.kubelet.pods = {"warm": {"main": B}, "other": {"main": C}}
+    node.kubelet.records(*recorded)
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        assert ("warm", "main", B) in (await node.held() or ())
+        if end == "finished":
+            node.know("u", "warm", finished=True)
+        else:
+            del node.pods["u"]
+            if end == "another of its name":  # whether it was listed is not known before the next reading
+                node.know("v", "warm")
+            node.changes.publish(None)
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.cell.value is not None
+        left = {(each.pod, each.ids) for each in node.watch.cell.value.holdings}
+        assert left == {("other", (C,))} | ({("warm", (B,))} if end == "another of its name" else set())
+        group.cancel_scope.cancel()
+
+
 async def test_pods_that_end_one_after_the_other_between_two_readings_stay_ended(node: Node) -> None:
     for uid, name in (("u", "first"), ("v", "second"), ("w", "third")):
         node.know(uid, name)
