@@ -19,6 +19,9 @@ from tests.storm.views import Views
 from tests.storm.world import World
 
 TAINT_SECONDS = 20.0  # that the taint may stand while no mode is being changed
+# That a change may be announced while the old mode is in force: `agent.node.withdrawal.SWITCH`. Pods
+# that are bound get their devices first, for 120 s at most.
+ANNOUNCED_SECONDS = 140.0
 STATUS_SECONDS = 15.0  # the kubelet copies its counts into node.status every 10 s
 STARTED_SECONDS = 30.0  # in which an agent that has just started finds out who holds what
 MINUTE = 60.0
@@ -53,7 +56,7 @@ class Invariants:
         self.found: list[str] = []  # seen between two looks
         self._checked: tuple[object, ...] | None = None
         self._modes: dict[str, Mode] = {}  # of GPUs that are held
-        self._api_well, self._settled, self._up = Lasting(), Lasting(), Lasting()
+        self._api_well, self._settled, self._up, self._announced = Lasting(), Lasting(), Lasting(), Lasting()
         self._offers: dict[str, Lasting] = {}
         self._events: deque[float] = deque()
         self._written = 0
@@ -145,7 +148,10 @@ class Invariants:
     def _taint_goes(self) -> None:
         world = self._world
         agent = world.running
-        switching = agent is None or agent.switcher.state.value.phase is Phase.SWITCHING
+        state = agent.switcher.state.value if agent else None
+        other = bool(agent and state and agent.switcher._desired.value.name != state.desired)
+        announced = self._announced.seconds(holds=other) <= ANNOUNCED_SECONDS and other
+        switching = state is None or state.phase is Phase.SWITCHING or announced
         well = self._api_well.seconds(holds=world.api_well)
         settled = self._settled.seconds(holds=not switching)
         if world.tainted is None:
