@@ -14,6 +14,10 @@ from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
+# That a mode may be in force before its first list arrives: the kubelet looks for new plugins each second
+# (kubelet 1.36, pkg/kubelet/pluginmanager/plugin_manager.go, loopSleepDuration).
+REGISTERED_SECONDS = 2.0
+
 
 class Offers:
     """Which units nobody holds and nobody can have, and since when."""
@@ -22,11 +26,17 @@ class Offers:
         self._world = world
         self._holders = holders
         self._since: dict[str, float] = {}
+        self._modes: dict[str, Mode] = {}
+        self._changed = 0.0  # when they were last seen to be others
 
     def withheld(self) -> str | None:
         """The faults, in words."""
         now = anyio.current_time()
-        if excused(self._world):
+        agent = self._world.running
+        modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
+        if modes != self._modes:
+            self._modes, self._changed = modes, now
+        if excused(self._world) or now - self._changed < REGISTERED_SECONDS:
             self._since.clear()
             return None
         found = frozenset(self._missing())
