@@ -81,8 +81,12 @@ class Commands:
         if not 1 <= seconds <= LONGEST_RELEASE_SECONDS:
             raise CommandRefused("NVML can be released for 1 s to 24 h")
         log.warning("release_asked_for", seconds=seconds)
+        # An earlier release may stand, whose closing failed: what this one makes of it is waited for.
+        earlier = (None, self._sources.inventory.snapshot.value.released_until)
         self._sources.gpu_monitor.release(float(seconds))
-        await self._wait(lambda now: now.released_until is not None and now.let_go is not None, CLOSE_SECONDS)
+        await self._wait(
+            lambda now: now.released_until not in earlier and now.let_go is not None, CLOSE_SECONDS
+        )
         if problem := self._sources.inventory.snapshot.value.let_go:
             raise CommandRefused(
                 f"NVML cannot be closed: {problem}; nothing of this node is handed out, but the agent still "
