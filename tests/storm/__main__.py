@@ -14,6 +14,7 @@ import argparse  # noqa: E402
 import gc  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
+import shlex  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from functools import partial  # noqa: E402
@@ -24,12 +25,14 @@ import structlog  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 
 from tests.storm import figures  # noqa: E402
+from tests.storm.acts import families, later_families  # noqa: E402
 from tests.storm.jobs import Summary, side_by_side  # noqa: E402
 from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
 from tests.storm.shrinking import shrunk  # noqa: E402
 from tests.storm.storm import Outcome, storm  # noqa: E402
 from tests.storm.tempo import PAUSES  # noqa: E402
+from tests.storm.world import Shape  # noqa: E402
 
 
 def _rage(
@@ -74,7 +77,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kept", type=Path, nargs="*", help="files of storms to repeat; no others then")
     parser.add_argument("--log", action="store_true", help="print the agent's log")
     parser.add_argument("--report", type=Path, help="write the figures there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    everything = Shape(mps=True, resize=True, extender=True)
+    known = {each.name for each in (*families(everything), *later_families(everything))}
+    if unknown := set((options.faults or "none").split(",")) - known - {"none"}:
+        parser.error(
+            f"--faults has no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}; none"
+        )
+    return options
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(each) for each in text.split(",") if each)
+
+
+def _command(outcome: Outcome, options: argparse.Namespace) -> str:
+    """The command that repeats it."""
+    left_out = ",".join(map(str, sorted(outcome.skipped)))
+    words = ["python", "-m", "tests.storm", "--seed", str(outcome.seed), "--steps", str(options.steps)]
+    words += ["--faults", options.faults] if options.faults is not None else []
+    words += ["--tempo", options.tempo] if options.tempo else []
+    return shlex.join([*words, *(["--skip", left_out] if left_out else []), "--no-shrink"])
 
 
 def _plans(
@@ -101,7 +124,7 @@ def main() -> int:
     # Most of what a storm makes lives until its end, and cycles are few.
     gc.set_threshold(200_000, 20, 100)
     ignore_what_is_there()
-    skip = frozenset(int(each) for each in options.skip.split(",") if each)
+    skip = _numbers(options.skip)
     wanted = frozenset(options.faults.split(",")) if options.faults is not None else None
 
     def work(plan: Plan) -> Summary:
@@ -146,9 +169,9 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
         outcome.digest,
     )
     if outcome.violation and not options.no_shrink and options.kept is None:
+        outcome.skipped = _numbers(options.skip)
         outcome = shrunk(outcome, options.steps, partial(_rage, wanted=wanted, tempo=options.tempo))
-        left_out = ",".join(map(str, sorted(outcome.skipped)))
-        print(f"again with: --seed {seed} --steps {options.steps} --skip {left_out}")
+        print(f"again with: {_command(outcome, options)}")
         if outcome.plan:
             kept = replace(outcome.plan, showed=outcome.violation or "")
             print(f"to be kept in {SEEDS}, for --kept:\n{kept.text()}")

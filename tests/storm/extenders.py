@@ -136,12 +136,12 @@ class Replicas:
     def problem(self) -> str | None:
         """Broken invariants, in words."""
         for each in self.lives:
+            if each is not None and each.overdue:  # it was killed then
+                return "an extender did not end in time after SIGTERM"
             if each is None or each.life.dead:
                 continue
             if each.failure is not None:
                 return f"an extender ended by itself: {each.failure!r}"
-            if each.overdue:
-                return "an extender did not end in time after SIGTERM"
             for state in each.extender.supervisor.states.values() if each.extender else ():
                 if state.restarts:
                     return f"the extender's task {state.name} failed: {state.last_error}"

@@ -90,7 +90,7 @@ class World:
         node = self.kubelet.api.node_name
         self.extenders = Replicas(group, self.http, node, str(folder / API_SOCKET), seed)
         self.current: AgentRun | None = None
-        self.runs: list[AgentRun] = []  # that may not have ended, or did so by themselves
+        self.runs: list[AgentRun] = []  # that may not have ended, did so by themselves or too late
         self.lives = 0
         self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
@@ -148,7 +148,8 @@ class World:
         self.lives += 1
         self.disturbed = anyio.current_time()
         self.current = AgentRun(self.lives, self.settings(), self.machine)
-        self.runs = [each for each in self.runs if not each.ended.is_set() or each.failure] + [self.current]
+        kept = [each for each in self.runs if not each.ended.is_set() or each.failure or each.overdue]
+        self.runs = [*kept, self.current]
         # A context of its own: whose files and calls these are is found by a context variable.
         contextvars.copy_context().run(self.group.start_soon, self.current.run)
 
