@@ -76,6 +76,7 @@ OTHERS = {
     "registers_once": Hunt(2, 100, "nobody is offered them|should be on offer", "streams dropped"),
     "hung_daemon_is_borne": Hunt(35, 150, "hangs and is not replaced", "mps daemons"),
     "promises_outlive_their_pods": Hunt(4, 200, "was refused though it fits", "none", "bursts"),
+    "probation_never_ends": Hunt(1, 150, "does not come back", "gpus", "bursts"),
     "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
 HUNTS = NAMED | OTHERS

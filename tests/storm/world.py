@@ -101,6 +101,7 @@ class World:
         self.made = 0
         self.created: dict[str, float] = {}  # when, by name
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
+        self.struck: set[int] = set()  # slots of GPUs that may need more than time after an Xid
         self.nvml_faults = 0
         self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
         self.tainted: float | None = None  # since when the agent's taint stands

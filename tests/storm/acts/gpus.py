@@ -7,6 +7,8 @@ from tests.storm.cheaper import NvmlFaults
 from tests.storm.world import World
 
 XIDS = (13, 31, 43, 48, 63, 74, 79, 94, 95, 119, 999)
+# Faults of a program, which say nothing of its GPU (NVIDIA's "Xid Errors", table of causes).
+OF_PROGRAMS = (13, 31, 43)
 
 
 async def xid(world: World, rng: random.Random) -> str:
@@ -15,6 +17,8 @@ async def xid(world: World, rng: random.Random) -> str:
         return "no GPU for an xid"
     slot, number = rng.choice(slots), rng.choice(XIDS)
     world.machine.xid(slot, number)
+    if number not in OF_PROGRAMS:
+        world.struck.add(slot)
     seams.NVML.wake()
     return f"xid {number} on {slot}"
 
