@@ -2,8 +2,8 @@
 
 Everything runs in one thread: what the agent gives to worker threads runs at once, on the loop (`seams`).
 Local sockets hand bytes over inside the system call, so a selector that finds nothing ready is right: only a
-timer can bring news. `time.monotonic` and `time.time` follow the same clock, so this module is imported
-before the agent is.
+timer can bring news. `time.monotonic`, `time.time` and the clock since boot follow the same clock, so this
+module is imported before the agent is.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ __all__ = ["CLOCK", "EPOCH", "Stuck", "install", "run"]
 T = TypeVar("T")
 
 EPOCH: Final = 1_767_225_600.0  # 2026-01-01T00:00:00Z, when every storm begins
+UPTIME: Final = 3600.0  # seconds since boot, then
 ROUND_SECONDS: Final = 1e-6
 # A second in which the loop turns more often is one in which somebody spins.
 MOST_ROUNDS_A_SECOND: Final = 50_000
@@ -39,6 +40,17 @@ class StormClock(Clock):
         """In place of `time.time`."""
         return EPOCH + self.now
 
+    def gettime(self, clock: int) -> float:
+        """In place of `time.clock_gettime`."""
+        match clock:
+            case time.CLOCK_BOOTTIME:
+                return UPTIME + self.now
+            case time.CLOCK_REALTIME:
+                return self.time()
+            case time.CLOCK_MONOTONIC:
+                return self.now
+        raise ValueError(f"storms have no clock {clock}")
+
 
 CLOCK: Final = StormClock()
 
@@ -48,6 +60,7 @@ def install() -> None:
     time.monotonic = CLOCK.monotonic
     time.time = CLOCK.time
     time.time_ns = lambda: int(CLOCK.time() * 1e9)
+    time.clock_gettime = CLOCK.gettime
 
 
 class _StormSelector(JumpingSelector):

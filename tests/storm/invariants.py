@@ -58,6 +58,7 @@ class Invariants:
         self._modes: dict[str, Mode] = {}  # of GPUs that are held
         self._api_well, self._settled, self._up, self._announced = Lasting(), Lasting(), Lasting(), Lasting()
         self._offers: dict[str, Lasting] = {}
+        self._lists: dict[str, object] = {}  # the kubelet's, by resource, as last looked at
         self._events: deque[float] = deque()
         self._written = 0
         self._offered = Offers(world, self.holders)
@@ -165,7 +166,13 @@ class Invariants:
         up = self._up.seconds(holds=self._world.kubelet_up.is_set() and kubelet._life is not None)
         for resource, count in kubelet.allocatable.items():
             listed = kubelet.known_devices(resource)
-            lasts = self._offers.setdefault(resource, Lasting()).seconds(holds=count > listed)
+            lasting = self._offers.setdefault(resource, Lasting())
+            # A list that came between two looks may have had as many as was offered.
+            lists = kubelet._life.devices.tables.healthy.get(resource) if kubelet._life else None
+            if lists is not self._lists.get(resource):
+                self._lists[resource] = lists
+                lasting.seconds(holds=False)
+            lasts = lasting.seconds(holds=count > listed)
             if min(lasts, up) > STATUS_SECONDS:
                 raise Violation(
                     f"node.status has offered {count} of {resource} for {lasts:.0f} s; the kubelet's lists "

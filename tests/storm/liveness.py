@@ -46,11 +46,12 @@ async def check_calm(world: World, mode: Mode) -> None:
     if any(each["key"] == TAINT for each in world.kubelet.api.taints):
         raise Violation(f"a taint is left: {world.kubelet.api.taints}")
     healthy = [state for state in agent.core.inventory.snapshot.value.gpus if state.healthy]
-    well = {state.uuid for state in healthy}
-    if left := sorted(
-        {world.machine.uuid(each) for each in world.machine.slots if each not in world.struck} - well
-    ):
-        raise Violation(f"{left[0]} does not come back, though nothing is wrong with it")
+    states = {state.uuid: state for state in agent.core.inventory.snapshot.value.gpus}
+    for slot in world.machine.slots:
+        state = states.get(uuid := world.machine.uuid(slot))
+        if slot not in world.struck and (state is None or not state.healthy):
+            why = f"the agent says: {state.health} at {anyio.current_time()}" if state else "it is unknown"
+            raise Violation(f"{uuid} does not come back, though nothing is wrong with it; {why}")
     resource, each_has = PER_GPU[mode]
     wanted = each_has * len(healthy)
     offered, known = world.kubelet.allocatable.get(resource, 0), world.kubelet.known_devices(resource)

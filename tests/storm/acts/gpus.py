@@ -33,6 +33,7 @@ async def fall_off(world: World, rng: random.Random) -> str:
         world.machine.restore(slot)
         return f"restore {slot}"
     world.lost.add(slot)
+    world.struck.add(slot)  # by Xid 79, which ends with a reset that the agent has seen, or by hand
     world.machine.fall_off_bus(slot)
     seams.NVML.wake()
     return f"lose {slot}"
