@@ -49,7 +49,7 @@ def test_only_needed_events_are_left_and_the_same_again(words: Callable[[int], s
     again = rage(1, STEPS, short.skipped)
     assert again.violation
     assert again.history == short.history
-    # Whoever shrinks what is short already loses nothing of it.
+    # Shrinking what is short already loses nothing of it.
     assert shrunk(again, STEPS, rage).skipped >= short.skipped
     assert rage(1, STEPS, again.skipped).violation
 
