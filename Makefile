@@ -54,9 +54,9 @@ storm: venv ## seeded faults over the real agent in virtual time, then all mutan
 		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --jobs $$(nproc) --report build/storm.json
 	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
-bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
+bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure, CLUSTER=yes for those on the test cluster)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.bench $(if $(ONLY),--only $(ONLY))
+	$(PYTHON_IN_VENV) -m tests.bench $(if $(ONLY),--only $(ONLY)) $(if $(CLUSTER),--cluster)
 
 lint: venv ## ruff, format, types, import contracts
 	ruff check .
