@@ -135,7 +135,7 @@ class Node:
 
 
 def to_build(*, cluster: bool) -> Iterator[str]:
-    """What has to be built before the first figure, and how long that takes on two cores."""
+    """Parts that are built before the first figure, and how long that takes on two cores."""
     if not (BUILD / "venv" / "bin" / "python").exists():
         yield "to build first: the runtime environment from its lock (half a minute)"
     if cluster:
