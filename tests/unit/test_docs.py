@@ -79,8 +79,8 @@ def test_make_help_names_every_verb() -> None:
         timeout=30,
     ).stdout
     for verb in (
-        *("demo", "test", "test-cluster", "test-gpu", "bench", "lint", "format", "proto", "docs"),
-        *("image", "chart", "lock", "clean"),
+        *("check", "demo", "test", "test-long", "test-cluster", "test-gpu", "bench"),
+        *("lint", "format", "proto", "docs", "image", "chart", "lock", "clean"),
     ):
         assert re.search(rf"^{verb}\b|\b{verb} ", text, re.MULTILINE), verb
 
