@@ -3,13 +3,13 @@
 The key is made of the units that the container holds, which are its alone while it lives, and which the
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
 mounted by itself: `limits` read-only, `usage` as their own. Nothing that they can write is trusted: no path
-is followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
+is followed, nothing is mapped, and a usage region that was made longer is cut back. Both files stay open here
+(`agent.isolation.held`), so that their container cannot shut the agent out. All of it blocks.
 """
 
 import hashlib
 import os
 import secrets
-import stat
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
+from agent.isolation.held import Held, opened
 from agent.isolation.isolation_errors import BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
@@ -72,6 +73,7 @@ def key_of(ids: Collection[str]) -> str:
 class LimitFolders:
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
+        self.held = Held()
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
 
     def prepare(self) -> None:
@@ -114,12 +116,20 @@ class LimitFolders:
                 inner = self.root / scratch
                 if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
                     raise FolderUnusable(problem)
+                self.held.drop(key)
                 trees.remove(root, key)
                 os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
             except BaseException:
                 trees.remove(root, scratch)
                 raise
+        self.hold(key)  # before its container can
         return key
+
+    def hold(self, key: str) -> None:
+        """Have both files of a container open. Raises FolderUnusable."""
+        for name in MODES:
+            with self._file(key, name):
+                pass
 
     def about(self, key: str) -> About:
         """The container of a folder. Raises FolderUnusable."""
@@ -140,7 +150,7 @@ class LimitFolders:
 
     def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of Limits
         """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
-        with self._changing, self._file(key, LIMITS, os.O_RDWR) as file:
+        with self._changing, self._file(key, LIMITS) as file:
             now = layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
             layout.write_limits(file, 0, replace(now, **values))
 
@@ -155,13 +165,13 @@ class LimitFolders:
 
     def bound(self, key: str) -> None:
         """Cut a usage region back that its container made longer. Raises FolderUnusable."""
-        with self._file(key, USAGE, os.O_RDWR) as file:
+        with self._file(key, USAGE) as file:
             if os.fstat(file).st_size > layout.USAGE_BYTES:
                 os.ftruncate(file, layout.USAGE_BYTES)
 
     def mend(self, key: str, about: About) -> None:
         """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
-        with self._file(key, LIMITS, os.O_RDWR) as file:
+        with self._file(key, LIMITS) as file:
             os.pwrite(file, _limits(about), 0)
             os.ftruncate(file, layout.LIMITS_BYTES)
 
@@ -176,8 +186,8 @@ class LimitFolders:
 
     def open_usage(self, key: str) -> int:
         """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            return _opened(folder, USAGE, os.O_RDONLY)
+        with self._file(key, USAGE) as file:
+            return os.dup(file)
 
     def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
         """The container's only process by the library's word: bytes charged, and those for contexts.
@@ -195,6 +205,7 @@ class LimitFolders:
 
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
+        self.held.drop(key)
         with _problem_of(self.root / key), trees.opened(self.root) as root:
             trees.remove(root, key)
 
@@ -208,10 +219,13 @@ class LimitFolders:
                 os.close(folder)
 
     @contextmanager
-    def _file(self, key: str, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    def _file(self, key: str, name: str) -> Iterator[int]:
         """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout."""
         with self._folder(key) as folder:
-            descriptor = _opened(folder, name, flags)
+            if name in MODES:
+                descriptor = self.held.get(key, name, folder, os.O_RDWR, MODES[name])
+            else:
+                descriptor = opened(folder, name, os.O_RDONLY)
             try:
                 yield descriptor
             except BadLayout as error:
@@ -256,22 +270,3 @@ def _write(folder: int, name: str, content: bytes, mode: int, size: int = 0) -> 
         os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
-
-
-def _opened(folder: int, name: str, flags: int) -> int:
-    """A descriptor of a regular file. Raises OSError for whatever else has that name."""
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(name, flags, dir_fd=folder)
-    except PermissionError:
-        # Root of a container is the owner of its region, too, and may have closed it to an agent without
-        # capabilities. In this folder nobody else puts another file, or a link, in its place.
-        if name not in MODES:
-            raise
-        os.chmod(name, MODES[name], dir_fd=folder)
-        descriptor = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        with suppress(OSError):
-            os.close(descriptor)
-        raise OSError(f"{name} is no regular file")
-    return descriptor

@@ -35,9 +35,11 @@ async def test_a_region_that_its_container_spoils_is_logged_once(tmp_path: Path)
         region.mkdir()
 
     await anyio.to_thread.run_sync(spoil)
+    node = await anyio.to_thread.run_sync(Node, tmp_path)  # an agent that has it open loses nothing by it
+    await node.isolation.start()
     with capture_logs() as lines:
         for _ in range(5):
             await node.look(0, 7)
-            await anyio.to_thread.run_sync(node.isolation._bound, (key,))
+            await anyio.to_thread.run_sync(node.isolation._keep_up, node.isolation.containers.value)
     seen = [line for line in lines if line["event"] == "usage_unreadable"]
     assert len(seen) == 2  # one of each reader
