@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
-from agent.isolation.held import Held, opened
-from agent.isolation.isolation_errors import BadLayout, FolderUnusable
+from agent.isolation.held import REFUSALS, Held, opened
+from agent.isolation.isolation_errors import AccessRefused, BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
 from agent.kit import trees
@@ -220,18 +220,28 @@ class LimitFolders:
 
     @contextmanager
     def _file(self, key: str, name: str) -> Iterator[int]:
-        """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout."""
+        """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout.
+
+        AccessRefused is one: the file's container keeps the agent from it.
+        """
         with self._folder(key) as folder:
-            if name in MODES:
-                descriptor = self.held.get(key, name, folder, os.O_RDWR, MODES[name])
-            else:
-                descriptor = opened(folder, name, os.O_RDONLY)
+            descriptor = self._descriptor(folder, key, name)
             try:
                 yield descriptor
             except BadLayout as error:
                 raise FolderUnusable(f"{self.path(key, name)}: {error}") from error
             finally:
                 os.close(descriptor)
+
+    def _descriptor(self, folder: int, key: str, name: str) -> int:
+        if name not in MODES:  # no container has it
+            return opened(folder, name, os.O_RDONLY)
+        try:
+            return self.held.get(key, name, folder, os.O_RDWR, MODES[name])
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            raise AccessRefused(f"{self.path(key, name)} is kept from the agent: {error.strerror}") from error
 
 
 def _limits(about: About, context_bytes: int = 0) -> bytes:

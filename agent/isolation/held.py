@@ -7,6 +7,7 @@ for writing is not executed either. So the agent opens each file once, before it
 that descriptor. All of it blocks, `get` for an instant.
 """
 
+import errno
 import os
 import stat
 import threading
@@ -15,6 +16,8 @@ from contextlib import suppress
 # Threads that wait for leases which containers took while no agent was there. The kernel ends such a wait
 # after /proc/sys/fs/lease-break-time, and who asks without waiting can be kept from a file for ever.
 MOST_WAITING = 16
+# Answers to an open of a file that was the agent's to open before its container had it.
+REFUSALS = (errno.EWOULDBLOCK, errno.EACCES, errno.EPERM, errno.ETXTBSY)
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 

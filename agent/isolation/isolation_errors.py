@@ -13,5 +13,9 @@ class FolderUnusable(IsolationError):
     """The limit folder of a container cannot be made, read or written."""
 
 
+class AccessRefused(FolderUnusable):
+    """A container keeps the agent from one of its files: by a lease, another owner, or by executing it."""
+
+
 class BadLayout(IsolationError):
     """Bytes that are no limit file or usage region of a layout known here."""

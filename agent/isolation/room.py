@@ -18,8 +18,8 @@ from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
-from agent.isolation.held import Held
-from agent.isolation.isolation_errors import FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.held import REFUSALS, Held
+from agent.isolation.isolation_errors import AccessRefused, FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.library import Library, Original
 from agent.isolation.limits import Admission, ContainerLimits, Policy
 from agent.isolation.problems import Problems
@@ -73,6 +73,9 @@ class Isolation:
         self._library: Original | None = None
         self._held = Held()  # copies of the library, by build
         self._unsettled: set[str] = set()  # copies that are not on disk yet
+        # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
+        self.refusing: Mapping[str, str] = MappingProxyType({})
+        self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = False  # whether there may be copies of nobody's
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
@@ -107,6 +110,7 @@ class Isolation:
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
         self.containers.publish(MappingProxyType(found))
+        self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
             "limits_in_use",
             policy=self._policy.value,
@@ -181,6 +185,7 @@ class Isolation:
                     await anyio.to_thread.run_sync(self.folders.resize, key, about)
                     await anyio.to_thread.run_sync(self._copies.keep, about)
                 except FolderUnusable:
+                    self._unmended.add(key)
                     about = await anyio.to_thread.run_sync(self.folders.about, key)
                     raise
                 finally:
@@ -221,7 +226,7 @@ class Isolation:
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
                 await anyio.to_thread.run_sync(self._remove_libraries)
-        await anyio.to_thread.run_sync(self._keep_up, self.containers.value)
+        self.refusing = await anyio.to_thread.run_sync(self._keep_up, self.containers.value)
 
     async def _put_back(self, held: frozenset[str], record: PodList) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
@@ -369,6 +374,8 @@ class Isolation:
                 if now.memory_bytes != about.memory_bytes:
                     self.folders.change(key, memory_bytes=about.memory_bytes)
                 self.contexts.remembered(key, about.gpu, now.context_bytes, about.memory_bytes)
+            except AccessRefused:
+                self._unmended.add(key)
             except FolderUnusable as error:
                 log.warning("limits_written_anew", problem=str(error))
                 self.folders.mend(key, about)
@@ -385,25 +392,34 @@ class Isolation:
         self._keys = keys
         return frozenset(key for _, key in keys.values())
 
-    def _keep_up(self, containers: Mapping[str, ContainerLimits]) -> None:
+    def _keep_up(self, containers: Mapping[str, ContainerLimits]) -> Mapping[str, str]:
         """Have the files of containers be as they should, and open; see `agent.isolation.held`.
 
-        Usage regions lie in the node's memory: one that its container made longer is cut back.
+        Usage regions lie in the node's memory: one that its container made longer is cut back. Answers who
+        keeps the agent from its files, and how.
         """
+        refusing: dict[str, str] = {}
         self._unreadable.keep(containers)
+        self._unmended.intersection_update(containers)
         for key, about in ((key, each.about) for key, each in containers.items()):
             try:
-                self.folders.hold(key)
-                self.folders.bound(key)
                 if about.build:
                     self._keep_library(about)
+                self.folders.hold(key)
+                self.folders.bound(key)
+                if key in self._unmended:
+                    self._unmended.discard(key)
+                    self._mend(key, about)
             except (FolderUnusable, LibraryUnusable) as error:
                 self._unreadable.met(key, error)
+                if isinstance(error, AccessRefused):
+                    refusing[key] = str(error)
             else:
                 self._unreadable.over(key)
+        return MappingProxyType(refusing)
 
     def _keep_library(self, about: About) -> None:
-        """Raises LibraryUnusable."""
+        """Raises LibraryUnusable, AccessRefused."""
         library = self._library_of(about)
         if self._library and self._library.mend(about.build):
             self._held.drop(about.build)
@@ -415,7 +431,8 @@ class Isolation:
             else:
                 libraries.hold(self._held, library)
         except OSError as error:
-            raise LibraryUnusable(f"{library.file} cannot be opened: {error.strerror or error}") from error
+            text = f"{library.file} is kept from the agent: {error.strerror or error}"
+            raise (AccessRefused if error.errno in REFUSALS else LibraryUnusable)(text) from error
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}

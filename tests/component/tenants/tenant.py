@@ -174,15 +174,18 @@ def map_it(path: str) -> None:
     kept.append(file)
     mapped = mmap.mmap(file, os.fstat(file).st_size, prot=access)
     kept.append(mapped)
-    called(LIBC.mlockall(1), "mlockall")
 
 
 def lock(path: str) -> None:
-    for flags, kind in ((os.O_RDONLY, fcntl.LOCK_SH), (os.O_RDWR, fcntl.LOCK_EX)):
-        file = os.open(path, flags)
+    try:
+        file = os.open(path, os.O_RDWR)
         kept.append(file)
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file = os.open(path, os.O_RDONLY)
+        kept.append(file)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def rename(path: str) -> None:
@@ -221,7 +224,6 @@ def attempt(way: str, path: str) -> str:
 def over() -> None:
     """Let go of all that attempts hold."""
     leases.clear()
-    LIBC.munlockall()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
