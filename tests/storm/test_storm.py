@@ -28,7 +28,7 @@ FIXED = {
 }
 STEPS = 6000  # of each that is dense
 LEAST_STEPS, ALL_STEPS = 6000, 100_000
-# Of `make test`, and of `make test-long`, where all 10^5 steps are made but on a slow or busy machine: no storm
+# Of `make test`, and of `make test-long`, which makes all 10^5 steps but on a slow or busy machine: no storm
 # begins later than that.
 SECONDS, LONG_SECONDS = 40.0, 120.0
 

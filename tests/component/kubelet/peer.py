@@ -210,8 +210,8 @@ class PodResources:
 def dial(socket: Path) -> Any:
     """A channel to a socket, which shares no connection with others to the same address.
 
-    gRPC's C core hands what is left of a closed channel to the next one: with it the next one gets the refusal
-    of before, though somebody listens by now.
+    gRPC's C core hands what is left of a closed channel to the next one, which gets the refusal of before
+    with it, though somebody listens by now.
     """
     return grpc.insecure_channel(f"unix:{socket}", options=[("grpc.use_local_subchannel_pool", 1)])
 
