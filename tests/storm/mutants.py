@@ -28,7 +28,7 @@ class Hunt:
 # Those that issue 17 names; every run looks for them. `make storm` looks for all.
 NAMED = {
     "freed_units_listed_late": Hunt(
-        6, 150, "was refused though it fits|nobody is offered them", "none", "bursts"
+        6, 150, "was refused though it fits|nobody is offered it", "none", "bursts"
     ),
     "init_containers_hold_nothing": Hunt(14, 250, "was refused though it fits", "none"),
     "taint_kept_while_the_watch_is_silent": Hunt(
@@ -69,11 +69,11 @@ OTHERS = {
     ),
     "choices_are_written_without_a_pause": Hunt(3, 100, "was tried 5 times", "api refuses"),
     "dead_daemon_is_not_noticed": Hunt(
-        3, 150, "nobody is offered them|has no MPS daemon|should be on offer", "mps daemons"
+        3, 150, "nobody is offered it|has no MPS daemon|should be on offer", "mps daemons"
     ),
     "daemon_outlives_its_mode": Hunt(5, 40, "MPS daemon", "mps daemons,labels"),
     "grown_units_are_offered": Hunt(6, 150, "a container has grown by it", "resizes"),
-    "registers_once": Hunt(2, 100, "nobody is offered them|should be on offer", "streams dropped"),
+    "registers_once": Hunt(2, 100, "nobody is offered it|should be on offer", "streams dropped"),
     "hung_daemon_is_borne": Hunt(35, 150, "hangs and is not replaced", "mps daemons"),
     "promises_outlive_their_pods": Hunt(4, 200, "was refused though it fits", "none", "bursts"),
     "probation_never_ends": Hunt(1, 150, "does not come back", "gpus", "bursts"),

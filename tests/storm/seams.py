@@ -21,6 +21,7 @@ from yarl import URL
 
 import agent.cluster.api
 from agent._proto import v1
+from agent.kubelet.checkpoint import Checkpoint
 from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
@@ -29,7 +30,6 @@ from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.kubelet.podresources_server import PodResourcesServer
 from tests.storm import direct_http
-from tests.storm.clock import EPOCH
 
 
 class Life:
@@ -57,7 +57,10 @@ def check_alive() -> None:
 async def _inline(func: Callable[..., Any], *args: Any, **_: Any) -> Any:
     await anyio.lowlevel.checkpoint()
     check_alive()
-    return func(*args)
+    found = func(*args)
+    if KUBELET.reading and isinstance(getattr(func, "__self__", None), Checkpoint):
+        await anyio.sleep(KUBELET.reading)
+    return found
 
 
 class Blocked(BaseException):
@@ -221,16 +224,23 @@ def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
 
 
 class _Kubelet:
-    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's.
+    """When the kubelet's process began, by the clock of the wall: the time of its socket is the kernel's.
 
     `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
-    PodResources is not well ("refuses", "late"); empty: it is.
+    PodResources is not well ("refuses", "late"); empty: it is. `answering`: seconds that it takes before and
+    after it looks who holds what. `reading`: those between the checkpoint as it was and its reader.
     """
 
     def __init__(self) -> None:
-        self.records = ""
         self.started = 0.0
         self.delay = [0.0]
+        self.calm()
+
+    def calm(self) -> None:
+        """The records are at hand again."""
+        self.records = ""
+        self.answering = (0.0, 0.0)
+        self.reading = 0.0
 
 
 KUBELET = _Kubelet()
@@ -239,7 +249,7 @@ _socket_of = HoldingsWatch._kubelet
 
 async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
     found = await _socket_of(self)
-    return None if found is None else (found[0], int((EPOCH + KUBELET.started) * 1e9))
+    return None if found is None else (found[0], int(KUBELET.started * 1e9))
 
 
 _allocate = DeviceManager.allocate
@@ -264,7 +274,13 @@ async def _list_if_well(
         raise GRPCError(Status.UNAVAILABLE, "storm")
     if KUBELET.records == "late":
         await anyio.sleep(LATE_SECONDS)
-    return await _list(self, message)
+    before, after = KUBELET.answering
+    if before:
+        await anyio.sleep(before)
+    answer = await _list(self, message)
+    if after:
+        await anyio.sleep(after)
+    return answer
 
 
 def install(api_socket: str) -> None:

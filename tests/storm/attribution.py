@@ -1,0 +1,60 @@
+"""The pod that the agent thinks asked is the one that the kubelet was admitting, and limits stay where they are used."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agent.model.ledger import PairMember
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pairing import Pairing
+from agent.simulator.kubelet.devices import DeviceManager
+from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from tests.storm import seams
+from tests.storm.world import World
+
+
+def observe(found: Callable[[str], None]) -> Callable[[], None]:
+    """Call `found` with each share that was granted as another container's; the answer ends it."""
+    allocate, grant = DeviceManager.allocate, Pairing.allocate
+    asking: list[tuple[str, str]] = []  # pod UID and container of those that the kubelet serves now
+
+    async def serving(
+        self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
+    ) -> None:
+        asking.append((uid, container.name))
+        try:
+            await allocate(self, pod, uid, container, running)
+        finally:
+            asking.remove((uid, container.name))
+
+    async def granted(self: Pairing, member: PairMember, ids: Sequence[str]) -> Grant:
+        before = tuple(asking)
+        answer = await grant(self, member, ids)
+        life = seams.LIFE.get()
+        known = {*before, *asking}
+        if known and (answer.pod.uid, answer.container) not in known and not (life and life.dead):
+            named = f"{answer.pod.namespace}/{answer.pod.name} ({answer.pod.uid}), {answer.container}"
+            found(f"{member.value} was granted to {named}; the kubelet asked for {sorted(known)}")
+        return answer
+
+    DeviceManager.allocate = serving  # type: ignore[method-assign]
+    Pairing.allocate = granted  # type: ignore[method-assign]
+
+    def end() -> None:
+        DeviceManager.allocate = allocate  # type: ignore[method-assign]
+        Pairing.allocate = grant  # type: ignore[method-assign]
+
+    return end
+
+
+def limits_gone(world: World) -> str | None:
+    """A container that runs and whose limits were removed, in words."""
+    if not world.shape.resize:
+        return None
+    containers, life = world.kubelet._machine.containers, world.kubelet._life
+    known = {pod.uid for pod in (*world.kubelet.api.pods.values(), *(life._pods.values() if life else ()))}
+    for (uid, name), view in containers.views.items():
+        if uid in known and containers.running(uid, name):
+            for host in view.mounts.values():
+                if host.startswith(str(world.folder / "run")) and not Path(host).exists():
+                    return f"container {name} of pod {uid} runs, and its {host} was removed"
+    return None
