@@ -49,7 +49,7 @@ def follow_cluster(cluster: ClusterAccess, core: Core, tasks: Tasks) -> None:
     from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the client
 
     tasks.start("node watch", cluster.node.reflector.run)
-    ClusterPods(cluster.pods).inform(core.holdings, cluster.node.name)
+    ClusterPods(cluster.pods).inform(core.holdings)
     tasks.start("pod watch", cluster.pods.reflector.run)
     tasks.start("events", cluster.events.run)
     core.readiness.degradations.append(lambda: api_server(cluster))

@@ -27,7 +27,6 @@ STEADY_SECONDS = 10.0  # a watch that held this long was well: the next failure 
 LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would leave the node deaf
 LIST_SECONDS = 30.0  # for one page
 PAGE_ITEMS = 500
-TOO_MANY_REQUESTS = 429
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
@@ -105,7 +104,6 @@ class Reflector(Generic[Item]):
         self.items: Cell[Mapping[str, Item]] = Cell(MappingProxyType({}))
         self.synced = False
         self.problem: str | None = "not connected yet"
-        self.away = True  # the server does not answer, or not for now; one that refuses us is there
         self._logged_kind: str | None = None  # of the failure that was logged last
         self._silent = False  # the last watch ended for want of any event
         # When the server last showed that the complete copy is being kept true: an event, a bookmark or a
@@ -149,8 +147,6 @@ class Reflector(Generic[Item]):
         if kind != self._logged_kind:
             log.warning("watch_interrupted", of=self.name, problem=str(error))
         self._logged_kind, self.problem = kind, str(error)
-        status = error.status if isinstance(error, ApiRefused) else 0
-        self.away = isinstance(error, ApiUnavailable) or status >= 500 or status == TOO_MANY_REQUESTS
 
     async def _watch(self) -> None:
         """One watch, from where the last one ended or from the beginning."""
@@ -266,7 +262,6 @@ class Reflector(Generic[Item]):
         if self.problem is not None:
             log.info("watch_established", of=self.name)
         self.problem = self._logged_kind = None
-        self.away = False
         self.synced = True
         self.heard = anyio.current_time()
 

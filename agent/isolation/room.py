@@ -33,6 +33,8 @@ LOOK_SECONDS = 5.0
 # The kubelet's record shows what was granted within some milliseconds, and is read soon after. Until then a
 # container must not lose its folder because the one before it, which had the same units, has gone.
 GRACE_SECONDS = 10.0
+# Limits that were removed and are remembered, should the record show their container again.
+REMOVED = 256
 
 
 class Isolation:
@@ -74,6 +76,7 @@ class Isolation:
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
         self._unreadable = Problems()
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
+        self._removed: dict[str, About] = {}  # the oldest first
 
     def policy(self, namespace: str) -> Policy:
         return self._namespaces(namespace) or self._policy
@@ -186,17 +189,22 @@ class Isolation:
                 seen = await self._record.wait_change(seen)
 
     async def tidy(self) -> None:
-        """Remove folders of containers that are gone now; while nobody can say which, all stay."""
+        """Remove folders of containers that are gone now; while nobody can say which, all stay.
+
+        One whose pod lives by the API server stays, too, though no record shows it: a kubelet that has just
+        started may not have heard of it. What is missing of a container that is held is made again.
+        """
         record = self._record.value
         if record is None:
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
         ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
+        lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
         gone = [
             key
             for key, born in self._born.items()
-            if key not in held and (key in ended or now - born >= GRACE_SECONDS)
+            if key not in held and key not in lives and (key in ended or now - born >= GRACE_SECONDS)
         ]
         for key in gone:
             async with self._turn:
@@ -204,7 +212,37 @@ class Isolation:
                     await self._remove(key)
         if gone and not self._strays:
             await anyio.to_thread.run_sync(self._remove_libraries)
+        await self._put_back(held, record)
         await anyio.to_thread.run_sync(self._bound, tuple(self.containers.value))
+
+    async def _put_back(self, held: frozenset[str], record: PodList) -> None:
+        """Make folders again that containers of living pods have mounted, and need when they start again."""
+        about_of = {key: limits.about for key, limits in self.containers.value.items()}
+        wanted = {
+            key: about
+            for key in held
+            if (about := about_of.get(key) or self._removed.get(key)) and about.uid in record.unfinished
+        }
+        missing = await anyio.to_thread.run_sync(self._missing, tuple(wanted))
+        for key in missing:
+            about = wanted[key]
+            async with self._turn:
+                now = self.containers.value.get(key)
+                if now is not None and now.about is not about:
+                    continue  # another container has its units by now
+                try:
+                    await anyio.to_thread.run_sync(self.folders.create, about)
+                except FolderUnusable as error:
+                    log.warning("limits_not_written", problem=str(error))
+                    continue
+                await anyio.to_thread.run_sync(self._copies.keep, about)
+                self._removed.pop(key, None)
+                self._born.setdefault(key, self._clock())
+                self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
+            log.warning("limits_restored", folder=key, pod=f"{about.namespace}/{about.pod}")
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if not self.folders.path(key, LIMITS).exists()]
 
     async def _remove(self, key: str) -> None:
         try:
@@ -217,7 +255,11 @@ class Isolation:
         del self._born[key]
         self._strays -= {key}
         log.info("limits_removed", folder=key)
-        if key in self.containers.value:
+        if limits := self.containers.value.get(key):
+            self._removed.pop(key, None)
+            self._removed[key] = limits.about
+            if len(self._removed) > REMOVED:
+                del self._removed[next(iter(self._removed))]
             self._become({k: v for k, v in self.containers.value.items() if k != key})
 
     def saw(self, key: str, injected: bool) -> None:

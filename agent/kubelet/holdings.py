@@ -1,11 +1,10 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import anyio
@@ -38,9 +37,8 @@ RETRY_SECONDS = 0.5
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
 BURST_SECONDS = 3.0
-# A kubelet that has just started lists no pods before the API server has named them to it, while they run on.
-# It is given so long from its start, or from the end of an outage of the API server.
-NEW_KUBELET_SECONDS = 30.0
+# A reading in whose middle the kubelet restarts is made again: of whom an answer is would not be known.
+READINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +76,13 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
-        self._believed: Identity | None = None  # the socket of a kubelet that has heard of its pods
-        self._heard = False  # whether the last answer was of such a one
+        self._kubelet: Identity | None = None  # the socket of the kubelet that answered last
         self._record = Record()
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
-        # Whether the API server does not answer: a new kubelet then knows the pods of its own files only,
-        # which it lists as NAME-NODE.
-        self.api_away: Callable[[], bool] = lambda: False
-        self.node = ""
-        self.blind_until = -math.inf  # until then a kubelet's age says nothing; monotonic clock, seconds
+        self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
@@ -140,7 +133,7 @@ class HoldingsWatch:
                 continue
             over = {pods[uid].key for uid in ended if view.ended(uid)}
             record = join(
-                record, record.listed, record.entries, view, believed=self._heard, fresh=False, over=over
+                record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
             )
             # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
             self._record = replace(record, joined=replace(record.joined, ended=ended))
@@ -172,21 +165,23 @@ class HoldingsWatch:
 
         The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
         """
-        began = monotonic()
-        entries = await self._entries()
-        listed = replace(await self.client.list(deadline), began=began)
-        kubelet = await self._kubelet()
-        heard = kubelet is None or kubelet == self._believed
-        view = self.view()
-        record = join(self._record, listed, entries, view, believed=heard, fresh=True)
-        complete = record.all_listed and self._unreadable is None
-        if kubelet and not heard and (complete or not self._young(kubelet, listed)):
-            self._believed, heard = kubelet, True
-            record = join(record, listed, entries, view, believed=True, fresh=True)
-        if began >= self._record.listed.began:  # else one that began later was answered before
+        give_up = anyio.current_time() + deadline
+        for _ in range(READINGS):
+            began, before = monotonic(), await self._identity()
+            entries = await self._entries()
+            listed = await self.client.list(give_up - anyio.current_time())
+            if before == await self._identity():
+                return self._joined(replace(listed, began=began), entries, before)
+        raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
+
+    def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None) -> PodList:
+        """The record by this reading; it is kept unless one that began later was answered before."""
+        same = kubelet == self._kubelet
+        record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True)
+        if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
-            self._record, self._heard = record, heard
+            self._record, self._kubelet = record, kubelet
         self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 
@@ -201,34 +196,31 @@ class HoldingsWatch:
                 log.warning("checkpoint_unreadable", problem=str(error))
             self._unreadable = str(error)
             return self._record.entries
-        self._unreadable = None
+        self._unreadable, self._checkpoint_known = None, True
         return entries
 
-    async def _kubelet(self) -> Identity | None:
+    async def _identity(self) -> Identity | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
         return await KubeletSocket(self.client.path).identity() if self._checkpoint else None
-
-    def _young(self, kubelet: Identity, listed: PodList) -> bool:
-        """Whether a kubelet may not have heard of all its pods yet."""
-        if self.api_away() and all(pod.endswith(f"-{self.node}") for _, pod, _ in listed.containers):
-            # The API server names all pods at once: one of them is enough.
-            self.blind_until = monotonic() + NEW_KUBELET_SECONDS
-        age = time() - kubelet[1] / 1e9
-        return age < NEW_KUBELET_SECONDS or monotonic() < self.blind_until
 
     def _blind(self) -> str | None:
         """Why it is not known who holds what, though the kubelet answers."""
         if self._unreadable is None:
             return None
-        if not self._heard:
-            return f"the kubelet has just started, and {self._unreadable}"
+        view, listed = self.view(), {names[:2] for names in self._record.listed.containers}
+        if not (self._checkpoint_known or view.complete):
+            return f"which pods the kubelet has not heard of yet is not known: {self._unreadable}"
+        # A kubelet that has just started lists nothing of a pod of which it has not heard yet.
+        unheard = [pod for pod in view.pods.values() if not self._checkpoint_known and pod.key not in listed]
         hiding = [
             "/".join(pod.key)
-            for uid, pod in self.view().pods.items()
-            if pod.init_devices and not pod.finished and uid not in self._record.pods
+            for uid, pod in view.pods.items()
+            if (pod.init_devices or (pod in unheard and pod.devices))
+            and not pod.finished
+            and uid not in self._record.pods
         ]
         names = ", ".join(sorted(hiding))
-        return f"what init containers of {names} hold is not known: {self._unreadable}" if hiding else None
+        return f"what containers of {names} hold is not known: {self._unreadable}" if hiding else None
 
     def _publish(self) -> None:
         if self._differs or self._record.joined != self.cell.value:

@@ -66,6 +66,8 @@ class PodList:
     containers: tuple[tuple[str, str, str], ...]
     # UIDs of pods that are over by the API server; the kubelet knows nothing of it.
     ended: frozenset[str] = frozenset()
+    # UIDs of pods that ask for devices and are not over by the API server, as far as it is known.
+    unfinished: frozenset[str] = frozenset()
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
 

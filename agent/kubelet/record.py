@@ -1,8 +1,9 @@
 """The one record of who holds what: PodResources, joined with the kubelet's checkpoint. Pure.
 
-PodResources never shows what plain init containers hold, and a kubelet that has just started lists no pods
-before it has heard of them. The checkpoint shows both, but not whose its entries are, and it keeps those of
-pods that have ended. Whether a pod has ended is judged here, and nowhere else.
+PodResources never shows what plain init containers hold, and a kubelet that has just started lists no pod
+before it has heard of it, one after the other. The checkpoint shows both, but not whose its entries are, and
+it keeps those of pods that have ended. Whether a pod has ended is judged here, and nowhere else: by what the
+API server says of it, and by a kubelet that has listed it and does so no more. Time ends nothing.
 """
 
 from collections.abc import Collection, Mapping
@@ -43,6 +44,9 @@ class PodRecord:
     holdings: Mapping[Place, Holding] = field(default_factory=dict)
 
 
+UNKNOWN = PodRecord()
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """Who holds what, and what has to be remembered for the next reading."""
@@ -50,14 +54,10 @@ class Record:
     pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
     # UIDs that the kubelet listed after the API server had called them ended.
     outlived: frozenset[str] = frozenset()
+    # UIDs in the checkpoint that the kubelet of now has listed: one that it lists no more has ended.
+    heard_of: frozenset[str] = frozenset()
     listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: PodList = NOTHING
-
-    @property
-    def all_listed(self) -> bool:
-        """Whether the kubelet lists every pod that holds devices."""
-        keys = _keys(self.listed)
-        return all(pod.key in keys for pod in self.pods.values())
 
     @property
     def entries(self) -> Entries:
@@ -75,62 +75,64 @@ def join(
     entries: Entries,
     view: View,
     *,
-    believed: bool,
+    same_kubelet: bool,
     fresh: bool,
     over: Collection[PodKey] = (),
 ) -> Record:
     """The record as of now.
 
-    `believed`: the kubelet has heard of all its pods, so that one which it does not list has ended. `fresh`:
-    it has just answered; if not, what it listed before the API server called a pod ended counts no more. A
-    pod that it listed afterwards, as after a deletion by force, holds its devices until it is listed no more.
-    `over`: names of pods that have just ended. What the kubelet listed of them and had not written down yet
-    goes by these, as nothing else says whose it was.
+    `same_kubelet`: the one that listed is the one of the record before. `fresh`: it has just answered; if
+    not, what it listed before the API server called a pod ended counts no more. A pod that it listed
+    afterwards, as after a deletion by force, holds its devices until it is listed no more. `over`: names of
+    pods that have just ended. What the kubelet listed of them and had not written down yet goes by these, as
+    nothing else says whose it was.
     """
-    shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
-    by_pod: dict[str, dict[Place, frozenset[str]]] = {}
-    named: dict[str, PodKey] = {}
-    for (uid, container, resource), ids in entries.items():
-        if any(text.startswith(OURS) for text in ids):
-            by_pod.setdefault(uid, {})[container, resource] = ids
-            if match := shown.get((container, resource, ids)):
-                named[uid] = (match.namespace, match.pod)
     keys = _keys(listed)
+    before_heard = before.heard_of if same_kubelet else frozenset()
+    by_pod = _by_pod(before, entries, view, keys, before_heard)
+    matches = _matches(before, listed, by_pod, view)
+    named = {uid: _key(match) for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
+    listed_to = {text: _key(each) for each in listed.holdings for text in each.ids if text.startswith(OURS)}
 
     def lives(uid: str, pod: PodRecord) -> bool:
         if uid in named and (fresh or uid in before.outlived):
             return True
         if pod.watched and view.ended(uid):
             return False
-        if uid in view.contested:
+        if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
-        if not believed:
-            return pod.key is not None or not view.complete
-        return pod.key in keys if pod.key else bool(unnamed)
+        if any(text in listed_to for place in pod.holdings.values() for text in place.ids):
+            return False  # another has them
+        if pod.key is None:
+            return bool(unnamed) or not view.complete
+        return uid not in before_heard
 
     pods: dict[str, PodRecord] = {}
+    heard_of: set[str] = set()
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
     for uid, held in by_pod.items():
-        earlier, known = before.pods.get(uid, PodRecord()), view.pods.get(uid)
+        earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
-        matches = {place: shown.get((*place, ids)) for place, ids in held.items()}
+        found = matches.get(uid, {})
         holdings = {
-            place: matches[place] or _unlisted(earlier.holdings.get(place), key, uid, place, ids)
+            place: found.get(place) or _unlisted(earlier.holdings.get(place), key, uid, place, ids)
             for place, ids in held.items()
         }
         pod = PodRecord(key, known is not None or earlier.watched, holdings)
+        if key in keys or uid in before_heard:
+            heard_of.add(uid)
         if lives(uid, pod):
             pods[uid] = pod
             if uid in named and pod.watched and view.ended(uid):
                 outlived.add(uid)
-            hidden += (holdings[place] for place, match in matches.items() if match is None)
+            hidden += (each for place, each in holdings.items() if place not in found)
         else:
-            ended.update(id(match) for match in matches.values() if match)
+            ended.update(id(match) for match in found.values())
     lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
     ended.update(id(each) for each in listed.holdings if _key(each) in over and _key(each) not in lasting)
     # Their entries are left out, too: nothing would say later whose these are.
@@ -140,8 +142,52 @@ def join(
         key=lambda each: (each.namespace, each.pod, each.container, each.resource),
     )
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
-    joined = PodList(tuple(order), tuple(sorted(listed.containers)), finished, listed.began)
-    return Record(pods, frozenset(outlived), listed, joined)
+    joined = PodList(
+        tuple(order),
+        tuple(sorted(listed.containers)),
+        finished,
+        frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished),
+        began=listed.began,
+    )
+    return Record(pods, frozenset(outlived), frozenset(heard_of), listed, joined)
+
+
+def _by_pod(
+    before: Record, entries: Entries, view: View, keys: Collection[PodKey], heard_of: Collection[str]
+) -> dict[str, dict[Place, frozenset[str]]]:
+    """Our devices by UID, as the checkpoint has them.
+
+    A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
+    yet: one that lives by the API server's word goes on as it was until this kubelet has listed it.
+    """
+    found: dict[str, dict[Place, frozenset[str]]] = {}
+    for (uid, container, resource), ids in entries.items():
+        if any(text.startswith(OURS) for text in ids):
+            found.setdefault(uid, {})[container, resource] = ids
+    for uid, pod in before.pods.items():
+        known = view.pods.get(uid)
+        unheard = known and not known.finished and known.key not in keys
+        if uid not in found and unheard and uid not in heard_of:
+            found[uid] = {place: each.id_set for place, each in pod.holdings.items()}
+    return found
+
+
+def _matches(
+    before: Record, listed: PodList, by_pod: Mapping[str, Mapping[Place, frozenset[str]]], view: View
+) -> dict[str, dict[Place, Holding]]:
+    """The listed holdings that are those of a UID.
+
+    The checkpoint may be older than the list, in which another pod has the same units by now.
+    """
+    shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
+    found: dict[str, dict[Place, Holding]] = {}
+    for uid, held in by_pod.items():
+        called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
+        for place, ids in held.items():
+            match = shown.get((*place, ids))
+            if match and called in (None, _key(match)):
+                found.setdefault(uid, {})[place] = match
+    return found
 
 
 def _unlisted(

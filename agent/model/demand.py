@@ -86,6 +86,11 @@ class Pod:
         """Whether plain init containers ask for devices, which PodResources never shows."""
         return any(each.stage is Stage.INIT and each.limits for each in self.containers)
 
+    @property
+    def devices(self) -> bool:
+        """Whether any container asks for devices."""
+        return any(each.limits for each in self.containers)
+
     def container(self, name: str) -> Container | None:
         return next((each for each in self.containers if each.name == name), None)
 

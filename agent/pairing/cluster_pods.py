@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
-from time import monotonic
 
 import anyio
 import structlog
@@ -14,7 +13,7 @@ from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache, convert
 from agent.kit.backoff import Backoff
-from agent.kubelet.holdings import NEW_KUBELET_SECONDS, HoldingsWatch
+from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.record import View
 from agent.model.demand import Pod
 from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
@@ -42,12 +41,9 @@ class ClusterPods(PodSource):
     def pods_on_node(self) -> Collection[Pod]:
         return self._as_model(self._cache.pods().values())
 
-    def inform(self, record: HoldingsWatch, node: str) -> None:
+    def inform(self, record: HoldingsWatch) -> None:
         """Have the record of who holds what know the pods of its node."""
-        reflector = self._cache.reflector
-        record.view, record.pod_changes = self.view, reflector.items
-        record.api_away, record.node = lambda: reflector.away, node
-        record.blind_until = monotonic() + NEW_KUBELET_SECONDS  # an outage may just have ended
+        record.view, record.pod_changes = self.view, self._cache.reflector.items
 
     def _as_model(self, pods: Collection[ApiPod]) -> list[Pod]:
         known = self._converted

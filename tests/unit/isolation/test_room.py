@@ -1,5 +1,6 @@
 """Limits of containers over their lives: admitted, found again after a restart, gone, and by which policy."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,10 +44,15 @@ class Node:
         )
         return self.isolation
 
-    def holding(self, *pods: tuple[str, tuple[str, ...]], ended: Iterable[str] = ()) -> None:
+    def holding(
+        self,
+        *pods: tuple[str, tuple[str, ...]],
+        ended: Iterable[str] = (),
+        unfinished: Iterable[str] = (),
+    ) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
         containers = tuple(("default", name, "main") for name, _ in pods)
-        self.record.publish(PodList(held, containers, frozenset(ended)))
+        self.record.publish(PodList(held, containers, frozenset(ended), frozenset(unfinished)))
 
     async def folders(self) -> list[str]:
         return await anyio.to_thread.run_sync(self.isolation.folders.keys)
@@ -162,6 +168,48 @@ async def test_a_folder_that_is_made_anew_while_it_is_to_go_stays(
         await node.isolation.admit(request("next"))
     assert await node.folders() == [key_of(units())]
     assert node.isolation.containers.value[key_of(units())].about.pod == "next"
+
+
+async def test_limits_stay_while_the_container_runs(node: Node) -> None:
+    """A kubelet that has just started, or whose runtime hangs, may list nobody for as long as it likes."""
+    await node.isolation.start()
+    mounts = (await node.isolation.admit(request("a"))).mounts
+    node.holding(("a", units()), unfinished=["uid-a"])
+    await node.isolation.tidy()
+    inodes = [file_of(each).stat().st_ino for each in mounts]
+    for agent in ("the same", "another"):
+        if agent == "another":
+            await node.agent().start()
+        node.holding(unfinished=["uid-a"])
+        node.now += 100 * GRACE_SECONDS
+        await node.isolation.tidy()
+        assert [file_of(each).stat().st_ino for each in mounts] == inodes, agent
+    # The API server's word ends it.
+    node.holding()
+    await node.isolation.tidy()
+    assert await node.folders() == []
+
+
+@pytest.mark.parametrize("by", ["somebody", "the agent"])
+async def test_limits_that_are_missing_are_put_back_while_the_container_is_held(node: Node, by: str) -> None:
+    await node.isolation.start()
+    mounts = (await node.isolation.admit(request("a"))).mounts
+    if by == "the agent":  # without the API server nothing says that it lives
+        node.holding()
+        node.now += 2 * GRACE_SECONDS
+        await node.isolation.tidy()
+    else:
+        await anyio.to_thread.run_sync(shutil.rmtree, node.isolation.folders.root / key_of(units()))
+    assert not any(file_of(each).exists() for each in mounts if each.container_path.endswith("/limits"))
+    node.holding(("a", units()), unfinished=["uid-another"])
+    await node.isolation.tidy()
+    assert await node.folders() == []
+    node.holding(("a", units()), unfinished=["uid-a"])
+    await node.isolation.tidy()
+    assert all(file_of(each).exists() for each in mounts if "gpu-node-agent/u" in each.container_path)
+    assert node.isolation.folders.limits(key_of(units())).memory_bytes == 4 * BLOCK
+    await node.agent().start()
+    assert node.isolation.containers.value.keys() == {key_of(units())}
 
 
 async def test_a_folder_that_cannot_be_removed_is_tried_again(

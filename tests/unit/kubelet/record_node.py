@@ -1,16 +1,12 @@
 """A kubelet with its files, and an agent that reads them beside the API server's word."""
 
 import json
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agent.kit.cell import Cell
-from agent.kubelet import holdings as holdings_module
 from agent.kubelet.checkpoint import FILE_NAME
 from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import Holding, PodList
@@ -23,7 +19,7 @@ Entry = tuple[str, str, str]  # pod UID, container, device ID
 
 @dataclass
 class Kubelet:
-    """The answers of a kubelet, and its files. It started long ago, unless a test says otherwise."""
+    """The answers of a kubelet, and its files."""
 
     folder: Path
     pods: dict[str, dict[str, str]] = field(default_factory=dict)  # listed: pod -> container -> ID, or empty
@@ -31,7 +27,6 @@ class Kubelet:
     def __post_init__(self) -> None:
         self.path = self.folder / "kubelet.sock"
         self.path.touch()
-        self.age = 3600.0
 
     async def list(self, deadline: float = 2.0) -> PodList:
         containers = [("ns", pod, name) for pod, found in self.pods.items() for name in found]
@@ -65,32 +60,29 @@ class Kubelet:
         """A kubelet that has heard of no pods yet."""
         self.path.rename(self.folder / "before")  # its number stays taken
         self.path.touch()
-        self.age, self.pods = 0.0, {}
+        self.pods = {}
 
 
 class Node:
     """A kubelet, the API server's word on its pods, and an agent that reads both."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         self.kubelet = Kubelet(folder)
-        start = time.time()
-        monkeypatch.setattr(holdings_module, "time", lambda: start + self.kubelet.age)
         self.pods: dict[str, Pod] = {}
         self.complete = True
         self.contested: frozenset[str] = frozenset()
         self.changes: Cell[Any] = Cell(None)
-        self.away = False
         self.start_agent()
 
     def start_agent(self) -> None:
         self.watch = HoldingsWatch(self.kubelet, self.kubelet.folder)  # type: ignore[arg-type]
         self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested)
         self.watch.pod_changes = self.changes
-        self.watch.api_away, self.watch.node = lambda: self.away, "node-1"
 
     def know(self, uid: str, name: str, *, finished: bool = False, hides: bool = False) -> None:
         """`hides`: its init containers ask for devices."""
         containers = (Container("prepare", {GPU: 1}, Stage.INIT),) if hides else ()
+        containers += (Container("main", {GPU: 1}),) if name.startswith("train") else ()
         self.pods[uid] = Pod("ns", name, containers, uid, phase="Succeeded" if finished else "Running")
         self.changes.publish(None)
 

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
-from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodCache, PodSpec, PodStatus
-from agent.cluster.reflector import Metadata
 from agent.kubelet import holdings as holdings_module
 from agent.kubelet.podresources import PodList
-from agent.pairing.cluster_pods import ClusterPods
 from tests.unit.kubelet.record_node import Node
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -20,8 +17,8 @@ C = "GPU-00000000-0000-0000-0000-00000000000c"
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    return Node(tmp_path, monkeypatch)
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
 
 
 async def test_init_containers_hold_what_only_the_checkpoint_shows(node: Node) -> None:
@@ -159,11 +156,100 @@ async def test_a_kubelet_that_lists_nothing_yet_makes_nobodys_devices_free(node:
     # From then on what it does not list has ended.
     node.kubelet.pods = {"warm": {"main": ""}}
     assert await node.held() == {("warm", "prepare", A)}
-    # One that never lists a pod is believed in the end.
+
+
+async def test_blind_kubelet_forgets_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its way to the API server is cut, or its runtime hangs: it serves PodResources and lists nobody."""
+    age = 0.0
+    for clock in ("time", "monotonic"):
+        monkeypatch.setattr(holdings_module, clock, lambda: time.time() + age, raising=False)
+    for uid, name in (("u", "train-0"), ("v", "train-1"), ("w", "train-2")):
+        node.know(uid, name)
+    listed = {"train-0": {"main": A}, "train-1": {"main": B}, "train-2": {"main": C}}
+    entries = (("u", "main", A), ("v", "main", B), ("w", "main", C))
+    everything = {("train-0", "main", A), ("train-1", "main", B), ("train-2", "main", C)}
+    for agent in ("the same", "another"):
+        node.kubelet.pods = listed
+        node.kubelet.records(*entries)
+        assert await node.held() == everything
+        node.kubelet.restart()
+        if agent == "another":
+            node.start_agent()
+        age += 3600.0
+        assert await node.held() == everything, agent
+        # It hears of one after the other: each that it lists speaks for itself alone.
+        node.kubelet.pods = {"train-0": {"main": A}, "coredns-x": {"dns": ""}}
+        age += 3600.0
+        assert await node.held() == everything, agent
+        # One that it has listed, and lists no more, has ended; the API server does not know yet.
+        node.kubelet.pods = {"coredns-x": {"dns": ""}}
+        assert await node.held() == everything - {("train-0", "main", A)}, agent
+        # The API server's word ends one of which it never hears.
+        del node.pods["v"]
+        assert await node.held() == {("train-2", "main", C)}, agent
+        node.know("v", "train-1")
+
+
+async def test_what_a_kubelet_forgot_before_it_heard_of_the_pod_is_held_on(node: Node) -> None:
+    """Asked for its record while it takes its pods up one by one, it forgets those that are still to come."""
+    node.know("u", "train-0")
+    node.know("v", "train-1")
+    node.kubelet.pods = {"train-0": {"main": A}, "train-1": {"main": B}}
+    node.kubelet.records(("u", "main", A), ("v", "main", B))
+    everything = await node.held()
     node.kubelet.restart()
+    node.kubelet.records(("u", "main", A))
+    node.kubelet.pods = {"train-0": {"main": A}}
+    for _ in range(2):
+        assert await node.held() == everything
+    # By the kubelet's word another has it: then it is that one's alone.
+    node.know("x", "train-9")
+    node.kubelet.pods["train-9"] = {"main": B}
+    assert await node.held() == {("train-0", "main", A), ("train-9", "main", B)}
+    node.kubelet.pods = {"train-0": {"main": A}}
+    assert await node.held() == {("train-0", "main", A)}
+
+
+async def test_units_that_came_to_another_pod_are_its_own_though_the_checkpoint_is_older(node: Node) -> None:
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    await node.held()
+    node.know("v", "train-1")
+    node.kubelet.pods = {"train-1": {"main": A}}  # and the file still names the first
+    assert await node.held() == {("train-1", "main", A)}
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        node.know("u", "train-0", finished=True)
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.cell.value is not None
+        assert [each.pod for each in node.watch.cell.value.holdings] == ["train-1"]
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("times", [1, 9])
+async def test_kubelet_restarts_during_a_reading(node: Node, times: int) -> None:
+    """Between its answer and the look at whose socket it is: the answer is of the one before."""
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    everything = await node.held()
+    usual, left = node.kubelet.list, times
+
+    async def list_then_restart(deadline: float = 2.0) -> PodList:
+        nonlocal left
+        answer = await usual(deadline)
+        if left:
+            left -= 1
+            await anyio.to_thread.run_sync(node.kubelet.restart)
+        return answer
+
+    node.kubelet.list = list_then_restart  # type: ignore[method-assign]
+    # One that restarts again and again has said nothing.
+    assert await node.held() == (everything if times == 1 else None)
+    left = 0
     assert await node.held() == everything
-    node.kubelet.age = holdings_module.NEW_KUBELET_SECONDS + 1
-    assert await node.held() == set()
 
 
 async def test_kubelet_restart_with_init_only_units_stays_ready(node: Node) -> None:
@@ -192,39 +278,19 @@ async def test_what_a_kubelet_listed_before_its_restart_stays_listed(node: Node)
     assert after.holdings[0] is before.holdings[0]
 
 
-async def test_while_the_api_server_is_away_age_alone_makes_no_kubelet_believed(node: Node) -> None:
-    node.away, node.complete = True, False
+async def test_without_the_api_servers_word_nothing_in_the_checkpoint_has_ended(node: Node) -> None:
+    node.complete = False
     node.kubelet.records(("u", "main", A))
     nameless = {("pod with UID u", "main", A)}
     assert await node.held() == nameless
-    # Pods of its own files it knows without an API server.
-    node.kubelet.pods = {"etcd-node-1": {"etcd": ""}}
-    assert await node.held() == nameless
-    # When the API server is back the kubelet takes a while to hear of its pods, as after its start.
-    node.away = False
-    assert await node.held() == nameless
-    node.watch.blind_until = anyio.current_time()
-    node.kubelet.pods = {}
-    assert await node.held() == set()
-
-
-async def test_an_agent_that_has_just_started_gives_an_old_kubelet_time(node: Node) -> None:
-    """An outage of the API server may just have ended, in which the kubelet was restarted."""
-    cache = PodCache(None, "node-1")  # type: ignore[arg-type]
-    cache.reflector.items.publish({"u": ApiPod(Metadata("p", "ns", "u"), PodSpec([]), PodStatus("Running"))})
-    cache.reflector.synced, cache.reflector.problem, cache.reflector.away = True, None, False
-    ClusterPods(cache).inform(node.watch, "node-1")
-    node.kubelet.records(("u", "main", A))
-    assert await node.held() == {("p", "main", A)}
-    node.watch.blind_until = time.monotonic()
-    assert await node.held() == set()
-
-
-async def test_a_kubelet_that_lists_pods_of_the_api_server_has_heard_of_all(node: Node) -> None:
-    node.away, node.complete = True, False
-    node.kubelet.pods = {"gpu-node-agent-x7k2p": {"agent": ""}}
-    node.know("v", "gpu-node-agent-x7k2p")
-    node.kubelet.records(("u", "main", A))
+    # Neither pods of its own files nor one of the API server's say that it has heard of all.
+    for pods in ({"etcd-node-1": {"etcd": ""}}, {"gpu-node-agent-x7k2p": {"agent": ""}}, {}):
+        node.kubelet.pods = pods
+        assert await node.held() == nameless
+    node.know("u", "train-0")
+    assert await node.held() == {("train-0", "main", A)}
+    del node.pods["u"]
+    node.complete = True
     assert await node.held() == set()
 
 
@@ -281,15 +347,19 @@ async def test_an_unreadable_checkpoint_is_told_once_and_frees_nothing(node: Nod
     node.start_agent()
     assert await node.held() is None
     assert node.watch.problem is not None
-    assert "what init containers of ns/warm hold is not known" in node.watch.problem
+    assert "what containers of ns/warm hold is not known" in node.watch.problem
     node.know("u", "warm", hides=True, finished=True)
     assert await node.held() == {("warm", "main", B), ("later", "main", A)}
-    # Of a kubelet that lists nothing yet nothing is known then.
+    # Of a kubelet that lists nothing yet nothing is known then, but by the API server.
     node.kubelet.restart()
+    node.complete = False
     node.start_agent()
     assert await node.held() is None
-    assert node.watch.problem.startswith("the kubelet has just started")
-    node.kubelet.age = holdings_module.NEW_KUBELET_SECONDS + 1
+    assert "which pods the kubelet has not heard of yet" in node.watch.problem
+    node.complete = True
+    node.know("v", "train-0")
+    assert await node.held() is None
+    node.know("v", "train-0", finished=True)
     assert await node.held() == set()
 
 

@@ -102,6 +102,7 @@ class KubeletModel(PodSource):
         self.lists = 0
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
         self.heard: set[Key] | None = None
+        self._last_heard: set[Key] | None = None  # at the last reading: another set is another kubelet's
         self.offers_held = False  # the race of kubernetes PR 137534: it has lost sight of what is in use
         self.cell: Cell[PodList | None] = Cell(None)
         self.grants: list[Grant] = []
@@ -129,9 +130,10 @@ class KubeletModel(PodSource):
             replace(self._listed(), began=self.now),
             entries,
             view,
-            believed=self.heard is None,
+            same_kubelet=self.heard is None or self.heard is self._last_heard,
             fresh=True,
         )
+        self._last_heard = self.heard
         return self._record.joined
 
     async def refresh(self) -> None:
