@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import anyio
+
 from agent.model.ledger import PairMember
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
@@ -10,6 +12,9 @@ from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.storm import seams
 from tests.storm.world import World
+
+# Until a reading says that a pod lives on of which the API server knows no more.
+PUT_BACK_SECONDS = 6.0
 
 
 def observe(found: Callable[[str], None]) -> Callable[[], None]:
@@ -46,15 +51,29 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
     return end
 
 
-def limits_gone(world: World) -> str | None:
-    """A container that runs and whose limits were removed, in words."""
-    if not world.shape.resize:
+class Limits:
+    """Containers that run and whose limits were removed, and since when."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._since: dict[str, float] = {}
+
+    def gone(self) -> str | None:
+        """The fault, in words."""
+        world, now = self._world, anyio.current_time()
+        if not world.shape.resize:
+            return None
+        life, run = world.kubelet._life, str(world.folder / "run")
+        by_api = {pod.uid for pod in world.kubelet.api.pods.values()}
+        # Those that were deleted by force run on for a while, and the kubelet lists them.
+        known = by_api | {pod.uid for pod in (life._pods.values() if life else ())}
+        containers, found = world.kubelet._machine.containers, {}
+        for (uid, name), view in containers.views.items():
+            if uid in known and containers.running(uid, name):
+                gone = [each for each in view.mounts.values() if each.startswith(run) and not Path(each).exists()]
+                for each in gone:
+                    since = found[each] = self._since.get(each, now)
+                    if now - since >= (0.0 if uid in by_api else PUT_BACK_SECONDS):
+                        return f"container {name} of pod {uid} runs, and its {each} was removed"
+        self._since = found
         return None
-    containers, life = world.kubelet._machine.containers, world.kubelet._life
-    known = {pod.uid for pod in (*world.kubelet.api.pods.values(), *(life._pods.values() if life else ()))}
-    for (uid, name), view in containers.views.items():
-        if uid in known and containers.running(uid, name):
-            for host in view.mounts.values():
-                if host.startswith(str(world.folder / "run")) and not Path(host).exists():
-                    return f"container {name} of pod {uid} runs, and its {host} was removed"
-    return None

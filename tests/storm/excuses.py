@@ -30,6 +30,8 @@ AFTER = {
 }
 LASTS = {"stream": 12.0, "api": 20.0}
 SHARES = ("api", "records")  # reach shares alone: whole GPUs are granted without them
+UNDER_WAY = ("agent", "kubelet", "mode")
+SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
 
 
@@ -69,9 +71,14 @@ class Excuses:
 
     def note(self) -> None:
         """Look which causes there are now."""
-        now = anyio.current_time()
-        for each in self._now():
-            self._last[each] = now
+        now, found = anyio.current_time(), frozenset(self._now())
+        if not found.isdisjoint(SHARES):
+            # What is under way takes longer: nobody says what is asked for, or who holds what.
+            for each, last in self._last.items():
+                kind = each.partition(" ")[0]
+                if kind in UNDER_WAY and now - last <= AFTER[kind]:
+                    self._last[each] = now
+        self._last.update(dict.fromkeys(found, now))
 
     def of(self, uuid: str, mode: Mode, lasts: float = 0.0) -> str | None:
         """The cause that excuses what is wrong with this GPU, and has been so long; None: there is none."""
@@ -120,7 +127,8 @@ class Excuses:
                     yield f"stream {MODES.get(resource, Mode.PGPU).value}"
         if not world.api_well or world.http.silent:
             yield "api"
-        if seams.KUBELET.records or world.checkpoint is not None:
+        slow = sum(seams.KUBELET.answering) + seams.KUBELET.reading > SLOW_SECONDS
+        if seams.KUBELET.records or world.checkpoint is not None or slow:
             yield "records"
         if agent is not None:
             for state in agent.core.inventory.snapshot.value.gpus:

@@ -12,7 +12,7 @@ from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
-from tests.storm.attribution import limits_gone
+from tests.storm.attribution import Limits
 from tests.storm.excuses import Excuses
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.mps_service import MpsService
@@ -67,6 +67,7 @@ class Invariants:
         self._offered = Offers(world, self.holders, self.excuses)
         self._views = Views(world)
         self._mps = MpsService(world)
+        self._limits = Limits(world)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
             self._units_have_one_holder,
@@ -209,7 +210,7 @@ class Invariants:
             raise Violation(text)
 
     def _limits_stay(self) -> None:
-        if text := limits_gone(self._world):
+        if text := self._limits.gone():
             raise Violation(text)
 
     def _assigned(self, method: str, path: str, body: object) -> None:

@@ -22,7 +22,6 @@ from yarl import URL
 import agent.cluster.api
 from agent._proto import v1
 from agent.kubelet.checkpoint import Checkpoint
-from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
@@ -224,7 +223,7 @@ def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
 
 
 class _Kubelet:
-    """When the kubelet's process began, by the clock of the wall: the time of its socket is the kernel's.
+    """How the kubelet is not well.
 
     `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
     PodResources is not well ("refuses", "late"); empty: it is. `answering`: seconds that it takes before and
@@ -232,7 +231,6 @@ class _Kubelet:
     """
 
     def __init__(self) -> None:
-        self.started = 0.0
         self.delay = [0.0]
         self.calm()
 
@@ -244,14 +242,6 @@ class _Kubelet:
 
 
 KUBELET = _Kubelet()
-_socket_of = HoldingsWatch._kubelet
-
-
-async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
-    found = await _socket_of(self)
-    return None if found is None else (found[0], int(KUBELET.started * 1e9))
-
-
 _allocate = DeviceManager.allocate
 
 
@@ -296,6 +286,5 @@ def install(api_socket: str) -> None:
     agent.cluster.api.connect = connect
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
     PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
-    HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

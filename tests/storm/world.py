@@ -196,7 +196,6 @@ class World:
 
         async def start() -> None:
             await anyio.sleep(down)
-            seams.KUBELET.started = CLOCK.time()
             await self.kubelet.start()
             self.neighbour.register(self.kubelet)
             after()
@@ -224,12 +223,6 @@ class World:
             elif self.tainted is None:
                 self.tainted = anyio.current_time()
             await changes.wait_change(changes.version)
-
-    @property
-    def kubelet_well(self) -> bool:
-        """Whether the kubelet is there, is as quick as ever, and has its records at hand."""
-        torn = self.checkpoint is not None or seams.KUBELET.records
-        return self.kubelet_up.is_set() and not self.kubelet_delay[0] and not torn
 
     @property
     def api_well(self) -> bool:
@@ -274,7 +267,7 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     NvmlFaults.standing = False
     CLOCK.stepped = 0.0
     seams.KUBELET.calm()
-    seams.KUBELET.started, seams.KUBELET.delay[0] = CLOCK.time(), 0.0
+    seams.KUBELET.delay[0] = 0.0
     machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()

@@ -132,7 +132,11 @@ async def drop_stream(world: World, rng: random.Random) -> str:
     """
     life = world.kubelet._life
     endpoints = life.devices.tables.endpoints if life else {}
-    connected = [name for name, each in sorted(endpoints.items()) if each.calls and each.stopped_at is None]
+    connected = [
+        name
+        for name, each in sorted(endpoints.items())
+        if isinstance(each.calls, PluginClient) and each.stopped_at is None
+    ]
     if not connected:
         return "no stream to drop"
     resource = rng.choice(connected)
