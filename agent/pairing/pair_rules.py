@@ -13,9 +13,6 @@ from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
 
-# The second round of calls follows the first at once. Within this time, in seconds, it is recognised by its
-# size alone; after it the record is read again.
-PROMPT_SECONDS = 1.0
 NOTHING: frozenset[str] = frozenset()
 PAIRED = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
 
@@ -56,7 +53,6 @@ class PairState:
     ledger: Ledger = field(default_factory=Ledger)
     units: Mapping[PairMember, frozenset[str]] = field(default_factory=dict)
     refused: frozenset[str] = NOTHING  # UIDs of pods that were turned away
-    prompt: tuple[Holder, PairMember, float] | None = None  # whose member was granted last, and when
 
     def with_pools(self, pools: Collection[UnitPool]) -> "PairState":
         units = {member: NOTHING.union(*(each.id_set(member) for each in pools)) for member in PairMember}
@@ -74,9 +70,12 @@ class PairState:
         known = pods or {}
 
         def over(promise: Reservation) -> bool:
-            """Whether its pod is gone, or is another of the same name now."""
+            """Whether its pod is gone, has finished, or is another of the same name now."""
             key = promise.holder.pod_key
-            gone = key not in records.pods or (key in known and known[key].uid != promise.pod.uid)
+            now = known.get(key)
+            if now and now.uid == promise.pod.uid and now.finished:
+                return True
+            gone = key not in records.pods or (now is not None and now.uid != promise.pod.uid)
             return gone and promise.expires <= covers
 
         refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
@@ -87,14 +86,6 @@ class PairState:
 
     def promised(self, promise: Reservation) -> "PairState":
         return replace(self, ledger=self.ledger.promised(promise))
-
-    def second_member(self, call: Call) -> Reservation | None:
-        """The promise whose first member was granted a moment ago, if this call fits it."""
-        if self.prompt is None or self.prompt[1] is call.member or call.now - self.prompt[2] > PROMPT_SECONDS:
-            return None
-        promise = self.ledger.reservation(self.prompt[0])
-        fits = promise and promise.ids(call.member) is None and promise.needs(call.member) == call.size
-        return promise if fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +223,7 @@ class PairRules:
         promise = replace(handed, expires=call.now + self.reservation_seconds)
         container = promise.holder.container
         granted = Grant(promise.pod, container, promise.demand, promise.gpus, ids, promise.complete)
-        return replace(state.promised(promise), prompt=(promise.holder, call.member, call.now)), granted
+        return state.promised(promise), granted
 
     def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it."""

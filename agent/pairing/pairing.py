@@ -1,8 +1,8 @@
 """Both members of a pair on one GPU: the actor behind the sockets of two resources.
 
 The kubelet asks for core and memory of a container in two separate rounds of calls, in any order, and
-says of neither whose they are. The first call of a container finds out who asks, chooses a GPU with room for
-both and promises the pair; the second round keeps the promise. Nothing here outlives the process: the
+says of neither whose they are. Each round finds out who asks. The first one of a container chooses a GPU with
+room for both and promises the pair; the second keeps the promise. Nothing here outlives the process: the
 record of who holds what (`agent.kubelet.record`) shows all that was granted.
 
 Calls are served one at a time, within the time that `agent.kubelet.service` gives to each.
@@ -20,7 +20,7 @@ import structlog
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import Pod
-from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
+from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
 from agent.pairing.pod_access import Cause, PairRefused, Recorder
 from agent.pairing.requester import PodKey, Records, resource_of
@@ -28,8 +28,30 @@ from agent.pairing.resolver import RequesterResolver
 
 log = structlog.get_logger()
 
-# A pod, its GPUs, and until when its later containers are waited for, in seconds of the clock.
-NOBODY: tuple[str, frozenset[str], float] = ("", frozenset(), -math.inf)
+# The kubelet's Allocate follows its GetPreferredAllocation at once. One that comes later, in seconds, is not
+# taken for the same container's without another look.
+PROMPT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuing:
+    """A pod whose later containers are waited for, its GPUs, and until when, in seconds of the clock."""
+
+    uid: str = ""
+    pod: PodKey = ("", "")
+    gpus: frozenset[str] = frozenset()
+    until: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """The answer to the call before this one, and whose it was."""
+
+    member: PairMember
+    ids: frozenset[str]
+    holder: Holder
+    uid: str  # of its pod
+    at: float
 
 
 @dataclass
@@ -63,7 +85,8 @@ class Pairing:
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
         # The pod whose later containers are still to be admitted.
-        self._continuing = NOBODY
+        self._continuing = Continuing()
+        self._preferred: Preferred | None = None  # None: the last call was another one
 
     @property
     def ledger(self) -> Ledger:
@@ -79,8 +102,7 @@ class Pairing:
 
         A later container gets the units of a plain init container, and what it needs more of the same GPU.
         """
-        _, gpus, until = self._continuing
-        return gpus if self._clock() < until else frozenset()
+        return self._continuing.gpus if self._clock() < self._continuing.until else frozenset()
 
     def set_pools(self, pools: Collection[UnitPool]) -> None:
         """Take in the units that may be given out; called at each change of inventory and modes."""
@@ -95,6 +117,8 @@ class Pairing:
             self._take_in(self._resolver.part_of(record))
         # A pod may end before any record shows what it was granted.
         self._become(self._state.without(lambda each: each.pod.uid in record.ended))
+        if self._continuing.uid in record.ended:
+            self._continue_nowhere()
         self._forget_late()
 
     async def reconcile(self) -> None:
@@ -107,24 +131,26 @@ class Pairing:
         """`size` of the `available` IDs of a member, the `inherited` ones among them. Raises PairRefused."""
         async with self._serving():
             call = Call(member, size, frozenset(inherited), frozenset(available), self._clock())
-            promise = self._state.second_member(call) or await self._found(call)
+            promise = await self._found(call)
             self._state, ids = self.rules.pick(self._state, promise, call)
+            self._preferred = Preferred(
+                member, frozenset(ids), promise.holder, promise.pod.uid, self._clock()
+            )
             return ids
 
     async def allocate(self, member: PairMember, ids: Sequence[str]) -> Grant:
         """Hand a member to its container. Raises PairRefused; nothing is granted then."""
-        async with self._serving():
+        async with self._serving() as preferred:
             gpus, asked = self.rules.checked(self._state, member, ids), frozenset(ids)
             call = Call(member, len(ids), asked, None, self._clock())
-            promised = (each for each in self.ledger.reservations if each.ids(member) == asked)
-            # Without one: the IDs are inherited, or the kubelet took its own choice.
-            promise = next(promised, None) or await self._found(call)
+            # Without a preference: the IDs are inherited, or the kubelet took its own choice.
+            promise = self._promise_of(preferred, call) or await self._found(call)
             # What was granted counts from now on: finding out who asks may have taken seconds.
             call = replace(call, now=self._clock())
             self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
         if grant.complete:
             until = -math.inf if grant.last else call.now + self.rules.reservation_seconds
-            self._continuing = (grant.pod.uid, frozenset(grant.gpus), until)
+            self._continuing = Continuing(grant.pod.uid, grant.pod.key, frozenset(grant.gpus), until)
             self._report(member, grant)
             self._publish()
         return grant
@@ -157,8 +183,8 @@ class Pairing:
     def turn_away(self, pod: Pod, message: str) -> None:
         """Take back all that a pod was granted: its admission fails as a whole."""
         self.stats.refused += 1
-        if self._continuing[0] == pod.uid:
-            self._continuing = NOBODY
+        if self._continuing.uid == pod.uid:
+            self._continuing = Continuing()
         left = self._state.without(lambda each: each.pod.uid == pod.uid)
         self._become(replace(left, refused=left.refused | {pod.uid}))
         self._recorder.refused(pod, message)
@@ -167,6 +193,19 @@ class Pairing:
         """Report to a pod's owner why a container cannot start yet; nothing where the pod is not known."""
         if found := self._resolver.known(pod):
             self._recorder.waiting(found, message, key)
+
+    def _promise_of(self, preferred: Preferred | None, call: Call) -> Reservation | None:
+        """The promise of the container that asked for a preference just now, if it takes what it was given.
+
+        The kubelet makes the two calls in a row, and nothing has come between them.
+        """
+        if preferred is None or call.now - preferred.at > PROMPT_SECONDS:
+            return None
+        if (preferred.member, preferred.ids) != (call.member, call.inherited):
+            return None
+        promise = self.ledger.reservation(preferred.holder)
+        same = promise and (promise.pod.uid, promise.ids(call.member)) == (preferred.uid, preferred.ids)
+        return promise if same else None
 
     async def _found(self, call: Call) -> Reservation:
         """A promise for the container that asks: the open one of that container, or a new one."""
@@ -184,6 +223,8 @@ class Pairing:
         # When promises expire at the latest that were made before the reading began.
         covers = records.began + self.rules.reservation_seconds
         self._become(self._state.observed(records, covers, pods))
+        if self._continuing.until <= covers and self._continuing.pod not in records.pods:
+            self._continue_nowhere()
 
     def _report(self, member: PairMember, grant: Grant) -> None:
         self.stats.granted += 1
@@ -200,11 +241,13 @@ class Pairing:
         self._recorder.chosen(grant.pod, grant.container, indices, last=grant.last)
 
     @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
+    async def _serving(self) -> AsyncIterator[Preferred | None]:
+        """The answer before this call, if that was a preference; this call ends its use."""
         async with self._turn:
             self._forget_late()
+            preferred, self._preferred = self._preferred, None
             try:
-                yield
+                yield preferred
             except PairRefused as refusal:
                 if refusal.pod is None:
                     self.stats.refused += 1
@@ -219,9 +262,14 @@ class Pairing:
                 self.stats.expired += 1
                 log.info("promise_expired", container=str(promise.holder), gpu=",".join(promise.gpus))
         self._become(self._state.without(lambda each: each.expires <= now))
-        if -math.inf < self._continuing[2] <= now:
-            self._continuing = NOBODY
+        if self._continuing.until <= now:
+            self._continue_nowhere()
+
+    def _continue_nowhere(self) -> None:
+        """No later container is waited for."""
+        if self._continuing.until > -math.inf:
             self._publish()
+        self._continuing = Continuing()
 
     def _become(self, state: PairState) -> None:
         before, self._state = self._state, state

@@ -14,7 +14,6 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import (
     Container,
     Demand,
-    Impossible,
     InitContainerGroup,
     Pod,
     Stage,
@@ -129,16 +128,3 @@ def askers(
                 break
     # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
     return [asker for asker in found if asker.pod.phase == "Pending"] or found
-
-
-def same_outcome(pair: ResourcePair, candidates: Collection[Asker]) -> bool:
-    """Whether it makes no difference which of them is asking."""
-    prefixes = ("tencent.com/", "gpu-node-agent.io/")
-    outcomes = set()
-    try:
-        for each in candidates:
-            choices = [item for item in each.pod.annotations.items() if item[0].startswith(prefixes)]
-            outcomes.add((each.needs(pair), frozenset(choices)))
-    except Impossible:
-        return False
-    return len(outcomes) == 1

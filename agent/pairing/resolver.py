@@ -1,24 +1,29 @@
 """Finds the requesting container during a call: one look at the record, a GET for a pod not known yet."""
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import anyio
 import structlog
 
+from agent.kit.backoff import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodList, PodResourcesUnavailable, RecordReader
 from agent.model.demand import STATIC_PODS, Pod
 from agent.model.ledger import PairMember, Reservation
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
-from agent.pairing.requester import Asker, PairRecords, PodKey, Records, askers, resource_of, same_outcome
+from agent.pairing.requester import Asker, PairRecords, PodKey, Records, askers, resource_of
 
 log = structlog.get_logger()
 
 MISS_SECONDS = 1.0
-# A pod that was just rejected lingers in the records for a moment, and so may look like one that asks.
+# The kubelet may ask a moment before its own records, or the watch, show the pod.
 TRIES = 4
-PAUSE_SECONDS = 0.02
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
+# Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
+# API server shows its end. A refusal ends a pod for good, and nothing but other pods waits meanwhile.
+DOUBT_SECONDS = 10.0
 RETRY = "create the pod again"
 
 
@@ -61,10 +66,10 @@ class RequesterResolver:
         `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. Raises
         PairRefused when nobody or more than one may be asking.
         """
-        give_up = anyio.current_time() + PATIENCE_SECONDS
-        for attempt in range(TRIES):
-            if attempt:
-                await anyio.sleep(PAUSE_SECONDS)
+        began = anyio.current_time()
+        give_up = began + PATIENCE_SECONDS
+        pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time())
             found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
             if not found and facts.records:
@@ -75,10 +80,12 @@ class RequesterResolver:
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) == 1 and not facts.unknown:
                 return facts, found[0]
-            if anyio.current_time() >= give_up:
+            # Equal pods are not the same: whose limits a container gets depends on who it is.
+            doubt = len(found) > 1 and not facts.unknown
+            now = anyio.current_time()
+            if now >= give_up or (attempt >= TRIES and not (doubt and now < began + DOUBT_SECONDS)):
                 break
-        if found and not facts.unknown and same_outcome(self._pair, found):
-            return facts, found[0]
+            await anyio.sleep(pauses.next())
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
 
     async def _facts(self, member: PairMember, deadline: float) -> Facts:
