@@ -88,6 +88,11 @@ class HoldingsWatch:
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
 
+    @property
+    def began(self) -> float:
+        """When the newest reading began, by the monotonic clock in seconds."""
+        return self._record.listed.began
+
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
         self._allocations.publish(self._allocations.value + 1)
