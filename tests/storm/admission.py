@@ -108,7 +108,9 @@ class Judged:
         limits = self._wants
         if limits is None:
             return False
-        modes = {uuid: mode for uuid, mode in self._modes.items() if not (strict and self._reached(uuid, mode))}
+        modes = {
+            uuid: mode for uuid, mode in self._modes.items() if not (strict and self._reached(uuid, mode))
+        }
         if GPU in limits:
             if strict and self._forgotten(GPU):
                 return False
@@ -138,7 +140,11 @@ class Judged:
         taken = used.get(uuid, Counter())
         total = pair.blocks(self._world.machine.gpu(uuid).memory_total)
         # Units that containers have grown by are nobody else's, and in no record of the kubelet's.
-        return CORES - taken[pair.core_unit], total - taken[pair.memory_unit] - self._grown.get(uuid, 0), total
+        return (
+            CORES - taken[pair.core_unit],
+            total - taken[pair.memory_unit] - self._grown.get(uuid, 0),
+            total,
+        )
 
     @staticmethod
     def _fits_one(pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:

@@ -64,13 +64,16 @@ class Limits:
         if not world.shape.resize:
             return None
         life, run = world.kubelet._life, str(world.folder / "run")
-        by_api = {pod.uid for pod in world.kubelet.api.pods.values()}
+        by_api = {pod.uid for pod in world.kubelet.api.pods.values() if not pod.phase.finished}
         # Those that were deleted by force run on for a while, and the kubelet lists them.
-        known = by_api | {pod.uid for pod in (life._pods.values() if life else ())}
+        listed = life._pods.values() if life else ()
+        known = by_api | {pod.uid for pod in listed if not pod.phase.finished}
         containers, found = world.kubelet._machine.containers, {}
         for (uid, name), view in containers.views.items():
             if uid in known and containers.running(uid, name):
-                gone = [each for each in view.mounts.values() if each.startswith(run) and not Path(each).exists()]
+                gone = [
+                    each for each in view.mounts.values() if each.startswith(run) and not Path(each).exists()
+                ]
                 for each in gone:
                     since = found[each] = self._since.get(each, now)
                     if now - since >= (0.0 if uid in by_api else PUT_BACK_SECONDS):

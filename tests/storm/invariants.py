@@ -226,7 +226,11 @@ class Invariants:
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
         # What a life granted that was killed before it wrote is written by nobody.
-        if missing and current is not None and self._world.created.get((namespace, name), 0.0) > current.began:
+        if (
+            missing
+            and current is not None
+            and self._world.created.get((namespace, name), 0.0) > current.began
+        ):
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 

@@ -79,7 +79,36 @@ OTHERS = {
     "probation_never_ends": Hunt(1, 150, "does not come back", "gpus", "bursts"),
     "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
-HUNTS = NAMED | OTHERS
+# Those of issue 33: chosen before any of them was tried.
+HOLDERS = {
+    "unheard_pods_hold_nothing": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,labels,tenants", "dense"
+    ),
+    "one_listed_pod_vouches_for_all": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,labels,tenants", "dense"
+    ),
+    "a_reading_spans_a_restart": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,records slow,labels,kubelet", "dense"
+    ),
+    "older_readings_replace_newer_ones": Hunt(
+        1, 300, "is held as|was refused though it fits|was granted to", "records slow,labels,tenants", "dense"
+    ),
+    "promises_are_known_by_their_units": Hunt(1, 300, "was granted to", "tenants", "dense"),
+    "rejected_pods_keep_their_promise": Hunt(
+        1, 300, "was refused though it fits|was granted to", "tenants", "dense"
+    ),
+    "ending_pods_ask": Hunt(1, 300, "was refused though it fits|was granted to", "tenants,api slow", "dense"),
+    "grants_do_not_hold_a_draining_gpu": Hunt(1, 300, "is held as", "records slow,labels,tenants", "dense"),
+    "limits_go_with_the_record": Hunt(1, 300, "was removed", "kubelet blind,resizes,tenants", "dense"),
+    "older_objects_replace_newer_ones": Hunt(
+        1, 300, "to the agent it is|is unknown to", "api slow,labels", "dense"
+    ),
+    "promised_units_are_free": Hunt(1, 300, "is held by pods|was refused though it fits", "tenants", "dense"),
+    "granted_gpus_are_forgotten": Hunt(
+        1, 300, "is held by pods|was refused though it fits", "kubelet,tenants,records slow", "dense"
+    ),
+}
+HUNTS = NAMED | OTHERS | HOLDERS
 
 
 class DoesNotApply(Exception):

@@ -16,6 +16,7 @@ from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
+
 class Offers:
     """Which units nobody holds and nobody can have, and since when."""
 

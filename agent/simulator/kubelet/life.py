@@ -186,7 +186,9 @@ class Life:
                     await self._take_up(pod)
             self.devices.sources_ready = True
             # Those that were deleted by force are in its own memory alone.
-            for pod in {id(pod): pod for pod in (*self._api.pods_of_the_kubelet(), *self._taken_up())}.values():
+            for pod in {
+                id(pod): pod for pod in (*self._api.pods_of_the_kubelet(), *self._taken_up())
+            }.values():
                 if pod.deleting and self._has_ended(pod):
                     self._pods.pop(pod.uid, None)
                     self._workers.terminate(pod)

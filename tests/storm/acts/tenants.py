@@ -38,14 +38,19 @@ async def with_neighbour(world: World, rng: random.Random) -> str:
     if len(world.pods) + 2 > users.MOST_PODS:
         return await users.delete_pod(world, rng)
     world.made += 1
-    world.neighbour.refuses, world.neighbour.seconds = rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.0, 0.3))
+    world.neighbour.refuses, world.neighbour.seconds = (
+        rng.choice((0.0, 0.5, 1.0)),
+        rng.choice((0.0, 0.0, 0.3)),
+    )
     one = _pod(world, rng, f"n{world.made}")
     main = one.containers[0]
     # More than there are: the kubelet refuses the pod itself.
     count = rng.choice((1, 1, 2, 99))
     both = ContainerSpec(main.name, {**main.limits, OTHERS: count}, exits=main.exits)
     node = world.kubelet.api.node_name if count == 99 or rng.random() < 0.5 else None
-    bad = replace(one, containers=(both, *one.containers[1:]), namespace=rng.choice(NAMESPACES), node_name=node)
+    bad = replace(
+        one, containers=(both, *one.containers[1:]), namespace=rng.choice(NAMESPACES), node_name=node
+    )
     told = users.create(world, bad)
     if rng.random() < 0.8:
         twin = replace(one, name=f"{one.name}b", namespace=rng.choice(NAMESPACES), node_name=node)
@@ -81,7 +86,9 @@ async def linger(world: World, rng: random.Random) -> str:
     if len(world.pods) >= users.MOST_PODS:
         return await users.delete_pod(world, rng)
     world.made += 1
-    pod = replace(_pod(world, rng, f"l{world.made}"), grace=rng.choice(GRACE), namespace=rng.choice(NAMESPACES))
+    pod = replace(
+        _pod(world, rng, f"l{world.made}"), grace=rng.choice(GRACE), namespace=rng.choice(NAMESPACES)
+    )
     return f"{users.create(world, pod)} which takes {pod.grace:g} s to end"
 
 
