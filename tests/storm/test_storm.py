@@ -19,7 +19,18 @@ from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
 
 ROOT = Path(__file__).parents[2]
-KEYS = ("seeds", "steps", "virtual_hours", "faults", "invariants", "failures")
+KEYS = (
+    "seeds",
+    "steps",
+    "virtual_hours",
+    "faults",
+    "invariants",
+    "failures",
+    "excused_percent",
+    "excused_percent_of_offers",
+    "excused_percent_of_refusals",
+)
+MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
 # A fixed set: 10^5 steps. A slow machine leaves out the last of the dense ones, of which there are most.
 FIXED = {
     SPARSE: (19, 13, 58, 31),
@@ -58,6 +69,7 @@ def test_fixed_storms_find_nothing(seconds: float, tmp_path: Path) -> None:
     print(json.dumps(figures.add(**{key: found[key] for key in KEYS})))
     assert code == 0, said[-12_000:]
     assert found["failures"] == 0
+    assert found["excused_percent"] <= MOST_EXCUSED_PERCENT
     assert found["steps"] >= (ALL_STEPS if perf_counter() - began < seconds else LEAST_STEPS)
 
 
