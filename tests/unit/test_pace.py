@@ -33,11 +33,11 @@ async def test_deadlines_of_tests_are_scaled_and_those_of_the_agent_are_not(four
     assert pace.scaled(3) == 12
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(100, func_only=True)
 def test_a_test_s_own_time_is_scaled(request: pytest.FixtureRequest) -> None:
     marker = request.node.get_closest_marker("timeout")
     assert marker is not None
-    assert marker.args == (pace.scaled(100),)
+    assert (marker.args, marker.kwargs) == ((pace.scaled(100),), {"func_only": True})
 
 
 def test_the_usual_time_is_scaled(request: pytest.FixtureRequest) -> None:
