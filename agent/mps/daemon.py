@@ -97,7 +97,7 @@ class Daemon:
                 await self._stop()
         except (MpsError, OSError) as error:
             problem = str(error)
-        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
+        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults, cut=before.cut))
         return problem
 
     async def _stop(self) -> None:
