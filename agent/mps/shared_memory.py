@@ -6,10 +6,14 @@ since one pod could take the memory of the node otherwise. All of it blocks.
 
 import ctypes
 import os
+import stat
 from pathlib import Path
 
+from agent.kit import trees
 from agent.mps.directories import Directories
 
+MODE = 0o1777
+ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
 MS_REMOUNT = 0x20
 # As /dev/shm has everywhere, and no links that the server could be made to follow (since Linux 5.10).
@@ -44,6 +48,20 @@ def limit(folders: Directories, size: int) -> str | None:
         return None
     problem = _mount(folders.shm, MS_REMOUNT, size)
     return f"its size stays at {found.f_blocks * found.f_frsize} bytes: {problem}" if problem else None
+
+
+def restore(folder: Path) -> bool:
+    """Have everybody get at it again. Whether somebody had closed it: root of any container owns it."""
+    with trees.opened(folder) as descriptor:
+        found = os.fstat(descriptor)
+        acls = [name for name in os.listxattr(descriptor) if name in ACLS]
+        wrong = stat.S_IMODE(found.st_mode) != MODE or (found.st_uid, found.st_gid) != (0, 0) or bool(acls)
+        if wrong:
+            for name in acls:
+                os.removexattr(descriptor, name)
+            os.fchown(descriptor, 0, 0)
+            os.fchmod(descriptor, MODE)
+    return wrong
 
 
 def unmount(folder: Path) -> None:
