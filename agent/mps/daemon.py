@@ -125,6 +125,7 @@ class Daemon:
 
     def _clear_up(self) -> None:
         shared_memory.unmount(self.folders.shm)
+        shared_memory.release_logs(self.folders.log)
         if self.folders.existing():
             self.folders.clear()
             self.folders.remove()

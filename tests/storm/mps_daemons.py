@@ -253,7 +253,12 @@ def install(table: DaemonTable) -> None:
         probing: {"os": SimpleNamespace(pidfd_open=table.pidfd_open, close=os.close)},
         # Its processes are made up: what has their PIDs on this machine is not to be looked at.
         silent_peers: {"SilentPeers": lambda _pipe: SimpleNamespace(look=lambda _: Look((), None))},
-        shared_memory: {"prepare": lambda _folders, _size: None, "unmount": lambda _folder: None},
+        shared_memory: {
+            "prepare": lambda _folders, _size: None,
+            "unmount": lambda _folder: None,
+            "bound_logs": lambda _folder: None,
+            "release_logs": lambda _folder: None,
+        },
     }
     for room, names in stand_ins.items():
         for name, stand_in in names.items():
