@@ -8,7 +8,8 @@ ARG BUILD_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac1
 FROM ${BUILD_BASE} AS toolkit
 # nvidia-ctk and nvidia-cdi-hook, which make the CDI specification of the GPUs (docs/injection.md). A folder
 # toolkit/ in the context, where there is one, stands in for the Go module proxy.
-COPY .ci/build-toolkit .ci/container-toolkit/go.mod .ci/container-toolkit/go.sum toolki[t] /toolkit/
+COPY .ci/build-toolkit .ci/container-toolkit/go.mod .ci/container-toolkit/go.sum .ci/container-toolkit/go.lock \
+     toolki[t] /toolkit/
 RUN sh /toolkit/build-toolkit /toolkit /usr/libexec/gpu-node-agent
 
 FROM ${BUILD_BASE} AS build

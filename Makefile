@@ -7,12 +7,21 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
 PYTHON_IN_VENV := .venv/bin/python
+CORES := $(shell nproc)
+# Of whole agents and their peers, which wait for most of their time; docs/decisions.md has the measurement.
+WORKERS ?= $(shell echo $$((3 * $(CORES))))
+# Targets side by side, each with its output in one piece; all run even if one fails. A recipe that names $(MAKE)
+# itself would run in a dry run, too.
+TOGETHER := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=4
 
-.PHONY: help demo test fuzz storm test-cluster test-gpu bench lint format proto docs pictures lock image chart clean venv \
-	venv-runtime
+.PHONY: help check demo test test-long fuzz storm test-cluster test-gpu bench lint ruff types contracts tests-of-changes \
+	format proto docs pictures lock image chart clean venv venv-runtime
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+check: venv ## before each commit: lint, unit tests of what changed since main, style, documents (ALL=1: all unit tests)
+	@$(TOGETHER) ruff types contracts tests-of-changes
 
 venv: ## make or update .venv with the tool chain
 	@.ci/venv dev
@@ -23,12 +32,25 @@ venv-runtime:
 demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
 	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
 
-test: venv lint ## lint, types, import contracts, unit, component, chart, fuzz and storm tests
+test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones
 	@mkdir -p build
 	@code=0; \
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile tests/unit tests/component tests/chart tests/fuzz \
+	nice $(TOGETHER) ruff types contracts > build/lint.log 2>&1 & lint=$$!; \
+	trap 'kill $$lint 2>/dev/null || :' EXIT; \
+	FUZZ_COUNT=1000 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m 'not long' tests/unit tests/component tests/chart tests/fuzz \
 		--junitxml=build/test.xml || code=$$?; \
-	$(PYTHON_IN_VENV) -m pytest tests/storm --junitxml=build/storm.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m pytest -m 'not long' tests/storm --junitxml=build/storm.xml || code=$$?; \
+	wait $$lint || code=$$?; \
+	cat build/lint.log; \
+	exit $$code
+
+test-long: venv ## what takes long by its nature: many switches and kills, storms, mutants, ten times the inputs of fuzz
+	@mkdir -p build
+	@code=0; \
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m long tests/unit tests/component tests/chart \
+		--junitxml=build/test-long.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal tests/fuzz --junitxml=build/fuzz.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m pytest -m long tests/storm --junitxml=build/storm-long.xml || code=$$?; \
 	exit $$code
 
 fuzz: venv ## 100,000 inputs to everything that others can write to (COUNT=, SEED=)
@@ -54,15 +76,26 @@ storm: venv ## seeded faults over the real agent in virtual time, then all mutan
 		$(if $(MINUTES),--seconds $$(( $(MINUTES) * 60 ))) --jobs $$(nproc) --report build/storm.json
 	$(PYTHON_IN_VENV) -m tests.storm.hunting --jobs $$(nproc) --report build/storm.json
 
-bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure)
+bench: venv ## measure against the budgets; writes build/bench.json (ONLY=name for one figure, CLUSTER=yes for those on the test cluster)
 	@mkdir -p build
-	$(PYTHON_IN_VENV) -m tests.bench $(if $(ONLY),--only $(ONLY))
+	$(PYTHON_IN_VENV) -m tests.bench $(if $(ONLY),--only $(ONLY)) $(if $(CLUSTER),--cluster)
 
 lint: venv ## ruff, format, types, import contracts
+	@$(TOGETHER) ruff types contracts
+
+ruff: venv
 	ruff check .
 	ruff format --check .
+
+types: venv
 	mypy
+
+contracts: venv
 	lint-imports
+
+tests-of-changes: venv
+	$(PYTHON_IN_VENV) -m pytest -n $(CORES) --dist worksteal -q -p no:cacheprovider \
+		$$(ALL=$(ALL) $(PYTHON_IN_VENV) -m tests.changed)
 
 format: venv ## format the code
 	ruff check --fix .
@@ -74,10 +107,11 @@ proto: venv ## generate agent/_proto from proto/*.proto
 pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
 	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
-docs: venv ## write the generated files: docs/metrics.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
+docs: venv ## write the generated files: docs/metrics.md, the commands in docs/commands.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m tests.metrics_reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
+	$(PYTHON_IN_VENV) -m tests.commands_reference
 	$(PYTHON_IN_VENV) -m tests.chart.schema
 	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform

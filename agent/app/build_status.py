@@ -12,6 +12,7 @@ from agent.modes.cordon_book import CordonBook
 from agent.plugins.inject import Injector
 from agent.status import top
 from agent.status.commands import Commands
+from agent.status.last_holders import LastHolders
 from agent.status.report import StatusSources
 from agent.telemetry.reading import Sources
 from agent.web.control import NAME as CONTROL_SOCKET
@@ -39,6 +40,8 @@ def start_commands(
     def enforced(mode: Mode) -> str | None:
         return modes[mode].enforced() if mode in modes else None  # off is not in the table
 
+    last = LastHolders(core.holdings.cell)
+    tasks.start("last holders", last.run)
     control = ControlServer(Path(core.settings.host.run) / CONTROL_SOCKET)
     status = StatusSources(
         core.inventory,
@@ -52,6 +55,7 @@ def start_commands(
         cordons,
         enforced,
         {mode: parts.limits.document for mode, parts in modes.items() if parts.limits},
+        last,
     )
     Commands(status).add_to(control)
     top.add_to(

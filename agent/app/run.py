@@ -25,6 +25,7 @@ from agent.kubelet.podresources import PodResources
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
+from agent.telemetry.page import METRICS_PATH
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
 
@@ -72,6 +73,7 @@ async def running(
             Probes(core.supervisor, readiness.blockers, readiness.remarks, readiness.shortcomings).add_to(
                 core.http
             )
+            core.http.announce(METRICS_PATH)
             await outer.start(_serve_http, core)
             async with anyio.create_task_group() as inner:
                 with ExitStack() as ending:

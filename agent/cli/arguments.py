@@ -66,14 +66,22 @@ def nvml_of(loaded: settings.Settings, simulated: Path | None = None) -> NvmlPor
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kubeconfig", type=Path, help="(default: $KUBECONFIG, else the service account)")
+    parser.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        help="(default: as kubectl: $KUBECONFIG, a list of files, else ~/.kube/config; in a pod its account)",
+    )
 
 
 def kubeconfig(options: argparse.Namespace) -> Path | None:
-    """The file to use; None: the pod's service account."""
+    """The file to use by kubectl's rules, or a list of files as in $KUBECONFIG; None: the pod's account."""
     known = os.environ.get("KUBECONFIG")
     given: Path | None = options.kubeconfig
-    return given or (Path(known) if known else None)
+    if given or known:
+        return given or Path(known or "")
+    usual = Path("~/.kube/config").expanduser()
+    return usual if usual.is_file() else None
 
 
 def namespace(text: str) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import anyio
 
-from agent.cli.arguments import add_configuration, load, nvml_of
+from agent.cli.arguments import add_configuration, add_kubeconfig, kubeconfig, load, nvml_of
+from agent.cli.output import Document, add_output, formatted
 from agent.cli.running import until_interrupted
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
@@ -26,7 +27,8 @@ def add_commands(check: argparse.ArgumentParser) -> None:
     maps = parts.add_parser("configmaps", help="cf-crl ConfigMaps of the platform, own or of other devices")
     maps.add_argument("paths", nargs="*", type=Path, help="files, or folders of files (YAML, JSON)")
     maps.add_argument("--cluster", action="store_true", help="those of the cluster, in kube-public")
-    maps.add_argument("--kubeconfig", type=Path, help="how to reach it; default: the pod's service account")
+    add_kubeconfig(maps)
+    add_output(maps)
     maps.set_defaults(command=_configmaps)
 
     compat = parts.add_parser("compat", help="whether images of a CUDA version run on a driver")
@@ -39,10 +41,12 @@ def add_commands(check: argparse.ArgumentParser) -> None:
     )
     compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
     add_configuration(compat)
+    add_output(compat)
     compat.set_defaults(command=_compat)
 
     node = parts.add_parser("node", help="obstacles of this node to offering its GPUs")
     add_configuration(node)
+    add_output(node)
     node.add_argument(
         "--host-root",
         type=Path,
@@ -55,7 +59,8 @@ def add_commands(check: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write all findings but ok, and the last line, there",
     )
-    nodes = parts.add_parser("nodes", help="the findings of a preflight DaemonSet's pods (helm test)")
+    # For the chart's test: without `help`, none lists it.
+    nodes = parts.add_parser("nodes", description="The findings of a preflight DaemonSet's pods (helm test).")
     nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
     nodes.add_argument("--daemonset", required=True, metavar="NAME")
     nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
@@ -86,14 +91,14 @@ def _configmaps(options: argparse.Namespace) -> int:
     try:
         found = configmap_sources.from_files(options.paths)
         if options.cluster:
-            found += configmap_sources.from_cluster(options.kubeconfig)
+            found += configmap_sources.from_cluster(kubeconfig(options))
     except configmap_sources.Unreadable as error:
         print(error, file=sys.stderr)
         return 2
-    faults = configmaps.faults(found)
-    for fault in faults:
-        print(fault)
-    print(f"{len(found)} cf-crl ConfigMaps, {len(faults)} faults")
+    faults = [str(fault) for fault in configmaps.faults(found)]
+    document = {"configMaps": len(found), "faults": faults}
+    words = [*faults, f"{len(found)} cf-crl ConfigMaps, {len(faults)} faults"]
+    print(formatted(document, options, lambda _: "\n".join(words)))
     return 1 if faults else 0
 
 
@@ -114,13 +119,27 @@ def _compat(options: argparse.Namespace) -> int:
     hooked = compat.hooked(settings.vgpu.enforcement, settings.vgpu.library)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
-    print(
-        f"{verdict.name.lower()}: CUDA {compat.dotted(options.runtime)} in mode {options.mode} "
-        f"on a driver for CUDA {compat.dotted(driver.cuda)}"
-    )
-    for finding in findings:
-        print(f"  {finding.level.name.lower():8}  {finding.rule:7}  {finding.text}")
+    document = {
+        "verdict": verdict.name.lower(),
+        "runtime": compat.dotted(options.runtime),
+        "mode": options.mode,
+        "driverCuda": compat.dotted(driver.cuda),
+        "findings": [
+            {"level": each.level.name.lower(), "rule": each.rule, "text": each.text} for each in findings
+        ],
+    }
+    print(formatted(document, options, _compat_text))
     return CODES[verdict]
+
+
+def _compat_text(document: Document) -> str:
+    head = (
+        f"{document['verdict']}: CUDA {document['runtime']} in mode {document['mode']} "
+        f"on a driver for CUDA {document['driverCuda']}"
+    )
+    return "\n".join(
+        [head, *(f"  {each['level']:8}  {each['rule']:7}  {each['text']}" for each in document["findings"])]
+    )
 
 
 def _node(options: argparse.Namespace) -> int:
@@ -136,10 +155,17 @@ def _node(options: argparse.Namespace) -> int:
     seen = anyio.run(observe, settings, host_of(settings, root.absolute() if root else None))
     looks = []
     for each in look(settings, nvml_of(settings), seen):
-        print(each.line(), flush=True)
+        if options.output is None:
+            print(each.line(), flush=True)
         looks.append(each)
     result = verdict(looks)
-    print(result.text)
+    document = {
+        "verdict": result.text,
+        "findings": [
+            {"grade": each.grade.value, "subject": each.subject, "text": each.text} for each in looks
+        ],
+    }
+    print(formatted(document, options, lambda _: result.text))
     if options.summary:
         worse = [each.line() for each in looks if each.grade is not Grade.OK]
         options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")

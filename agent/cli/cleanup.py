@@ -30,7 +30,9 @@ def add_commands(commands: Commands) -> None:
     node.add_argument("--wait", type=float, default=60.0, help="seconds for an agent to leave (default: 60)")
     node.set_defaults(command=lambda options: _node(load(options), options.wait))
 
-    cluster = parts.add_parser("cluster", help="all nodes: the first step of helm uninstall")
+    cluster = parts.add_parser(  # without `help`, none lists it
+        "cluster", description="All nodes: the first step of helm uninstall."
+    )
     cluster.add_argument("--namespace", required=True, help="where the agents are")
     cluster.add_argument("--agents", required=True, metavar="SELECTOR", help="labels of the agents' pods")
     cluster.add_argument(

@@ -10,6 +10,7 @@ import anyio
 import structlog
 
 from agent.cli.arguments import Commands, add_configuration, add_kubeconfig, configuration_file, kubeconfig
+from agent.cli.output import Document, add_output, add_watch, show
 from agent.cli.running import exit_code
 from agent.kit import logs
 
@@ -27,6 +28,8 @@ def add_commands(commands: Commands) -> None:
     explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
     explain.add_argument("-n", "--namespace", default="default", help="(default: %(default)s)")
     add_kubeconfig(explain)
+    add_output(explain)
+    add_watch(explain, "the pod is bound")
     explain.set_defaults(command=_explain)
 
 
@@ -53,10 +56,14 @@ def _explain(options: argparse.Namespace) -> int:
     from agent.extender.explain import CannotExplain, explained  # noqa: PLC0415  as above
 
     namespace, _, name = options.pod.rpartition("/")
+
+    def ask() -> Document:
+        return anyio.run(explained, namespace or options.namespace, name, kubeconfig(options))
+
     try:
-        lines = anyio.run(explained, namespace or options.namespace, name, kubeconfig(options))
+        return show(
+            options, ask, lambda document: "\n".join(document["lines"]), lambda document: document["bound"]
+        )
     except CannotExplain as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(lines))
-    return 0

@@ -1,19 +1,23 @@
 """The command line: arguments and exit codes only.
 
-0 done, 1 something failed, 2 bad arguments or configuration.
+0 done, 1 something failed, 2 bad arguments or configuration, 130 interrupted, 141 who read the output left.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agent import __version__, settings
 from agent.cli import check as checks
-from agent.cli import cleanup, extender, fault, status, try_share
+from agent.cli import cleanup, completion, extender, fault, status, try_share
 from agent.cli.arguments import add_configuration, configuration_file, load, nvml_of
+from agent.cli.output import add_output, formatted
 from agent.cli.serve import Start, run_command
 from agent.kit.supervise import FatalError
+
+CLOSED_PIPE = 141  # 128 and the number of SIGPIPE, as of other programs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read has left, as head does; the interpreter must not say so when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except settings.ConfigurationError as error:
         for fault in error.faults:
             print(fault, file=sys.stderr)
@@ -65,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.set_defaults(command=_simulate)
 
     version = commands.add_parser("version", help="print the version")
+    add_output(version)
     version.set_defaults(command=_version)
+    completion.add_commands(commands, parser)
     return parser
 
 
@@ -75,8 +86,8 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _version(_: argparse.Namespace) -> int:
-    print(__version__)
+def _version(options: argparse.Namespace) -> int:
+    print(formatted({"version": __version__}, options, lambda document: str(document["version"])))
     return 0
 
 

@@ -1,7 +1,6 @@
 """`status`, `clear-health`, `release`, `cordon`, `top` on the command line: arguments, output, exit codes."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from agent.cli.arguments import Commands, add_configuration, load
 from agent.cli.arguments import duration as as_seconds
+from agent.cli.output import Document, Render, add_output, add_watch, formatted, painted, show, size
 from agent.status import client, top_table
 from agent.status.table import duration, render
 from agent.web.control import NAME
@@ -17,7 +17,6 @@ from agent.web.control import NAME
 
 def add_commands(commands: Commands) -> None:
     status = commands.add_parser("status", help="show the GPUs of this node, their health and their holders")
-    status.add_argument("--json", action="store_true", help="the whole report as JSON")
     clear = commands.add_parser("clear-health", help="declare an unhealthy GPU healthy, after it was reset")
     clear.add_argument("gpu", metavar="GPU", help="index or UUID")
     clear.add_argument(
@@ -38,79 +37,109 @@ def add_commands(commands: Commands) -> None:
     cordon.add_argument("--reason", default="", metavar="TEXT", help="why, for status and the Node object")
     live = commands.add_parser("top", help="watch utilisation and memory of GPUs and containers")
     live.add_argument("--once", action="store_true", help="print them once and end")
-    live.add_argument("--json", action="store_true", help="print them once as JSON")
     live.add_argument(
         "--every", type=as_seconds, default=2.0, metavar="TIME", help="between two looks (default: 2s)"
     )
+    add_watch(status, "you interrupt it")
+    add_watch(cordon, "no pod holds the GPU")
     actions = (
         *((status, _status), (clear, _clear), (release, _release), (live, _top)),
         *((cordon, _cordon), (uncordon, _uncordon)),
     )
     for parser, action in actions:
         add_configuration(parser)
+        add_output(parser, wide=parser in (status, live))
         parser.set_defaults(command=_over_socket(action))
 
 
-def _over_socket(action: Callable[[Path, argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
+def _over_socket(action: Callable[[Path, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         path = Path(load(options).host.run) / NAME
         try:
-            print(action(path, options))
+            return action(path, options)
         except (client.AgentUnreachable, client.AgentRefused) as error:
             print(error, file=sys.stderr)
             return 1
-        return 0
 
     return run
 
 
-def _status(path: Path, options: argparse.Namespace) -> str:
-    document = client.ask(path, "status")
-    if options.json:
-        return json.dumps(document, indent=2)
-    return render(document, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+def _status(path: Path, options: argparse.Namespace) -> int:
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    def text(document: Document) -> str:
+        columns = None if options.output == "wide" else size()[0]
+        return render(document, colours=colours, columns=columns)
+
+    return show(options, lambda: client.ask(path, "status"), text)
 
 
-def _top(path: Path, options: argparse.Namespace) -> str:
+def _top(path: Path, options: argparse.Namespace) -> int:
     """Repaint until interrupted; without a terminal, print once."""
-    shown = client.ask(path, "top")
-    if options.json:
-        return json.dumps(shown, indent=2)
-    while not options.once and sys.stdout.isatty():
-        # Home, then each line erased to its end, then what is below: no flicker as with a cleared screen.
-        text = top_table.render(shown).replace("\n", "\033[K\n")
-        print(f"\033[H{text}\033[K\033[J", end="", flush=True)
+
+    def text(document: Document) -> str:
+        columns, rows = size()
+        if not rows or options.output == "wide":
+            return top_table.render(document)
+        return top_table.render(document, columns, 0 if options.once else rows)
+
+    while options.output in (None, "wide") and not options.once and sys.stdout.isatty():
+        print(painted(text(client.ask(path, "top"))), end="", flush=True)
         time.sleep(options.every)
-        shown = client.ask(path, "top")
-    return top_table.render(shown)
+    return show(options, lambda: client.ask(path, "top"), text)
 
 
-def _clear(path: Path, options: argparse.Namespace) -> str:
-    cleared = client.ask(path, "clear-health", gpu=options.gpu, removed=options.removed)
-    if options.removed:
-        return f"GPU {cleared['index']} ({cleared['uuid']}) is forgotten; it was: {cleared['was']}"
-    return f"GPU {cleared['index']} ({cleared['uuid']}) is declared healthy; it was: {cleared['was']}"
+def _clear(path: Path, options: argparse.Namespace) -> int:
+    def text(done: Document) -> str:
+        if options.removed:
+            return f"GPU {done['index']} ({done['uuid']}) is forgotten; it was: {done['was']}"
+        return f"GPU {done['index']} ({done['uuid']}) is declared healthy; it was: {done['was']}"
+
+    return _say(options, client.ask(path, "clear-health", gpu=options.gpu, removed=options.removed), text)
 
 
-def _cordon(path: Path, options: argparse.Namespace) -> str:
+def _cordon(path: Path, options: argparse.Namespace) -> int:
     done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
+
+    def still() -> Document:
+        if not options.watch:
+            return done
+        gpus = client.ask(path, "status")["gpus"]
+        holders = [pod["pod"] for gpu in gpus if gpu["uuid"] == done["uuid"] for pod in gpu["holders"]]
+        return {**done, "waitingFor": sorted(set(holders))}
+
+    return show(options, still, _cordoned, lambda found: not found["waitingFor"])
+
+
+def _cordoned(done: Document) -> str:
     text = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
     pods = ", ".join(done["waitingFor"])
     return f"{text}; pods on it go on until they end: {pods}" if pods else text
 
 
-def _uncordon(path: Path, options: argparse.Namespace) -> str:
-    done = client.ask(path, "uncordon", gpu=options.gpu)
-    return f"GPU {done['index']} ({done['uuid']}) is offered again; it was {done['was']}"
+def _uncordon(path: Path, options: argparse.Namespace) -> int:
+    def text(done: Document) -> str:
+        return f"GPU {done['index']} ({done['uuid']}) is offered again; it was {done['was']}"
+
+    return _say(options, client.ask(path, "uncordon", gpu=options.gpu), text)
 
 
-def _release(path: Path, options: argparse.Namespace) -> str:
+def _release(path: Path, options: argparse.Namespace) -> int:
     if options.end:
-        client.ask(path, "release", end=True)
-        return "NVML is opened again; GPUs return as they answer"
-    client.ask(path, "release", deadline=client.RELEASE_SECONDS, seconds=options.seconds)
-    return (
-        f"released for {duration(options.seconds)}: no unit of this node is handed out, NVML is closed.\n"
-        "Running pods keep their GPUs. After a reset: gpu-node-agent clear-health GPU\n"
-        "To serve again sooner: gpu-node-agent release --end"
+        done = client.ask(path, "release", end=True)
+        return _say(options, done, lambda _: "NVML is opened again; GPUs return as they answer")
+    done = client.ask(path, "release", deadline=client.RELEASE_SECONDS, seconds=options.seconds)
+    return _say(
+        options,
+        done,
+        lambda _: (
+            f"released for {duration(options.seconds)}: no unit of this node is handed out, NVML is closed.\n"
+            "Running pods keep their GPUs. After a reset: gpu-node-agent clear-health GPU\n"
+            "To serve again sooner: gpu-node-agent release --end"
+        ),
     )
+
+
+def _say(options: argparse.Namespace, done: Document, text: Render) -> int:
+    print(formatted(done, options, text))
+    return 0

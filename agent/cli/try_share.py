@@ -60,8 +60,10 @@ def _try(options: argparse.Namespace) -> int:
         options.timeout,
     )
 
+    config = kubeconfig(options)
+
     async def act() -> int:
-        return await _attempt(chosen, kubeconfig(options))
+        return await _attempt(chosen, config)
 
     code = anyio.run(until_interrupted, act)
     if code is None:

@@ -64,15 +64,31 @@ def _late(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def _readable(file: Path) -> None:
-    with file.open("rb"):
-        pass
+def _files(listed: Path) -> tuple[str, str | None]:
+    """The files of a list that say something, and the context to use: the first that one of them names.
+
+    As kubectl has it; the client takes the last, and fails on an empty file. Raises OSError, ValueError.
+    """
+    yaml = importlib.import_module("yaml")
+    paths = [Path(part).expanduser() for part in str(listed).split(os.pathsep) if part]
+    there = [path for path in paths if path.exists()] or paths[:1]
+    found: dict[str, str] = {}
+    for path in there:
+        with path.open("rb") as file:
+            content = yaml.safe_load(file)
+        if isinstance(content, dict):
+            found[str(path)] = str(content.get("current-context") or "")
+        elif content is not None:
+            raise ValueError(f"{path} is no kubeconfig")
+    if not found:
+        raise ValueError("it is empty")
+    return os.pathsep.join(found), next(filter(None, found.values()), None)
 
 
 async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the client's own untyped class
     """The client's Configuration: from `kubeconfig` where given, else from the pod's service account.
 
-    Raises NoClusterAccess.
+    It may be a list of files, as in $KUBECONFIG: they are merged by kubectl's rules. Raises NoClusterAccess.
     """
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" not in os.environ:
         raise NoClusterAccess(
@@ -84,9 +100,9 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
             await anyio.to_thread.run_sync(_service_account, made)
         else:
             # The client prints that there is no file, and then complains of what it does not hold.
-            await anyio.to_thread.run_sync(_readable, kubeconfig)
+            files, context = await anyio.to_thread.run_sync(_files, kubeconfig)
             loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
-            await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=made)
+            await loader.load_kube_config(config_file=files, context=context, client_configuration=made)
     except Exception as error:
         named = f"kubeconfig {kubeconfig}" if kubeconfig else "the pod's service account"
         raise NoClusterAccess(f"{named} cannot be used: {error}") from error

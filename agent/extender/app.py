@@ -113,10 +113,12 @@ class Extender:
                 gang_seconds=settings.gang_seconds,
             )
             verdicts = Verdicts(fleet)
-            self._serving = ServingState(verdicts, binder)
             events = EventRecorder(self._api, self.election.identity, REPORTER)
             complete = self.sync.complete
-            pending = PendingPods(self._api, fleet, verdicts, events, self.supervisor, lambda: complete.value)
+            pending = PendingPods(
+                self._api, fleet, verdicts, events, self.supervisor, lambda: complete.value, binder.gangs
+            )
+            self._serving = ServingState(verdicts, binder, lambda: pending.problem)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._log_completeness, self.sync, fleet)
                 if self._label:
@@ -182,6 +184,11 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
 
     `connected`: a way to the API server; None: as configured.
     """
+    if not settings.http.verbs and settings.tls.port is None:
+        raise FatalError(
+            "http.verbs is false and tls.port is null: kube-scheduler could not ask anything; set tls.port"
+            " and a certificate, or http.verbs: true, which serves every caller that reaches the port"
+        )
     api = connected or await _connect(settings)
     extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings))
     try:

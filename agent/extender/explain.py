@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from agent.model.demand import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
 MIRROR = "kubernetes.io/config.mirror"  # the kubelet sets it on the object of a static pod
+BOUND_TO = "is bound to node"
 MOST_NODES = 3  # for which the output names the pods that would have to end
 
 
@@ -55,11 +57,12 @@ class _EndedPod(msgspec.Struct, frozen=True):
     status: _Ended = _Ended()
 
 
-async def explained(namespace: str, name: str, kubeconfig: Path | None) -> list[str]:
-    """Lines for people. Raises CannotExplain."""
+async def explained(namespace: str, name: str, kubeconfig: Path | None) -> dict[str, Any]:
+    """Lines for people, and whether the pod is bound. Raises CannotExplain."""
     try:
         async with await connect(kubeconfig) as api:
-            return await explain(api, namespace, name)
+            lines = await explain(api, namespace, name)
+            return {"pod": f"{namespace}/{name}", "bound": BOUND_TO in lines[0], "lines": lines}
     except NoClusterAccess as error:
         remedy = "" if kubeconfig else "; name one with --kubeconfig, or run this in the agent's pod"
         raise CannotExplain(f"{error}{remedy}") from error
@@ -74,7 +77,7 @@ async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     if ended.refused:
         return await _explain_refusal(api, pod, ended)
     if pod.spec.node_name:
-        lines = [f"pod {namespace}/{name} is bound to node {pod.spec.node_name}"]
+        lines = [f"pod {namespace}/{name} {BOUND_TO} {pod.spec.node_name}"]
         if MIRROR in pod.metadata.annotations and asks_for_share(as_model(pod)):
             lines.append(STATIC_PODS)
         return lines

@@ -38,6 +38,8 @@ class ServingState:
 
     verdicts: Verdicts
     binder: Binder
+    # Why the list of unbound pods, of which gangs are known, is not the newest; empty: it is.
+    unbound_problem: Callable[[], str] = str
 
 
 Act = Callable[[Request, ServingState], Awaitable[tuple[Reply, str]]]
@@ -71,7 +73,12 @@ class Verbs:
             return _json(scheduler_protocol.filtered(asked, [], refused, unresolvable=True)), "impossible"
         if wanted.demand.nothing:
             return _json(scheduler_protocol.filtered(asked, list(asked.names), {})), "ok"
-        gang = gang_of(asked.pod)
+        gang = ""
+        if gang_of(asked.pod):
+            gang = await serving.binder.gangs.gang(asked.pod.metadata.uid, wanted.demand)
+            if not gang and (problem := serving.unbound_problem()):
+                # Without GPUs of its own a gang might be bound by halves; kube-scheduler asks again.
+                return Reply.text(f"nothing is known of the pod's gang: {problem}", 503), "unready"
         if gang:
             serving.binder.gangs.release(asked.pod.metadata.uid)
         fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)

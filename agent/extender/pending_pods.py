@@ -1,7 +1,8 @@
-"""Reports by an event on a pod why it waits; only the leader does.
+"""Follows unbound pods: gangs learn of their members, and a pod that waits learns why by an event.
 
-kube-scheduler asks an extender only about nodes whose totals are large enough, so that its calls do not show
-every pod that waits. Its own verdict does: the condition PodScheduled, False with reason Unschedulable.
+Only the leader does. kube-scheduler asks an extender only about nodes whose totals are large enough, so that
+its calls do not show every pod that waits. Its own verdict does: the condition PodScheduled, False with the
+reason Unschedulable.
 """
 
 from collections import Counter
@@ -16,7 +17,8 @@ from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
-from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for
+from agent.extender.gangs import Gangs, Member
+from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for, gang_of
 from agent.extender.pod_demand import PodDemand
 from agent.extender.verdicts import Verdicts
 from agent.extender.waiting_reason import WaitingReason, waiting_reason
@@ -35,17 +37,19 @@ UNSCHEDULABLE = PodCondition("PodScheduled", "False", "Unschedulable")
 
 @dataclass(frozen=True, slots=True)
 class PendingPod:
-    """A pod with GPUs that kube-scheduler finds no node for. `demand`: None where `problem` says why not."""
+    """A pod with GPUs that is not bound. `demand`: None where `problem` says why not."""
 
     about: Regarding
     demand: PodDemand | None
     problem: str = ""
+    waits: bool = True  # kube-scheduler found no node for it
+    member: Member | None = None  # of a gang
 
 
 def read_pending(raw: bytes) -> tuple[Metadata, PendingPod | None]:
-    """An unbound pod's JSON; None: it does not wait for GPUs. Raises msgspec.DecodeError."""
+    """An unbound pod's JSON; None: it ends, or asks for no GPU. Raises msgspec.DecodeError."""
     pod = decode_pod(raw)
-    return pod.metadata, _pending(pod) if UNSCHEDULABLE in pod.status.conditions else None
+    return pod.metadata, _pending(pod)
 
 
 def _pending(pod: WatchedPod) -> PendingPod | None:
@@ -53,11 +57,15 @@ def _pending(pod: WatchedPod) -> PendingPod | None:
     if meta.deletion_timestamp or pod.spec.node_name:
         return None
     about = Regarding("Pod", meta.name, meta.namespace, meta.uid)
+    waits = UNSCHEDULABLE in pod.status.conditions
     try:
         demand = demand_for(as_model(pod))
     except Impossible as error:
-        return PendingPod(about, None, str(error))
-    return None if demand.nothing else PendingPod(about, demand)
+        return PendingPod(about, None, str(error), waits)
+    if demand.nothing:
+        return None
+    gang = gang_of(pod)
+    return PendingPod(about, demand, "", waits, Member(gang, demand) if gang else None)
 
 
 @dataclass(slots=True)
@@ -80,7 +88,7 @@ def _in_turn(due: list[_Waiting]) -> list[_Waiting]:
 
 
 class PendingPods:
-    """One watch, and a look at the pods that it shows."""
+    """One watch, and a look at the pods that it shows. `gangs` learn of each member of theirs."""
 
     def __init__(
         self,
@@ -90,6 +98,7 @@ class PendingPods:
         events: EventRecorder,
         supervisor: Supervisor,
         complete: Callable[[], bool],
+        gangs: Gangs,
     ) -> None:
         """`complete`: whether the ledger has all nodes and bound pods; else GPUs would be called free."""
         self._fleet = fleet
@@ -97,28 +106,54 @@ class PendingPods:
         self._events = events
         self._supervisor = supervisor
         self._complete = complete
+        self._gangs = gangs
+        self._members: set[str] = set()
         self._waiting: dict[str, _Waiting] = {}
         self._watch = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": UNBOUND}, read_pending, self, "pending pods"
         )
 
+    @property
+    def problem(self) -> str:
+        """Why pods may be missing; empty: all are known."""
+        if not self._watch.synced:
+            return "the list of pending pods is not complete yet"
+        return self._watch.problem or ""
+
     def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
-        for uid in self._waiting.keys() - values.keys():
-            del self._waiting[uid]
+        for uid in (self._waiting.keys() | self._members) - values.keys():
+            self.removed(uid, None)
         for uid, pod in values.items():
             self.changed(uid, pod)
 
     def changed(self, uid: str, value: PendingPod | None) -> None:
-        if value is None:
+        if value is None:  # it is being deleted
+            self._gone(uid, ended=True)
+            return
+        if value.member:
+            self._members.add(uid)
+            self._gangs.show(uid, value.member)
+        elif uid in self._members:  # its label was taken away
+            self._members.remove(uid)
+            self._gangs.hide(uid, ended=True)
+        known = self._waiting.get(uid)
+        if not value.waits:
             self._waiting.pop(uid, None)
-        elif (known := self._waiting.get(uid)) is None:
-            self._waiting[uid] = _Waiting(value, anyio.current_time())
-        else:
+        elif known:
             known.pod = value
+        else:
+            self._waiting[uid] = _Waiting(value, anyio.current_time())
+            self._gangs.give_up(uid)
 
     def removed(self, uid: str, value: PendingPod | None) -> None:
-        del value
+        del value  # as it was before: it does not say whether the pod is bound
+        self._gone(uid, ended=False)
+
+    def _gone(self, uid: str, *, ended: bool) -> None:
         self._waiting.pop(uid, None)
+        if uid in self._members:
+            self._members.remove(uid)
+            self._gangs.hide(uid, ended=ended)
 
     async def run(self) -> None:
         """Watch, and write events while the ledger is complete, until cancelled."""

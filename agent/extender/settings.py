@@ -27,7 +27,8 @@ class Http(Section, frozen=True):
 
     address: str = "0.0.0.0"  # noqa: S104  the kubelet probes the pod's address
     port: Port = 3456
-    verbs: bool = True  # False: kube-scheduler comes over TLS alone
+    # True: the scheduler's verbs are served here, too, where no caller has to show who it is.
+    verbs: bool = False
     # A request with full Node objects may be large; more is refused with 400.
     most_mebibytes: Annotated[int, Meta(ge=1, le=512)] = 64
 

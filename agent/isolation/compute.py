@@ -107,6 +107,7 @@ class Compute:
         self._pause = pause
         self._followed: dict[str, _Followed] = {}
         self._unreadable = Problems()
+        self._unwritten = Problems("share_not_written")
         self._measured: Mapping[Place, Work] = {}
 
     def measured(self, work: Mapping[Place, Work]) -> None:
@@ -187,6 +188,7 @@ class Compute:
     def _open(self, opened: ExitStack) -> Mapping[str, int]:
         files = {}
         self._unreadable.keep(self._followed)
+        self._unwritten.keep(self._followed)
         for key in self._followed:
             try:
                 files[key] = self._isolation.folders.open_usage(key)
@@ -259,7 +261,9 @@ class Compute:
             self._isolation.folders.change(each.claim.key, **values)
             each.written = wanted
         except FolderUnusable as error:
-            log.warning("share_not_written", problem=str(error))
+            self._unwritten.met(each.claim.key, error)
+        else:
+            self._unwritten.over(each.claim.key)
 
     def standing(self) -> Mapping[str, Share]:
         """How containers stand, by folder."""

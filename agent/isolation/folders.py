@@ -3,13 +3,13 @@
 The key is made of the units that the container holds, which are its alone while it lives, and which the
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
 mounted by itself: `limits` read-only, `usage` as their own. Nothing that they can write is trusted: no path
-is followed, nothing is mapped, and a usage region that was made longer is cut back. All of it blocks.
+is followed, nothing is mapped, and a usage region that was made longer is cut back. Both files stay open here
+(`agent.isolation.held`), so that their container cannot shut the agent out. All of it blocks.
 """
 
 import hashlib
 import os
 import secrets
-import stat
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from agent.isolation import layout
-from agent.isolation.isolation_errors import BadLayout, FolderUnusable
+from agent.isolation.held import REFUSALS, Held, opened
+from agent.isolation.isolation_errors import AccessRefused, BadLayout, FolderUnusable
 from agent.isolation.layout import Limits, Usage
 from agent.isolation.loaded import Entries
 from agent.kit import trees
@@ -72,6 +73,7 @@ def key_of(ids: Collection[str]) -> str:
 class LimitFolders:
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
+        self.held = Held()
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
 
     def prepare(self) -> None:
@@ -119,7 +121,16 @@ class LimitFolders:
             except BaseException:
                 trees.remove(root, scratch)
                 raise
+        # Once its folder is gone nobody keeps files of the one before.
+        self.held.drop(key)
+        self.hold(key)
         return key
+
+    def hold(self, key: str) -> None:
+        """Have both files of a container open. Raises FolderUnusable."""
+        for name in () if self.held.has(key, MODES) else MODES:
+            with self._file(key, name):
+                pass
 
     def about(self, key: str) -> About:
         """The container of a folder. Raises FolderUnusable."""
@@ -140,7 +151,7 @@ class LimitFolders:
 
     def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of Limits
         """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
-        with self._changing, self._file(key, LIMITS, os.O_RDWR) as file:
+        with self._changing, self._file(key, LIMITS) as file:
             now = layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
             layout.write_limits(file, 0, replace(now, **values))
 
@@ -155,13 +166,13 @@ class LimitFolders:
 
     def bound(self, key: str) -> None:
         """Cut a usage region back that its container made longer. Raises FolderUnusable."""
-        with self._file(key, USAGE, os.O_RDWR) as file:
+        with self._file(key, USAGE) as file:
             if os.fstat(file).st_size > layout.USAGE_BYTES:
                 os.ftruncate(file, layout.USAGE_BYTES)
 
     def mend(self, key: str, about: About) -> None:
         """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
-        with self._file(key, LIMITS, os.O_RDWR) as file:
+        with self._file(key, LIMITS) as file:
             os.pwrite(file, _limits(about), 0)
             os.ftruncate(file, layout.LIMITS_BYTES)
 
@@ -176,8 +187,8 @@ class LimitFolders:
 
     def open_usage(self, key: str) -> int:
         """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
-        with self._folder(key) as folder:
-            return _opened(folder, USAGE, os.O_RDONLY)
+        with self._file(key, USAGE) as file:
+            return os.dup(file)
 
     def sole_process(self, key: str, total_bytes: int) -> tuple[int, int] | None:
         """The container's only process by the library's word: bytes charged, and those for contexts.
@@ -197,6 +208,7 @@ class LimitFolders:
         """Remove a folder; there may be none. Raises FolderUnusable."""
         with _problem_of(self.root / key), trees.opened(self.root) as root:
             trees.remove(root, key)
+        self.held.drop(key)
 
     @contextmanager
     def _folder(self, key: str) -> Iterator[int]:
@@ -208,16 +220,29 @@ class LimitFolders:
                 os.close(folder)
 
     @contextmanager
-    def _file(self, key: str, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-        """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout."""
+    def _file(self, key: str, name: str) -> Iterator[int]:
+        """A file of a folder, open. Raises FolderUnusable, also where its reader finds a BadLayout.
+
+        AccessRefused is one: the file's container keeps the agent from it.
+        """
         with self._folder(key) as folder:
-            descriptor = _opened(folder, name, flags)
+            descriptor = self._descriptor(folder, key, name)
             try:
                 yield descriptor
             except BadLayout as error:
                 raise FolderUnusable(f"{self.path(key, name)}: {error}") from error
             finally:
                 os.close(descriptor)
+
+    def _descriptor(self, folder: int, key: str, name: str) -> int:
+        if name not in MODES:  # no container has it
+            return opened(folder, name, os.O_RDONLY)
+        try:
+            return self.held.get(key, name, folder, os.O_RDWR, MODES[name])
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            raise AccessRefused(f"{self.path(key, name)} is kept from the agent: {error.strerror}") from error
 
 
 def _limits(about: About, context_bytes: int = 0) -> bytes:
@@ -256,22 +281,3 @@ def _write(folder: int, name: str, content: bytes, mode: int, size: int = 0) -> 
         os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
-
-
-def _opened(folder: int, name: str, flags: int) -> int:
-    """A descriptor of a regular file. Raises OSError for whatever else has that name."""
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(name, flags, dir_fd=folder)
-    except PermissionError:
-        # Root of a container is the owner of its region, too, and may have closed it to an agent without
-        # capabilities. In this folder nobody else puts another file, or a link, in its place.
-        if name not in MODES:
-            raise
-        os.chmod(name, MODES[name], dir_fd=folder)
-        descriptor = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        with suppress(OSError):
-            os.close(descriptor)
-        raise OSError(f"{name} is no regular file")
-    return descriptor

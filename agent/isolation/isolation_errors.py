@@ -9,12 +9,12 @@ class LibraryUnusable(IsolationError):
     """The enforcement library cannot be shown to containers of this node."""
 
 
-class LibraryGone(LibraryUnusable):
-    """The library was on the host, and is not there any more."""
-
-
 class FolderUnusable(IsolationError):
     """The limit folder of a container cannot be made, read or written."""
+
+
+class AccessRefused(FolderUnusable):
+    """A container keeps the agent from one of its files: by a lease, another owner, or by executing it."""
 
 
 class BadLayout(IsolationError):

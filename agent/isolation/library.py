@@ -1,18 +1,24 @@
-"""The enforcement library on the host: where containers of this node get it from.
+"""The enforcement library on the host: where each container of this node gets its own copy from.
 
-A file name holds the library's build, and a file never changes: containers that run keep theirs over every
-update of the agent. It lies below the state folder (`/var/lib/gpu-node-agent/lib`), never below `/run`, which
-many nodes mount noexec. All of it blocks.
+A container has an inode of its own of all that it can open: a lease on one that all share would stall every
+program start of the node, and a watch would see them. A file name holds the build of the content and of the
+copy, and a file never changes: containers that run keep theirs over every update of the agent. Copies lie
+below the state folder (`/var/lib/gpu-node-agent/lib`), never below `/run`, which many nodes mount noexec, and
+which a reboot empties. All of it blocks.
 """
 
+import errno
+import fcntl
 import hashlib
 import os
-import stat
-from collections.abc import Collection
+import secrets
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from agent.isolation.held import Held
 from agent.isolation.isolation_errors import LibraryUnusable
 from agent.kit import selinux, trees
 from agent.kit.selinux import label_for_pods
@@ -27,14 +33,16 @@ IN_CONTAINER = "/usr/lib/gpu-node-agent"
 PRELOAD_IN_CONTAINER = "/etc/ld.so.preload"
 LARGEST_BYTES = 32 << 20
 ELF = b"\x7fELF"
+FICLONE = 0x40049409  # of <linux/fs.h>: a copy that shares its blocks, where the file system has such
+NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One build of the library on the host."""
+    """A copy of the library on the host."""
 
     folder: Path
-    build: str  # of its content
+    build: str  # of its content, and of the copy; the former alone where one served all (up to 0.2.0)
 
     @property
     def file(self) -> Path:
@@ -50,8 +58,82 @@ class Library:
         return f"{IN_CONTAINER}/{self.file.name}"
 
 
-def install(source: Path, state: Path) -> Library:
-    """Put the image's library where containers can have it from; one that is there already stays.
+class Original:
+    """The image's library, from which containers get their copies.
+
+    It has no name on the host, so that no container can be given it.
+    """
+
+    def __init__(self, folder: Path, content: bytes) -> None:
+        """Raises OSError."""
+        self.build = hashlib.sha256(content).hexdigest()[:16]
+        self._folder = folder
+        self._content = content
+        self._shared: int | None = None  # a file whose blocks copies can share; None: there is no such thing
+        with trees.opened(folder) as descriptor:
+            file = _unnamed(descriptor)
+            try:
+                _write(file, content)
+                trial = _unnamed(descriptor)
+                try:
+                    fcntl.ioctl(trial, FICLONE, file)
+                finally:
+                    os.close(trial)
+            except OSError as error:
+                os.close(file)
+                if error.errno not in NO_REFLINKS:
+                    raise
+            else:
+                self._shared = file
+
+    def __del__(self) -> None:
+        if (file := getattr(self, "_shared", None)) is not None:
+            with suppress(OSError):
+                os.close(file)
+
+    def copy(self, build: str = "") -> Library:
+        """A container's own copy, or one that is to be there again. Raises LibraryUnusable."""
+        library = Library(self._folder, build or f"{self.build}-{secrets.token_hex(8)}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with trees.opened(self._folder) as folder:
+                _put(folder, library.file.name, 0o555, self._write)
+                line = f"{library.in_container}\n".encode()
+                _put(folder, library.preload.name, 0o444, partial(_write, content=line))
+        except OSError as error:
+            raise LibraryUnusable(
+                f"{self._folder}: the enforcement library cannot be put there: {error.strerror or error}"
+            ) from error
+        if problem := label_for_pods(self._folder, library.file, library.preload):
+            raise LibraryUnusable(f"SELinux would keep pods from the enforcement library: {problem}")
+        return library
+
+    def mend(self, build: str) -> bool:
+        """Have a copy be there that has been removed, or that a power cut has left empty; whether it was not.
+
+        Another build's cannot be mended. Raises LibraryUnusable.
+        """
+        library = Library(self._folder, build)
+        if build.partition("-")[0] != self.build or self._whole(library):
+            return False
+        self.copy(build)
+        return True
+
+    def _whole(self, library: Library) -> bool:
+        sizes = {library.file: len(self._content), library.preload: len(library.in_container) + 1}
+        with suppress(OSError):
+            return all(file.is_file() and file.stat().st_size == size for file, size in sizes.items())
+        return False
+
+    def _write(self, file: int) -> None:
+        if self._shared is not None:
+            fcntl.ioctl(file, FICLONE, self._shared)
+        else:
+            _write(file, self._content)
+
+
+def install(source: Path, state: Path) -> Original:
+    """Have the image's library where containers can have copies of it from.
 
     Raises LibraryUnusable: it is missing, or containers could not load it from there.
     """
@@ -63,26 +145,51 @@ def install(source: Path, state: Path) -> Library:
             "holds it, or set vgpu.enforcement to report"
         ) from error
     folder = state / FOLDER
-    library = Library(folder, hashlib.sha256(content).hexdigest()[:16])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
         with trees.opened(folder) as descriptor:
             _check_executable(folder, descriptor)
-            _put(descriptor, library.file.name, content, 0o555)
-            _put(descriptor, library.preload.name, f"{library.in_container}\n".encode(), 0o444)
+        original = Original(folder, content)
     except OSError as error:
         raise LibraryUnusable(
             f"{folder}: the enforcement library cannot be put there: {error.strerror or error}"
         ) from error
-    if problem := label_for_pods(folder, library.file, library.preload):
-        raise LibraryUnusable(f"SELinux would keep pods from the enforcement library: {problem}")
-    return library
+    if problem := selinux.obstacle(folder):
+        raise LibraryUnusable(problem)
+    return original
 
 
-def is_there(library: Library) -> bool:
-    """Whether both files are on the host still: a runtime makes folders in their place. Blocks."""
-    return library.file.is_file() and library.preload.is_file()
+def hold(held: Held, library: Library) -> None:
+    """Have both files of a copy open. Raises OSError."""
+    if held.has(library.build, (library.file.name, library.preload.name)):
+        return
+    with trees.opened(library.folder) as folder:
+        for file in (library.file, library.preload):
+            os.close(held.get(library.build, file.name, folder, os.O_RDONLY))
+
+
+def settle(held: Held, library: Library) -> None:
+    """Have a copy on disk, and there after a power cut. Raises OSError.
+
+    Its pages are its container's, once that reads them, not the agent's.
+    """
+    with trees.opened(library.folder) as folder:
+        for file in (library.file, library.preload):
+            descriptor = held.get(library.build, file.name, folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        os.fsync(folder)
+
+
+def remove(library: Library) -> None:
+    """Remove a copy that no container was given."""
+    for file in (library.file, library.preload):
+        with suppress(OSError):
+            file.unlink()
 
 
 def remove_unused(state: Path, used: Collection[str]) -> None:
@@ -113,6 +220,7 @@ _NOEXEC = (
     "{} lies on a file system that is mounted noexec, so that no container could load the enforcement "
     "library from there; mount it without noexec"
 )
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _check_executable(folder: Path, descriptor: int) -> None:
@@ -128,30 +236,28 @@ def _read(source: Path) -> bytes:
     return content
 
 
-def _put(folder: int, name: str, content: bytes, mode: int) -> None:
-    """Have a file of that name and content in one step; one that is as it should be stays the same file."""
-    with suppress(OSError):
-        if _same(folder, name, content, mode):
-            return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+def _put(folder: int, name: str, mode: int, write: Callable[[int], None]) -> None:
+    """Have a new file of that name in one step."""
     with trees.replacing(folder, name) as scratch:
-        with open(os.open(scratch, flags, 0o600, dir_fd=folder), "wb") as file:  # noqa: PTH123  a descriptor
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+        descriptor = os.open(scratch, _NEW, 0o600, dir_fd=folder)
+        try:
+            write(descriptor)
+            os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+        # A runtime that starts a container without the file makes a folder in its place.
         with suppress(NotADirectoryError, FileNotFoundError):
             os.rmdir(name, dir_fd=folder)
 
 
-def _same(folder: int, name: str, content: bytes, mode: int) -> bool:
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    with open(descriptor, "rb") as file:  # noqa: PTH123  a descriptor
-        status = os.fstat(descriptor)
-        return (
-            stat.S_ISREG(status.st_mode)
-            and stat.S_IMODE(status.st_mode) == mode
-            and status.st_size == len(content)
-            and status.st_uid == os.geteuid()
-            and file.read() == content
-        )
+def _unnamed(folder: int) -> int:
+    """A new file without a name. Raises OSError."""
+    scratch = f".{secrets.token_hex(8)}"
+    descriptor = os.open(scratch, _NEW, 0o600, dir_fd=folder)
+    os.unlink(scratch, dir_fd=folder)
+    return descriptor
+
+
+def _write(file: int, content: bytes) -> None:
+    if os.write(file, content) != len(content):
+        raise OSError("it was written in part: the file system is full")

@@ -1,23 +1,36 @@
-"""Problems of limit folders in the log: when they begin, and not again before they have ended."""
+"""Problems of limit folders in the log: when they begin, and not again before they have ended.
 
-from collections.abc import Collection
+A container may begin and end them as it likes: each is logged once a minute at most.
+"""
+
+import time
+from collections.abc import Callable, Collection
 
 import structlog
 
 log = structlog.get_logger()
 
+QUIET_SECONDS = 60.0
+
 
 class Problems:
-    """Folders that one reader cannot read now."""
+    """Folders that one reader cannot read now, or one writer not write."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: str = "usage_unreadable", clock: Callable[[], float] = time.monotonic) -> None:
+        self._event = event
+        self._clock = clock
         self._open: set[str] = set()
+        self._logged: dict[str, float] = {}
 
     def met(self, key: str, problem: object) -> None:
-        """A usage region could not be read."""
-        if key not in self._open:
-            self._open.add(key)
-            log.info("usage_unreadable", folder=key, problem=str(problem))
+        """A folder could not be read or written."""
+        if key in self._open:
+            return
+        self._open.add(key)
+        now = self._clock()
+        if now - self._logged.get(key, float("-inf")) >= QUIET_SECONDS:
+            self._logged[key] = now
+            log.info(self._event, folder=key, problem=str(problem))
 
     def over(self, key: str) -> None:
         """It could be."""
@@ -26,3 +39,4 @@ class Problems:
     def keep(self, keys: Collection[str]) -> None:
         """Forget folders that are gone."""
         self._open.intersection_update(keys)
+        self._logged = {key: at for key, at in self._logged.items() if key in keys}

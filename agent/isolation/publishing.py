@@ -53,6 +53,7 @@ class Publisher:
         self._watch: LimitWatch | None = None
         self._written: dict[str, str] = {}  # by UID of the pod
         self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
+        self._refusing: set[str] = set()  # folders whose containers keep the agent from them
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -75,6 +76,9 @@ class Publisher:
                 self._announced.add(key)
                 self._announce(limits, fences)
         self._announced &= known.keys()
+        for key in self._isolation.refusing.keys() - self._refusing:
+            self._refused(known.get(key), self._isolation.refusing[key])
+        self._refusing = set(self._isolation.refusing)
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
@@ -107,6 +111,10 @@ class Publisher:
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
+
+    def refusing(self) -> int:
+        """Containers that keep the agent from the files of their limits."""
+        return len(self._isolation.refusing)
 
     def grown(self) -> Mapping[str, int]:
         """Bytes that containers were resized to beyond what their pods asked for, by namespace."""
@@ -241,6 +249,18 @@ class Publisher:
             log.warning("limits_avoidable", pod=pod, container=about.container, ways=ways)
             text = f"container {about.container} is not kept to its memory against its will: {ways}"
             self._owners.event(_pod(about), "LimitsAvoidable", text, warning=True)
+
+    def _refused(self, limits: ContainerLimits | None, problem: str) -> None:
+        if limits is None:
+            return
+        about = limits.about
+        text = (
+            f"container {about.container} keeps the agent from the files of its limits, so that these cannot "
+            f"be changed: {problem}; end the pod if that lasts for more than a minute"
+        )
+        pod = f"{about.namespace}/{about.pod}"
+        log.warning("limits_access_refused", pod=pod, container=about.container, problem=problem)
+        self._owners.event(_pod(about), "LimitsAccessRefused", text, warning=True)
 
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()

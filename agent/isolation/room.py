@@ -18,8 +18,9 @@ from agent.isolation import library as libraries
 from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
-from agent.isolation.isolation_errors import FolderUnusable, IsolationError, LibraryGone, LibraryUnusable
-from agent.isolation.library import Library
+from agent.isolation.held import REFUSALS, Held
+from agent.isolation.isolation_errors import AccessRefused, FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.library import Library, Original
 from agent.isolation.limits import Admission, ContainerLimits, Policy
 from agent.isolation.problems import Problems
 from agent.kit.cell import Cell
@@ -69,7 +70,13 @@ class Isolation:
         self._namespaces = namespaces
         self._clock = clock
         self.computes = compute
-        self._library: Library | None = None
+        self._library: Original | None = None
+        self._held = Held()  # copies of the library, by build
+        self._unsettled: set[str] = set()  # copies that are not on disk yet
+        # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
+        self.refusing: Mapping[str, str] = MappingProxyType({})
+        self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
+        self._outdated = False  # whether there may be copies of nobody's
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
@@ -87,7 +94,10 @@ class Isolation:
 
     def library_file(self, about: About) -> Path:
         """The library that a container was given, on the host."""
-        return Library(self._state / libraries.FOLDER, about.build).file
+        return self._library_of(about).file
+
+    def _library_of(self, about: About) -> Library:
+        return Library(self._state / libraries.FOLDER, about.build)
 
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
@@ -100,12 +110,18 @@ class Isolation:
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
         self.containers.publish(MappingProxyType(found))
+        self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
             "limits_in_use",
             policy=self._policy.value,
             library=self._library.build if self._library else None,
             containers=len(found),
         )
+
+    def close(self) -> None:
+        """Let go of the files of containers."""
+        self.folders.held.close()
+        self._held.close()
 
     async def admit(self, request: About) -> Admission:
         """The files that a container gets, all of them or none, and whether the driver limits it.
@@ -118,12 +134,7 @@ class Isolation:
         try:
             if self._library is None:
                 raise LibraryUnusable(self.problem or "")
-            try:
-                return await self._admitted(request, policy, self._library)
-            except LibraryGone:
-                log.warning("enforcement_library_gone", file=str(self._library.file))
-                await self._install()
-                return await self._admitted(request, policy, self._library)
+            return await self._admitted(request, policy, self._library)
         except IsolationError as error:
             if policy is Policy.STRICT:
                 raise
@@ -141,7 +152,7 @@ class Isolation:
 
     async def _install(self) -> None:
         try:
-            # Cut off, its thread ends by itself: each file is put in place in one step, or is there already.
+            # Cut off, its thread ends by itself, and leaves nothing.
             self._library = await anyio.to_thread.run_sync(
                 libraries.install, self._source, self._state, abandon_on_cancel=True
             )
@@ -174,6 +185,7 @@ class Isolation:
                     await anyio.to_thread.run_sync(self.folders.resize, key, about)
                     await anyio.to_thread.run_sync(self._copies.keep, about)
                 except FolderUnusable:
+                    self._unmended.add(key)
                     about = await anyio.to_thread.run_sync(self.folders.about, key)
                     raise
                 finally:
@@ -210,10 +222,11 @@ class Isolation:
             async with self._turn:
                 if self.containers.value.get(key) is known.get(key):
                     await self._remove(key)
-        if gone and not self._strays:
-            await anyio.to_thread.run_sync(self._remove_libraries)
         await self._put_back(held, record)
-        await anyio.to_thread.run_sync(self._bound, tuple(self.containers.value))
+        if (gone or self._outdated) and not self._strays:
+            async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
+                await anyio.to_thread.run_sync(self._remove_libraries)
+        self.refusing = await anyio.to_thread.run_sync(self._keep_up, self.containers.value)
 
     async def _put_back(self, held: frozenset[str], record: PodList) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
@@ -274,22 +287,21 @@ class Isolation:
         if limits and limits.limited is not limited:
             self._become({**self.containers.value, key: replace(limits, limited=limited)})
 
-    async def _admitted(self, request: About, policy: Policy, library: Library | None) -> Admission:
+    async def _admitted(self, request: About, policy: Policy, original: Original | None) -> Admission:
         about = msgspec.structs.replace(
-            request,
-            policy=policy.value,
-            build=library.build if library else "",
-            compute=self.computes and library is not None,
+            request, policy=policy.value, compute=self.computes and original is not None
         )
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
             context = self.contexts.of(about.gpu, about.memory_bytes)
-            await anyio.to_thread.run_sync(self._made, about, context, library)
+            self._outdated |= key in self.containers.value
+            about = await anyio.to_thread.run_sync(self._made, about, context, original)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
-        if library is None:
+        if not about.build:
             return Admission(driver=request.driver)
+        library = self._library_of(about)
         limits, usage = self.folders.path(key, LIMITS), self.folders.path(key, USAGE)
         mounts = (
             Mount(library.in_container, str(library.file)),
@@ -299,15 +311,28 @@ class Isolation:
         )
         return Admission(mounts, request.driver)
 
-    def _made(self, about: About, context_bytes: int, library: Library | None) -> None:
+    def _made(self, about: About, context_bytes: int, original: Original | None) -> About:
         """All files of a container, in one visit to a thread: the kubelet waits for the answer.
 
-        Raises FolderUnusable, LibraryGone.
+        Raises FolderUnusable, LibraryUnusable.
         """
-        if library and not libraries.is_there(library):
-            raise LibraryGone(f"{library.file} is not there any more")
-        self.folders.create(about, context_bytes)
+        if original is None:
+            self.folders.create(about, context_bytes)
+        else:
+            library = original.copy()
+            about = msgspec.structs.replace(about, build=library.build)
+            try:
+                libraries.hold(self._held, library)
+                self.folders.create(about, context_bytes)
+            except BaseException as error:
+                self._held.drop(library.build)
+                libraries.remove(library)
+                if isinstance(error, OSError):
+                    raise LibraryUnusable(f"{library.file} cannot be opened: {error.strerror}") from error
+                raise
+            self._unsettled.add(library.build)
         self._copies.keep(about)
+        return about
 
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))
@@ -348,7 +373,10 @@ class Isolation:
                 now = self.folders.limits(key)
                 if now.memory_bytes != about.memory_bytes:
                     self.folders.change(key, memory_bytes=about.memory_bytes)
-                self.contexts.remembered(key, about.gpu, now.context_bytes, about.memory_bytes)
+                place = about.gpu, about.namespace
+                self.contexts.remembered(key, place, now.context_bytes, about.memory_bytes)
+            except AccessRefused:
+                self._unmended.add(key)
             except FolderUnusable as error:
                 log.warning("limits_written_anew", problem=str(error))
                 self.folders.mend(key, about)
@@ -365,21 +393,57 @@ class Isolation:
         self._keys = keys
         return frozenset(key for _, key in keys.values())
 
-    def _bound(self, keys: Sequence[str]) -> None:
-        """Usage regions lie in the node's memory: one that its container made longer is cut back."""
-        self._unreadable.keep(keys)
-        for key in keys:
+    def _keep_up(self, containers: Mapping[str, ContainerLimits]) -> Mapping[str, str]:
+        """Have the files of containers be as they should, and open; see `agent.isolation.held`.
+
+        Usage regions lie in the node's memory: one that its container made longer is cut back. Answers who
+        keeps the agent from its files, and how.
+        """
+        refusing: dict[str, str] = {}
+        self._unreadable.keep(containers)
+        self._unmended.intersection_update(containers)
+        for key, about in ((key, each.about) for key, each in containers.items()):
             try:
+                if about.build:
+                    self._keep_library(about)
+                self.folders.hold(key)
                 self.folders.bound(key)
-            except FolderUnusable as error:
+                if key in self._unmended:
+                    self._unmended.discard(key)
+                    self._mend(key, about)
+            except (FolderUnusable, LibraryUnusable) as error:
                 self._unreadable.met(key, error)
+                if isinstance(error, AccessRefused):
+                    refusing[key] = str(error)
             else:
                 self._unreadable.over(key)
+        return MappingProxyType(refusing)
+
+    def _keep_library(self, about: About) -> None:
+        """Raises LibraryUnusable, AccessRefused."""
+        library = self._library_of(about)
+        if self._library and self._library.mend(about.build):
+            self._held.drop(about.build)
+            log.info("library_restored", pod=f"{about.namespace}/{about.pod}", file=str(library.file))
+        try:
+            if about.build in self._unsettled:
+                libraries.settle(self._held, library)
+                self._unsettled.discard(about.build)
+            else:
+                libraries.hold(self._held, library)
+        except OSError as error:
+            text = f"{library.file} is kept from the agent: {error.strerror or error}"
+            raise (AccessRefused if error.errno in REFUSALS else LibraryUnusable)(text) from error
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}
-        if self._library:
-            try:
-                libraries.remove_unused(self._state, {*used, self._library.build})
-            except OSError as error:
-                log.warning("libraries_not_removed", problem=str(error))
+        self._outdated = False
+        for build in self._held.keys() - used:
+            self._held.drop(build)
+        self._unsettled &= used
+        try:
+            libraries.remove_unused(self._state, used)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("libraries_not_removed", problem=str(error))

@@ -15,6 +15,7 @@ from agent.model.health import HealthState, Rules
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.switch_state import GpuSwitch, SwitchState
+from agent.status.last_holders import LastHolders
 
 Document = dict[str, Any]
 
@@ -40,6 +41,7 @@ class StatusSources:
     # None: its GPUs are not shared by amounts.
     enforced: Callable[[Mode], str | None]
     limits: Mapping[Mode, ContainerLimits]  # of the modes that have some
+    last: LastHolders
 
 
 def report(sources: StatusSources) -> Document:
@@ -47,7 +49,7 @@ def report(sources: StatusSources) -> Document:
     snapshot = sources.inventory.snapshot.value
     switch = sources.switch()
     switches = {gpu.uuid: gpu for gpu in switch.gpus}
-    pods = sources.holdings.cell.value
+    pods, age = sources.last.known()
     holders = holders_by_gpu(pods) if pods is not None else {}
     blockers = list(sources.blockers())
     way, why = sources.injection()
@@ -61,6 +63,8 @@ def report(sources: StatusSources) -> Document:
         "mode": {"desired": switch.desired, "phase": switch.phase.value, "message": switch.message},
         "injection": {"way": way, "reason": why},
         "releasedForSeconds": _released_for(snapshot),
+        # How old the record of holders is, where it cannot be read now; null: it is of now, or there is none.
+        "holdersAgeSeconds": None if age is None else round(age, 1),
         "problems": _problems(sources, blockers),
         "gpus": [
             _gpu(sources, state, switches.get(state.uuid), holders.get(state.uuid, []))
@@ -109,7 +113,7 @@ def _gpu(
             "active": active.mode.value if active else "off",
             "wanted": switch.wanted.mode.value if switch else "off",
             "selling": bool(active and active.offered),
-            "reason": _mode_reason(switch),
+            "reason": cordon.words if cordon else _mode_reason(switch, sources),
             "waitingFor": list(switch.waiting_for) if switch else [],
             "enforced": sources.enforced(active.mode) if active else None,
         },
@@ -117,13 +121,16 @@ def _gpu(
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
         "mps": sources.mps(state.uuid),
-        "holders": [_holder(holder, state.uuid, sources.limits.get(holder.mode)) for holder in holders],
+        "holders": _holders(holders, state.uuid, sources.limits),
     }
 
 
-def _mode_reason(switch: GpuSwitch | None) -> str:
+def _mode_reason(switch: GpuSwitch | None, sources: StatusSources) -> str:
     if switch is None:
         return "no mode is in force yet"
+    waits = switch.active.mode is Mode.OFF is not switch.wanted.mode
+    if waits and sources.holdings.problem and not switch.problem:
+        return f"which pods hold it is not known, so that no mode is put in force: {sources.holdings.problem}"
     return switch.problem or switch.active.reason or switch.wanted.reason
 
 
@@ -143,11 +150,19 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     }
 
 
-def _holder(holder: GpuHolder, uuid: str, limits: ContainerLimits | None) -> Document:
-    holding = holder.holding
-    units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
-    found: Document = {"pod": holder.pod, "container": holding.container, "units": dict(units)}
-    pair = holder.mode.row.pair
-    if limits and pair and holding.resource == pair.memory:
-        found["limits"] = limits(holding.namespace, holding.pod, holding.container, uuid)
-    return found
+def _holders(
+    holders: Sequence[GpuHolder], uuid: str, limits: Mapping[Mode, ContainerLimits]
+) -> list[Document]:
+    """One entry for each container, whatever number of resources it holds."""
+    found: dict[tuple[str, str], Document] = {}
+    for holder in holders:
+        holding = holder.holding
+        units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
+        entry = found.setdefault(
+            (holder.pod, holding.container), {"pod": holder.pod, "container": holding.container, "units": {}}
+        )
+        entry["units"] |= units
+        pair, known = holder.mode.row.pair, limits.get(holder.mode)
+        if known and pair and holding.resource == pair.memory:
+            entry["limits"] = known(holding.namespace, holding.pod, holding.container, uuid)
+    return list(found.values())

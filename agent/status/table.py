@@ -1,41 +1,103 @@
 """The status report for a person at a terminal: problems first, with their remedies."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agent.modes.switch_state import Phase
 
 GIB = 1 << 30
+SHORT_UUID = 12  # characters: GPU- and the first group; -o wide has all of it
 _RED, _YELLOW, _GREEN, _DIM, _OFF = "\033[31m", "\033[33m", "\033[32m", "\033[2m", "\033[0m"
 _COLOURS = {"healthy": _GREEN, "suspect": _YELLOW, "unhealthy": _RED, "probation": _YELLOW}
 
 Document = Mapping[str, Any]
 
 
-def render(document: Document, colours: bool = False) -> str:
-    """The whole report as text, without a line feed at its end."""
-    return "\n".join(_lines(document, colours))
+def render(document: Document, colours: bool = False, columns: int | None = 100) -> str:
+    """The whole report as text, without a line feed at its end. `columns` None: as wide as it is."""
+    return "\n".join(_lines(document, colours, columns))
 
 
-def _lines(document: Document, colours: bool) -> Iterator[str]:
-    yield _headline(document)
-    for sentence in (*document["blockers"], *document["problems"]):
-        yield f"! {sentence}"
+def _lines(document: Document, colours: bool, columns: int | None) -> Iterator[str]:
+    def broken(lines: Iterable[str], indent: int) -> Iterator[str]:
+        for line in lines:
+            yield from _broken(line, columns, indent)
+
+    yield from _broken(_headline(document), columns, 2)
+    yield from broken((f"! {text}" for text in (*document["blockers"], *document["problems"])), 2)
     mode = document["mode"]
     if mode["phase"] == Phase.SWITCHING.value:
-        yield f"mode {mode['desired']} is not in force everywhere yet: {mode['message']}"
+        yield from broken([f"mode {mode['desired']} is not in force everywhere yet: {mode['message']}"], 2)
     yield ""
-    rows = [_row(gpu) for gpu in document["gpus"]]
-    head = ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", "HELD BY")
-    yield from _table([head, *rows], [None, *(gpu["health"]["state"] for gpu in document["gpus"])], colours)
+    gpus = document["gpus"]
+    wide = columns is None
+    rows = [_row(gpu, wide) for gpu in gpus]
+    head = ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", *(("PCI",) if wide else ()))
+    table = _cut([head, *rows], 2, None if wide else columns)
+    yield from _table(table, [None, *(gpu["health"]["state"] for gpu in gpus)], colours)
     if not rows:
         yield "no GPU is known"
-    for one in document["unreadable"]:
-        yield f"at index {one['index']} stands a GPU that cannot be read: {one['cause']}"
-    notes = [line for gpu in document["gpus"] for line in _notes(gpu)] + _mode_notes(document["gpus"])
+    yield from broken(
+        (
+            f"at index {one['index']} stands a GPU that cannot be read: {one['cause']}"
+            for one in document["unreadable"]
+        ),
+        2,
+    )
+    yield from broken(_held(document), 5)
+    notes = [line for gpu in gpus for line in _notes(gpu)] + _mode_notes(gpus)
     if notes:
         yield ""
-        yield from notes
+        yield from broken(notes, 7)
+
+
+def _broken(line: str, columns: int | None, indent: int) -> list[str]:
+    if columns is None or len(line) <= columns:
+        return [line]
+    left = len(line) - len(line.lstrip(" "))
+    return textwrap.wrap(
+        line,
+        columns,
+        initial_indent=" " * left,
+        subsequent_indent=" " * max(left, indent),
+        drop_whitespace=True,
+        break_on_hyphens=False,
+    )
+
+
+def _cut(rows: Sequence[Sequence[str]], column: int, columns: int | None) -> Sequence[Sequence[str]]:
+    """The rows with one column cut where they would be too long together."""
+    if columns is None:
+        return rows
+    widths = [max(map(len, each)) for each in zip(*rows, strict=True)]
+    room = max(8, columns - (sum(widths) + 2 * (len(widths) - 1) - widths[column]))
+    if widths[column] <= room:
+        return rows
+    return [
+        (
+            *row[:column],
+            row[column] if len(row[column]) <= room else f"{row[column][: room - 1]}~",
+            *row[column + 1 :],
+        )
+        for row in rows
+    ]
+
+
+def _held(document: Document) -> Iterator[str]:
+    """Who holds what, one line for each container and GPU."""
+    age = document.get("holdersAgeSeconds")
+    found = [
+        (str(gpu["index"]), holder["pod"], holder["container"], _units(holder["units"]))
+        for gpu in document["gpus"]
+        for holder in gpu["holders"]
+    ]
+    if not found:
+        return
+    yield ""
+    if age is not None:
+        yield f"holders as last known, {duration(age)} ago"
+    yield from _table([("GPU", "HELD BY", "CONTAINER", "UNITS"), *found], [None] * (len(found) + 1), False)
 
 
 def _headline(document: Document) -> str:
@@ -50,23 +112,26 @@ def _headline(document: Document) -> str:
     return " | ".join(parts)
 
 
-def _row(gpu: Document) -> tuple[str, ...]:
+def _row(gpu: Document, wide: bool) -> tuple[str, ...]:
     numa = "-" if gpu["numaNode"] is None else str(gpu["numaNode"])
     memory = f"{gpu['memoryBytes'] / GIB:.0f} GiB" if gpu["memoryBytes"] else "-"
     return (
         str(gpu["index"]),
-        gpu["uuid"],
+        gpu["uuid"] if wide else gpu["uuid"][:SHORT_UUID],
         gpu["model"],
         memory,
         numa,
-        _mode(gpu["mode"]),
+        _mode(gpu),
         _health(gpu["health"]),
-        ", ".join(_holder(holder) for holder in gpu["holders"]) or "-",
+        *((gpu.get("pciBusId") or "-",) if wide else ()),
     )
 
 
-def _mode(mode: Document) -> str:
+def _mode(gpu: Document) -> str:
+    mode = gpu["mode"]
     active = str(mode["active"])
+    if gpu.get("cordon"):
+        return f"{active} (cordoned)"
     if mode["wanted"] != mode["active"]:
         return f"{active} -> {mode['wanted']}"
     return active if mode["selling"] or active == "off" else f"{active} (draining)"
@@ -81,11 +146,8 @@ def _health(health: Document) -> str:
     return state if health["served"] else f"{state}, not served"
 
 
-def _holder(holder: Document) -> str:
-    units = " + ".join(
-        f"{count} {resource.rpartition('/')[2]}" for resource, count in holder["units"].items()
-    )
-    return f"{holder['pod']} ({units})"
+def _units(units: Mapping[str, int]) -> str:
+    return " + ".join(f"{count} {resource.rpartition('/')[2]}" for resource, count in units.items())
 
 
 def _notes(gpu: Document) -> Iterator[str]:

@@ -12,9 +12,18 @@ _GRADE_MARK = {"measured": " ", "estimated": "~", "allocated": "?"}
 Document = dict[str, Any]
 
 
-def render(shown: Document) -> str:
-    """The document as two tables, without a line feed at the end."""
-    return "\n".join(_lines(shown))
+def render(shown: Document, columns: int = 0, rows: int = 0) -> str:
+    """The document as two tables, without a line feed at the end; 0: nothing is cut.
+
+    On a terminal's `rows`, less one for the cursor, the GPUs come first, then as many containers as fit.
+    """
+    lines = list(_lines(shown))
+    room = rows - 1
+    if rows and len(lines) > room:
+        kept = max(1, room - 1)
+        more = len(lines) - kept
+        lines = [*lines[:kept], f"... {more} more lines: a higher terminal, --once or -o json shows them"]
+    return "\n".join(line[:columns] if columns else line for line in lines)
 
 
 def _lines(shown: Document) -> Iterator[str]:

@@ -270,6 +270,11 @@ CONTAINERS_WITHOUT_LIBRARY = _gauge(
     (),
     "vGPU containers with the enforcement library of which a process uses the GPU without it.",
 )
+CONTAINERS_REFUSING = _gauge(
+    "containers_refusing_access",
+    (),
+    "vGPU containers that keep the agent from the files of their limits, as by a lease.",
+)
 CONTAINERS_ENDED = _counter(
     "containers_above_cap_ended",
     ("result",),

@@ -21,6 +21,7 @@ def limits_collector(
         yield d.NAMESPACE_GROWN_MEMORY, size, (namespace,)
     yield d.CONTAINERS_ABOVE_CAP, limits.above_cap(), ()
     yield d.CONTAINERS_WITHOUT_LIBRARY, limits.without_library(), ()
+    yield d.CONTAINERS_REFUSING, limits.refusing(), ()
     for place, share in limits.shares().items():
         yield d.CONTAINER_THROTTLED, share.throttled_seconds, place
         yield d.CONTAINER_ALLOTTED, share.allotted / 100, place

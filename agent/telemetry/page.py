@@ -6,6 +6,8 @@ import anyio.to_thread
 from agent.telemetry.reading import Reading, Sources
 from agent.web.server import HttpServer, Reply, Request
 
+METRICS_PATH = "/metrics"
+
 
 class MetricsPage:
     """Answers scrapes. No NVML call is made for one: it shows the sampler's last round."""
@@ -24,7 +26,7 @@ class MetricsPage:
         self._turn = anyio.CapacityLimiter(1)
 
     def add_to(self, server: HttpServer) -> None:
-        server.add_route("/metrics", self.reply)
+        server.add_route(METRICS_PATH, self.reply)
         if self._compatible_node is not None:
             server.add_route("/metric", self.reply)  # where gpu-manager serves them
 

@@ -86,6 +86,7 @@ class HttpServer:
         self._tls = tls
         self._refusal = refusal
         self._routes: dict[str, Handler] = {}
+        self._announced: set[str] = set()
         self._posts: dict[str, int] = {}  # paths that take POST alone, and how many bytes at most
         self._probes: set[str] = set()
         self._body_bytes = 0  # of all requests under way
@@ -95,6 +96,10 @@ class HttpServer:
         if path in self._routes:
             raise ValueError(f"HTTP route {path} is already taken")
         self._routes[path] = handler
+
+    def announce(self, path: str) -> None:
+        """Answer a path that is served later with 503 until then: it is neither missing nor wrong."""
+        self._announced.add(path)
 
     def add_probe(self, path: str, handler: Handler) -> None:
         """Add a path whose requests are not counted as under way; its handler must be cheap."""
@@ -216,6 +221,8 @@ class HttpServer:
         if refused := self._refused(request):
             return refused
         handler = self._routes.get(request.path)
+        if handler is None and request.path in self._announced:
+            return Reply.text("the agent is starting; ask again", 503)
         if handler is None:
             return Reply.text(f"no such path; there are {' '.join(sorted(self._routes))}", 404)
         most = self._posts.get(request.path)

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ class BenchAgent:
         return None
 
     async def scrape(self) -> str:
-        """/metrics as text."""
+        """/metrics as text; empty while the agent is starting."""
         async with (
             aiohttp.ClientSession() as client,
             client.get(f"http://127.0.0.1:{await self.http_port()}/metrics") as reply,
         ):
+            if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                return ""
             reply.raise_for_status()
             return await reply.text()
 

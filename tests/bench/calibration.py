@@ -8,6 +8,7 @@ empty gRPC call on the C core shows what a question to another process and its a
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,12 +31,16 @@ LARGEST_SLOWDOWN = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Milliseconds of the two pieces of work: the median, and what one in twenty takes longer than."""
+    """Milliseconds of the two pieces of work: the median, and what one in twenty takes longer than.
+
+    `python_cpu`: processor time of the first, which a busy neighbour hardly changes.
+    """
 
     python: float
     python_tail: float
     call: float
     call_tail: float
+    python_cpu: float
 
     def slowdown(self, budget_ms: float, *, tail: bool) -> float:
         """How many times longer something takes here than on the quiet machine that budgets were set on.
@@ -46,6 +51,11 @@ class Calibration:
             return self.python_tail / QUIET.python_tail if tail else self.python / QUIET.python
         return self.call_tail / QUIET.call_tail if tail else self.call / QUIET.call
 
+    @property
+    def cpu_slowdown(self) -> float:
+        """How many times more processor time the same work takes here."""
+        return self.python_cpu / QUIET.python_cpu
+
     def together(self, other: "Calibration") -> "Calibration":
         """The mean of two: what was measured between them took place on such a machine."""
         return Calibration(
@@ -53,19 +63,21 @@ class Calibration:
             (self.python_tail + other.python_tail) / 2,
             (self.call + other.call) / 2,
             (self.call_tail + other.call_tail) / 2,
+            (self.python_cpu + other.python_cpu) / 2,
         )
 
     def __str__(self) -> str:
         return (
             f"pure Python {self.python:.2f} ms, 95 % within {self.python_tail:.2f} "
-            f"(quiet {QUIET.python:g}, {QUIET.python_tail:g}); "
+            f"(quiet {QUIET.python:g}, {QUIET.python_tail:g}), {self.python_cpu:.2f} ms of a processor "
+            f"(quiet {QUIET.python_cpu:g}); "
             f"null gRPC call {self.call:.3f} ms, 95 % within {self.call_tail:.3f} "
             f"(quiet {QUIET.call:g}, {QUIET.call_tail:g})"
         )
 
 
 # The machine that the budgets were set on with nothing else running: 2 cores of an AMD EPYC, Python 3.11.
-QUIET = Calibration(python=2.6, python_tail=3.0, call=0.3, call_tail=0.45)
+QUIET = Calibration(python=2.6, python_tail=3.0, call=0.3, call_tail=0.45, python_cpu=2.52)
 
 
 class Calibrator:
@@ -75,9 +87,20 @@ class Calibrator:
         self._call = call
 
     def __call__(self) -> Calibration:
-        pieces, calls = timed(_piece, PIECES, 1), timed(self._call, CALLS, WARM_UP)
+        used: list[float] = []
+
+        def piece() -> None:
+            began = time.thread_time()
+            _piece()
+            used.append((time.thread_time() - began) * 1000)
+
+        pieces, calls = timed(piece, PIECES, 1), timed(self._call, CALLS, WARM_UP)
         return Calibration(
-            percentile(pieces, 0.5), percentile(pieces, 0.95), percentile(calls, 0.5), percentile(calls, 0.95)
+            python=percentile(pieces, 0.5),
+            python_tail=percentile(pieces, 0.95),
+            call=percentile(calls, 0.5),
+            call_tail=percentile(calls, 0.95),
+            python_cpu=percentile(used, 0.5),
         )
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
 from tests.bench.agent import BenchAgent
 from tests.cluster.agent_process import AgentProcess
+from tests.cluster.build import missing_parts
 from tests.nvml_double.build import STATE_VARIABLE, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +132,14 @@ class Node:
         """Where the agent serves a resource for the plugin watcher."""
         vendor, _, name = resource.partition("/")
         return self.folder / "k" / "plugins_registry" / f"gna-{vendor.split('.')[0]}-{name}.sock"
+
+
+def to_build(*, cluster: bool) -> Iterator[str]:
+    """Parts that are built before the first figure, and how long that takes on two cores."""
+    if not (BUILD / "venv" / "bin" / "python").exists():
+        yield "to build first: the runtime environment from its lock (half a minute)"
+    if cluster:
+        yield from (f"to build first: {each}" for each in missing_parts())
 
 
 def short_folder() -> Path:

@@ -94,6 +94,7 @@ def _start(conditions: Conditions, url: str, folder: Path) -> tuple["subprocess.
     flags = {
         "http.address": "127.0.0.1",
         "http.port": port,
+        "http.verbs": "true",
         "cluster.kubeconfig": folder / "kubeconfig",
         "logging.level": "error",
         "lease.namespace": "ns",

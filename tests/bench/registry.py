@@ -40,20 +40,21 @@ class Measurement:
 
     figures: tuple[Figure, ...]
     take: Take
+    cluster: bool = False  # it starts the test cluster, which takes minutes to build once
 
 
 MEASUREMENTS: list[Measurement] = []
 
 
-def measurement(*figures: Figure) -> Callable[[Take], Take]:
-    """Register a coroutine that takes all of these figures, by name."""
+def measurement(*figures: Figure, cluster: bool = False) -> Callable[[Take], Take]:
+    """Register a coroutine that takes all of these figures, by name. `cluster`: in the group of that name."""
 
     def register(take: Take) -> Take:
         taken_names = {figure.name for one in MEASUREMENTS for figure in one.figures}
         for figure in figures:
             if figure.name in taken_names:
                 raise ValueError(f"two measurements take the figure {figure.name}")
-        MEASUREMENTS.append(Measurement(figures, take))
+        MEASUREMENTS.append(Measurement(figures, take, cluster))
         return take
 
     return register

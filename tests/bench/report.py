@@ -30,7 +30,12 @@ class Row:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer this takes on the machine as it was than on a quiet one; 1: it is no time."""
+        """How many times longer this takes on the machine as it was than on a quiet one; 1: it is no time.
+
+        Percentages of a core go by processor time.
+        """
+        if self.figure.budget is not None and self.figure.unit == "%":
+            return self.machine.cpu_slowdown
         if self.figure.budget is None or self.figure.unit != "ms":
             return 1.0
         return self.machine.slowdown(self.figure.budget, tail=self.figure.tail)
@@ -119,7 +124,7 @@ def _entry(row: Row) -> dict[str, Any]:
         return entry
     entry["value"] = round(row.taken.value, 4)
     entry |= {"unit": row.figure.unit, "budget": row.figure.budget, "holds": row.holds, "n": row.taken.n}
-    if row.figure.budget is not None and row.figure.unit == "ms":
+    if row.figure.budget is not None and row.figure.unit in ("ms", "%"):
         entry["slowdown"] = round(row.slowdown, 2)
     return entry
 

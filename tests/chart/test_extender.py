@@ -14,7 +14,8 @@ from agent.extender.serving_label import LABEL
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
-ON = ("extender.enabled=true", "networkPolicy.enabled=true", "extender.productServices=true")
+PLAIN = "extender.config.http.verbs=true"
+ON = ("extender.enabled=true", PLAIN, "networkPolicy.enabled=true", "extender.productServices=true")
 CONFIG = Path(__file__).parents[2] / "config" / "scheduler"
 
 
@@ -39,7 +40,7 @@ def test_kubernetes_knows_every_field(minor: str) -> None:
 
 @pytest.mark.parametrize("secret", ["", "certificates"])
 def test_it_accepts_its_configuration_and_serves_the_ports_named(secret: str, tmp_path: Path) -> None:
-    objects = made(f'extender.tls.secret="{secret}"', 'extender.config={"placement": "spread"}')
+    objects = made(f'extender.tls.secret="{secret}"', 'extender.config.placement="spread"')
     config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
     (tmp_path / "c.yaml").write_text(config["data"]["extender.yaml"])
     found = settings.load(tmp_path / "c.yaml", {})
@@ -65,16 +66,16 @@ def test_the_scheduler_s_certificate_alone_may_call_unless_others_are_named(tmp_
     assert names('extender.tls.clientNames=["second-scheduler"]') == ["second-scheduler"]
 
 
-def test_where_certificates_are_asked_for_plain_http_has_no_verbs() -> None:
+def test_plain_http_has_verbs_only_where_the_values_say_so() -> None:
     def verbs(*settings: str) -> bool:
         objects = helm.template(settings=("extender.enabled=true", *settings))
         config = next(each for each in objects if "extender.yaml" in each.get("data", {}))
         found: bool = yaml.safe_load(config["data"]["extender.yaml"])["http"]["verbs"]
         return found
 
-    assert verbs()
+    assert verbs(PLAIN)
     assert not verbs('extender.tls.secret="pki"')
-    assert verbs('extender.tls.secret="pki"', 'extender.config={"http": {"verbs": true}}')
+    assert verbs('extender.tls.secret="pki"', PLAIN)
 
 
 def test_its_lease_goes_with_the_release() -> None:

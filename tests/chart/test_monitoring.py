@@ -42,7 +42,15 @@ def test_rules_of_the_extender_come_with_the_extender() -> None:
         on: [
             rule.get("alert")
             for each in kind(
-                tuple(helm.template(settings=("metrics.rules.enabled=true", f"extender.enabled={on}"))),
+                tuple(
+                    helm.template(
+                        settings=(
+                            "metrics.rules.enabled=true",
+                            f"extender.enabled={on}",
+                            "extender.config.http.verbs=true",
+                        )
+                    )
+                ),
                 "PrometheusRule",
             )
             for group in each["spec"]["groups"]
@@ -65,6 +73,7 @@ def test_labels_that_a_prometheus_selects_by_are_set_in_one_place() -> None:
                     f"metrics.{way}.enabled=true",
                     "metrics.rules.enabled=true",
                     "extender.enabled=true",
+                    "extender.config.http.verbs=true",
                 )
             )
         )
@@ -83,7 +92,7 @@ def test_labels_that_a_prometheus_selects_by_are_set_in_one_place() -> None:
 
 def test_each_alert_has_a_page_to_turn_to() -> None:
     headings = (helm.CHART.parents[1] / "docs" / "runbooks.md").read_text().lower().splitlines()
-    on = ("metrics.rules.enabled=true", "extender.enabled=true")
+    on = ("metrics.rules.enabled=true", "extender.enabled=true", "extender.config.http.verbs=true")
     prefix = "https://git.example.org/gpu/blob/main/"
     objects = tuple(helm.template(settings=(*on, f'metrics.rules.runbookPrefix="{prefix}"')))
     alerts = [
@@ -131,7 +140,12 @@ def test_dashboards_offer_the_times_and_stay_on_the_grid(path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["podMonitor", "serviceMonitor"])
 def test_each_part_is_scraped_by_one_monitor_and_once(way: str) -> None:
-    on = ("extender.enabled=true", "extender.productServices=true", f"metrics.{way}.enabled=true")
+    on = (
+        "extender.enabled=true",
+        "extender.config.http.verbs=true",
+        "extender.productServices=true",
+        f"metrics.{way}.enabled=true",
+    )
     objects = tuple(helm.template(settings=on))
     targets = {
         "podMonitor": [

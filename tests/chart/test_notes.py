@@ -12,6 +12,7 @@ import yaml
 from tests.chart import helm
 
 HEAD = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  text: |\n"
+PLAIN = "extender.config.http.verbs=true"
 Told = Callable[..., str]
 
 
@@ -53,12 +54,12 @@ def test_only_resources_of_modes_that_are_on_are_shown(mode: str, told: Told) ->
 
 def test_scheduler_configurations_are_named_with_what_they_need(told: Told) -> None:
     assert "config/scheduler" not in told()
-    plain = told("extender.enabled=true")
+    plain = told("extender.enabled=true", PLAIN)
     folder = helm.CHART.parents[1] / "config" / "scheduler"
     assert set(re.findall(r"config/scheduler/(\S+)", plain)) == {file.name for file in folder.iterdir()}
     assert "needs extender.tls.secret" in plain
     assert "needs extender.productServices" in plain
-    full = told("extender.enabled=true", "extender.productServices=true", 'extender.tls.secret="pki"')
+    full = told("extender.enabled=true", PLAIN, "extender.productServices=true", 'extender.tls.secret="pki"')
     assert "needs" not in full
     assert "(Secret pki)" in full
     assert "needs extender.config.http.verbs: true" in told(
@@ -69,11 +70,11 @@ def test_scheduler_configurations_are_named_with_what_they_need(told: Told) -> N
 def test_a_port_that_is_open_to_every_pod_is_told(told: Told) -> None:
     words = "Every pod of the cluster can reach port 3456"
     assert words not in told()
-    assert words in told("extender.enabled=true")
-    assert words in told("extender.enabled=true", "networkPolicy.enabled=true")
+    assert words in told("extender.enabled=true", PLAIN)
+    assert words in told("extender.enabled=true", PLAIN, "networkPolicy.enabled=true")
     assert words not in told("extender.enabled=true", 'extender.tls.secret="pki"')
     fenced = 'extender.from=[{"ipBlock": {"cidr": "10.0.0.0/28"}}]'
-    assert words not in told("extender.enabled=true", "networkPolicy.enabled=true", fenced)
+    assert words not in told("extender.enabled=true", PLAIN, "networkPolicy.enabled=true", fenced)
 
 
 def test_an_image_that_no_registry_has_is_told(told: Told) -> None:

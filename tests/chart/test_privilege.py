@@ -272,7 +272,13 @@ def test_the_hook_finds_the_agents() -> None:
 
 def test_rights_are_written_down() -> None:
     """The page has a row for each right, and none for a right that nobody has."""
-    made = helm.template(settings=["extender.enabled=true", 'config.vgpu.enforcement="library"'])
+    made = helm.template(
+        settings=[
+            "extender.enabled=true",
+            "extender.config.http.verbs=true",
+            'config.vgpu.enforcement="library"',
+        ]
+    )
     accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
     granted: dict[tuple[str, str], set[str]] = {}
     for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):

@@ -95,17 +95,16 @@ BAD = {
         ["extender.config.http.port", "take it out"],
     ),
     "an extender that nobody can ask": (
-        ["extender.enabled=true", 'extender.config={"http": {"verbs": false}}'],
-        ["extender.config.http.verbs is false", "name a Secret"],
+        ["extender.enabled=true"],
+        ["how kube-scheduler may ask", "extender.tls.secret", "extender.config.http.verbs: true"],
     ),
     "services without verbs": (
         [
             "extender.enabled=true",
             "extender.productServices=true",
             'extender.tls.secret="pki"',
-            'extender.config={"http": {"verbs": false}}',
         ],
-        ["extender.productServices leads to", "leave one of the two out"],
+        ["extender.productServices leads to", "extender.config.http.verbs: true"],
     ),
     "quota for no class": (
         ["priorityClassQuota.enabled=true", 'priorityClassName=""'],

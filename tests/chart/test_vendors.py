@@ -28,7 +28,13 @@ def test_nothing_of_them_comes_by_default() -> None:
 
 
 def test_the_quota_covers_every_priority_class_of_the_release() -> None:
-    made = helm.template(settings=["priorityClassQuota.enabled=true", "extender.enabled=true"])
+    made = helm.template(
+        settings=[
+            "priorityClassQuota.enabled=true",
+            "extender.enabled=true",
+            "extender.config.http.verbs=true",
+        ]
+    )
     (selector,) = helm.one(made, "ResourceQuota")["spec"]["scopeSelector"]["matchExpressions"]
     pods = [
         each["spec"]["template"]["spec"]
@@ -69,7 +75,9 @@ def test_openshift_grants_what_the_agents_ask_for_and_no_more(mode: str) -> None
 
 
 def test_openshift_lets_each_account_use_its_own_constraints() -> None:
-    made = helm.template(settings=["openshift.enabled=true", "extender.enabled=true"])
+    made = helm.template(
+        settings=["openshift.enabled=true", "extender.enabled=true", "extender.config.http.verbs=true"]
+    )
     constraints = helm.one(made, "SecurityContextConstraints")["metadata"]["name"]
     (rule,) = helm.one(made, "ClusterRole", "-scc")["rules"]
     assert rule == {

@@ -43,7 +43,7 @@ class WithExtender(Installation):
         config = found.pop("config")
         config = {key: config[key] for key in ("driver", "injection")}
         kept = {key: value for key, value in found.items() if key not in ("hostNetwork", "mps")}
-        return {**kept, "config": config, "extender": {"enabled": True}}
+        return {**kept, "config": config, "extender": {"enabled": True, "config": {"http": {"verbs": True}}}}
 
 
 def shipped(pki: Path) -> dict[str, Any]:

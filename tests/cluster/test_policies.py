@@ -187,7 +187,11 @@ def test_choices_may_be_written_by_accounts_that_are_named(serving: Installation
     )
     allowed = "policies.choicesAllowed={system:serviceaccount:default:chooser}"
     # Its pods would not reach the API server of this cluster; its account is what counts.
-    extender = ("--set=extender.enabled=true", "--set-string=extender.nodeSelector.none=true")
+    extender = (
+        "--set=extender.enabled=true",
+        "--set=extender.config.http.verbs=true",
+        "--set-string=extender.nodeSelector.none=true",
+    )
     serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", f"--set={allowed}", *extender)
     choice = {"tencent.com/predicate-gpu-idx-0": "0", "tencent.com/gpu-assigned": "true"}
     chosen = manifests.pod("chosen", nodeName=OTHER)

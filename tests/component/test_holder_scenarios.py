@@ -40,6 +40,7 @@ async def test_waiting_pod_gets_the_freed_gpu() -> None:
         await holders.freed_gpu_goes_to_the_waiting_pod(rig, vgpu.GPUS, vgpu.BLOCKS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_full_load_with_departures() -> None:
     async with extended_rig(status_tick=10.0) as rig:

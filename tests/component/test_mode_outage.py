@@ -10,6 +10,7 @@ from tests.scenarios.mode_node import mode_node
 OUTAGE_SECONDS = 33.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_gpus_in_use_keep_their_mode_however_long_the_kubelet_hears_of_no_pod() -> None:
     async with embedded_rig() as rig, mode_node(rig) as node:

@@ -24,6 +24,11 @@ BOTH_FACES = (
     modes.test_no_admission_error_across_thirty_switches,
 )
 SHORT = 4  # switches
+# Pods come and go for many ticks of the kubelet.
+LONG = (
+    modes.test_no_admission_error_across_thirty_switches,
+    modes.test_agent_update_under_a_stream_of_pods,
+)
 # Under a stream of pods the kubelet's tick must be what it is: one that comes twice a second writes figures
 # of old lists back at every moment of a switch.
 PRODUCTION_TICK = (
@@ -75,7 +80,7 @@ def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face, pytest.Monkey
                 await scenario(rig)
             assert not watch.faults, watch.faults[:5]
 
-    return test
+    return pytest.mark.long(test) if scenario in LONG else test
 
 
 for _scenario in modes.ALL:

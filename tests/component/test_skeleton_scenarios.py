@@ -4,16 +4,21 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.component.embedded_rig import FACES, EmbeddedRig, Face, embedded_rig
+from tests.component.embedded_rig import FACES, MOSTLY_THE_NEWEST, EmbeddedRig, Face, embedded_rig
 from tests.scenarios import skeleton
 from tests.scenarios.rig import Rig
 
 Scenario = Callable[[Rig], Awaitable[None]]
+# A container of it finishes, or a kubelet takes up pods.
+BOTH_FACES = (
+    skeleton.test_init_container_hands_its_gpu_on,
+    skeleton.test_kubelet_restart_keeps_allocatable,
+)
 
 
 def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
     # No fixture: the kubelet's task group must open and close in the test's own task.
-    @pytest.mark.parametrize("face", FACES)
+    @pytest.mark.parametrize("face", FACES if scenario in BOTH_FACES else MOSTLY_THE_NEWEST)
     async def test(face: Face) -> None:
         async with embedded_rig(face) as rig:
             await scenario(rig)

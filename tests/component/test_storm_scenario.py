@@ -8,6 +8,7 @@ from tests.scenarios.storm import storm
 SECONDS = 15.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_storm_leaves_the_node_as_asked_for() -> None:
     async with embedded_rig() as rig:

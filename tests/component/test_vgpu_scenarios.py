@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agent.simulator.kubelet.pod_specs import Phase
-from tests.component.embedded_rig import FACES, Face, embedded_rig
+from tests.component.embedded_rig import FACES, MOSTLY_THE_NEWEST, Face, embedded_rig
 from tests.scenarios import vgpu
 from tests.scenarios.rig import Rig
 
@@ -13,15 +13,18 @@ from tests.scenarios.rig import Rig
 pytestmark = pytest.mark.timeout(180)
 
 Scenario = Callable[[Rig], Awaitable[None]]
+# Pods finish in it, or a kubelet takes up those that have.
+BOTH_FACES = (vgpu.test_kubelet_restart_under_vgpu_pods, vgpu.test_init_and_app_containers_share_one_gpu)
+LONG = (vgpu.test_agent_sigkilled_ten_times_in_a_burst,)
 
 
 def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
-    @pytest.mark.parametrize("face", FACES)
+    @pytest.mark.parametrize("face", FACES if scenario in BOTH_FACES else MOSTLY_THE_NEWEST)
     async def test(face: Face) -> None:
         async with embedded_rig(face) as rig:
             await scenario(rig)
 
-    return test
+    return pytest.mark.long(test) if scenario in LONG else test
 
 
 for _scenario in vgpu.ALL:

@@ -2,11 +2,13 @@
 
 import hashlib
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from agent.isolation.clib import toolchain
 from agent.isolation.clib.headers import PACKAGES, entry_points, include
+from agent.isolation.clib.wheels import only_one
 from tests.cuda_double import generate
 
 SONAME: Final = "libcuda.so.1"
@@ -47,15 +49,24 @@ def build(directory: Path, release: str = "13", *, architecture: str = "x86_64",
     digest = hashlib.sha256(repr((options, sources, made)).encode())
     folder = directory.resolve() / f"cuda-double-{digest.hexdigest()[:16]}"
     library = folder / SONAME
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            scratch = Path(name)
-            for file, text in made.items():
-                (scratch / file).write_text(text)
-            c_files = [str(_SOURCES / file) for file in sources if file.endswith(".c")]
-            places = [f"-I{scratch}", f"-I{_SOURCES}", f"-isystem{include(release)}"]
-            draft = scratch / SONAME
-            toolchain.compile_c([*options, *places, *c_files, "gates.c", "-o", str(draft)], scratch)
-            draft.replace(library)  # whole or not at all: others may build the same beside us
+    if library.exists():
+        return library
+    with only_one(directory, folder.name):
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(folder, made, [file for file in sources if file.endswith(".c")], release, options)
     return library
+
+
+def _compile(
+    folder: Path, made: Mapping[str, str], sources: Sequence[str], release: str, options: Sequence[str]
+) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        scratch = Path(name)
+        for file, text in made.items():
+            (scratch / file).write_text(text)
+        c_files = [str(_SOURCES / file) for file in sources]
+        places = [f"-I{scratch}", f"-I{_SOURCES}", f"-isystem{include(release)}"]
+        draft = scratch / SONAME
+        toolchain.compile_c([*options, *places, *c_files, "gates.c", "-o", str(draft)], scratch)
+        draft.replace(folder / SONAME)  # whole or not at all

@@ -4,13 +4,19 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+import pytest
+
 from agent.cluster.api import ApiRefused, KubeApi
+from agent.extender import gangs
 from agent.extender.binder import Binder
 from agent.extender.fleet import Fleet
+from agent.extender.gangs import Member
 from agent.extender.handlers import FOLDER, ServingState, Verbs
 from agent.extender.metrics import Metrics
+from agent.extender.objects import GROUP_LABEL
+from agent.extender.pod_demand import pod_demand
 from agent.extender.verdicts import Verdicts
-from agent.model.demand import VGPU
+from agent.model.demand import VGPU, Container, Pod
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import HINT, POLICY, Policy
@@ -34,15 +40,19 @@ class NoPods:
 
 LIMITS = {VGPU.core: "20", VGPU.memory: "4"}
 ANNOTATIONS = {POLICY: "spread", f"{HINT}0": "1"}
-POD = {
+POD: dict[str, Any] = {
     "metadata": {"name": "p", "namespace": "ns", "uid": "u", "annotations": ANNOTATIONS},
     "spec": {"containers": [{"name": "main", "resources": {"limits": LIMITS}}]},
 }
+# A gang's member by its own word, which no watch shows.
+SPEC = {**POD["spec"], "schedulingGroup": {"podGroupName": "gang"}}
+MEMBER = {"metadata": {**POD["metadata"], "labels": {GROUP_LABEL: "gang"}}, "spec": SPEC}
 NODES = {"items": [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]}
 VICTIMS = {"Pods": [{"UID": "v"}], "NumPDBViolations": 1}
 BODIES: tuple[tuple[str, Any], ...] = (
     ("predicates", {"Pod": POD, "Nodes": None, "NodeNames": ["a", "b", "c"]}),
     ("predicates", {"Pod": POD, "Nodes": NODES}),
+    ("predicates", {"Pod": MEMBER, "Nodes": None, "NodeNames": ["a", "b"]}),
     ("priorities", {"Pod": POD, "NodeNames": ["a", "b"]}),
     (
         "preempt",
@@ -52,12 +62,17 @@ BODIES: tuple[tuple[str, Any], ...] = (
 )
 
 
-async def test_extender_requests(campaign: Campaign) -> None:
+async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gangs, "SHOWN_SECONDS", 0.0)
     fleet, api, server = Fleet(), NoPods(), HttpServer("127.0.0.1", 0)
     for name in ("a", "b"):
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
         fleet.set_node(name, NodeInventory(gpus), {})
     binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
+    shown = Member(
+        "ns/gang", pod_demand(Pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))
+    )
+    binder.gangs.show("another UID", shown)
     serving = ServingState(Verdicts(fleet), binder)
     Verbs(lambda: serving, Metrics()).add_to(server, 1 << 20)
     before = fleet.allocated()
@@ -82,4 +97,5 @@ async def test_extender_requests(campaign: Campaign) -> None:
 
     samples = [f"{verb} {json.dumps(body)}".encode() for verb, body in BODIES]
     words = (b'"Pod":', b'"PodName":', b'"NodeNames":[', b'"items":', b'"limits":{', b"predicates ", b"bind ")
-    await campaign.run_async(act, samples, words, callers=1)
+    gang_words = (b'"labels":{"scheduling.x-k8s.io/pod-group":"gang"}', b'"schedulingGroup":', b'"uid":"u"')
+    await campaign.run_async(act, samples, (*words, *gang_words), callers=1)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,9 +28,9 @@ PACKAGES = (
 
 
 def pinned(lock: str, names: Sequence[str]) -> list[str]:
-    """`name==version` of each, from the text of a lock. Raises KeyError."""
-    versions = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE))
-    return [f"{name}=={versions[name]}" for name in names]
+    """The line of each with its version and hashes, from the text of a lock. Raises KeyError."""
+    lines = dict(re.findall(r"^([A-Za-z0-9._-]+)(==.+)$", lock.replace("\\\n", " "), re.MULTILINE))
+    return [f"{name}{lines[name]}" for name in names]
 
 
 def make(folder: Path, python: str, programs: Path | None = None) -> None:
@@ -41,8 +42,11 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     (folder / "mps").mkdir(parents=True)
     pins = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels"), *pins]
-    subprocess.run(command, check=True)
+    command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels")]
+    with tempfile.NamedTemporaryFile("w", suffix=".lock") as wanted:
+        wanted.write("\n".join(pins))
+        wanted.flush()
+        subprocess.run([*command, "--require-hashes", f"--requirement={wanted.name}"], check=True)
     (folder / "limits").mkdir()
     shutil.copy2(build_library.cached(), folder / "limits" / limits.NAME)
     shutil.copytree(built.program(built.SHARING).parent, folder / "programs")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from agent.isolation.clib.wheels import only_one
 from tests.cuda_double.generate import layout_header
 from tests.nvml_double.header import header_text
 
@@ -48,11 +49,14 @@ def build(directory: Path = CACHE, without: Sequence[str] = ()) -> Path:
         digest.update(source.read_bytes() + b"\0")
     folder = directory / f"nvml-sim-{digest.hexdigest()[:16]}"
     library = folder / SONAME
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            draft = _compile(Path(scratch), sources, made, nvml_h.parent, without)
-            draft.replace(library)  # whole or not at all: others may build the same beside us
+    if library.exists():
+        return library
+    with only_one(directory, folder.name):
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                draft = _compile(Path(scratch), sources, made, nvml_h.parent, without)
+                draft.replace(library)  # whole or not at all
     return library
 
 

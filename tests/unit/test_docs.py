@@ -1,6 +1,7 @@
 """The documents: links lead somewhere; verbs, commands, paths, metrics and keys that they name exist."""
 
 import argparse
+import ast
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import yaml
 from agent.cli import main as cli
 from agent.extender.metrics import Metrics as ExtenderMetrics
 from agent.extender.settings import Settings as ExtenderSettings
+from agent.node.taint import EFFECT, TAINT
 from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +81,8 @@ def test_make_help_names_every_verb() -> None:
         timeout=30,
     ).stdout
     for verb in (
-        *("demo", "test", "test-cluster", "test-gpu", "bench", "lint", "format", "proto", "docs"),
-        *("image", "chart", "lock", "clean"),
+        *("check", "demo", "test", "test-long", "test-cluster", "test-gpu", "bench"),
+        *("lint", "format", "proto", "docs", "image", "chart", "lock", "clean"),
     ):
         assert re.search(rf"^{verb}\b|\b{verb} ", text, re.MULTILINE), verb
 
@@ -252,3 +254,25 @@ def test_messages_that_are_explained_are_the_agent_s() -> None:
     for message in rows:
         pieces = [piece.strip(" :.,;") for piece in GAPS.split(message)]
         assert any(piece in sources for piece in pieces if len(piece) > 7), message
+
+
+# Modules that report events.
+REPORTING = (
+    *("agent/isolation/publishing.py", "agent/mps/daemon_status.py", "agent/node/conditions.py"),
+    *("agent/status/node_events.py", "agent/pairing/pod_access.py", "agent/app/reload.py"),
+)
+
+
+def test_the_page_of_names_has_every_event_and_the_taint() -> None:
+    page = (ROOT / "docs" / "names.md").read_text()
+    reasons = {
+        node.value
+        for module in REPORTING
+        for node in ast.walk(ast.parse((ROOT / module).read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"[A-Z][A-Za-z]*[A-Z][a-z]+", node.value)
+    }
+    assert {"LimitsAvoidable", "MPSDaemonFailed", "ModeApplied", "GPULost", "AllocationRefused"} <= reasons
+    assert not {each for each in reasons if not re.search(rf"\b{each}\b", page)}
+    assert f"`{TAINT}:{EFFECT}`" in page

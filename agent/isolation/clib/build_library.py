@@ -14,7 +14,7 @@ from typing import Final
 
 from agent.isolation.clib import headers, toolchain
 from agent.isolation.clib.rules import SOURCES, Rule, note_of, rules
-from agent.isolation.clib.wheels import BuildError, cache_root
+from agent.isolation.clib.wheels import BuildError, cache_root, only_one
 
 NAME: Final = "libgna-limits.so"
 CLOCK: Final = SOURCES / "clock.c"
@@ -59,7 +59,11 @@ def cached(architecture: str = "", sanitizer: str = "", clock: Path = CLOCK) -> 
     for path in sorted([*SOURCES.glob("*.[ch]"), *SOURCES.glob("*.py"), SOURCES / "wheels.lock", clock]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     folder = cache_root() / f"library-{digest.hexdigest()[:16]}"
-    return folder / NAME if (folder / NAME).exists() else build(folder, architecture, sanitizer, clock)
+    if not (folder / NAME).exists():
+        with only_one(cache_root(), folder.name):
+            if not (folder / NAME).exists():
+                build(folder, architecture, sanitizer, clock)
+    return folder / NAME
 
 
 def generate(folder: Path) -> None:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,15 @@ def requirement(package: str) -> str:
     return found
 
 
+@contextmanager
+def only_one(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes that make `name` in `folder` waiting; the kernel ends that with this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def unpacked(package: str, platform: str, wanted: Callable[[str], bool]) -> Path:
     """The folder with the members of the wheel for which `wanted` holds, at their paths in the wheel.
 
@@ -50,8 +60,7 @@ def unpacked(package: str, platform: str, wanted: Callable[[str], bool]) -> Path
     final = cache_root() / f"{package}-{digest}"
     if final.is_dir():
         return final
-    with (cache_root() / f".{package}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with only_one(cache_root(), package):
         if final.is_dir():
             return final
         with tempfile.TemporaryDirectory(prefix=f".{package}-", dir=cache_root()) as name:

@@ -78,10 +78,10 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 {{- end -}}
 
-{{- /* Whether the extender answers kube-scheduler over plain HTTP, too, where nobody has to show who he is. */ -}}
+{{- /* Whether the extender answers kube-scheduler over plain HTTP, too, where nobody has to show who he is. Only
+       where the values say so. */ -}}
 {{- define "gna.plainVerbs" -}}
-{{- $default := or (not .Values.extender.tls.secret) .Values.extender.productServices -}}
-{{- if dig "http" "verbs" $default .Values.extender.config }}true{{ end -}}
+{{- if dig "http" "verbs" false .Values.extender.config }}true{{ end -}}
 {{- end -}}
 
 {{- define "gna.writesChoice" -}}

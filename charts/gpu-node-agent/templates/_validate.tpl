@@ -117,10 +117,10 @@
 {{- fail "extender.productServices makes Services of an extender that is not there: set extender.enabled to true, or leave it off" -}}
 {{- end -}}
 {{- if and $v.extender.enabled (not (include "gna.plainVerbs" .)) (not $v.extender.tls.secret) -}}
-{{- fail "extender.config.http.verbs is false and extender.tls.secret is empty: kube-scheduler could not ask anything; name a Secret, or leave the verbs on" -}}
+{{- fail "nothing says how kube-scheduler may ask the extender: name a Secret with certificates in extender.tls.secret; or set extender.config.http.verbs: true (the default of 0.2.0), where every client that reaches port 3456 has GPUs kept and pods bound, and close that port (docs/upgrade.md, The extender's plain port)" -}}
 {{- end -}}
 {{- if and $v.extender.productServices (not (include "gna.plainVerbs" .)) -}}
-{{- fail "extender.productServices leads to the port of plain HTTP, where extender.config.http.verbs: false serves no verbs: leave one of the two out" -}}
+{{- fail "extender.productServices leads to the port of plain HTTP, which serves no verbs: set extender.config.http.verbs: true and close that port (docs/upgrade.md, The extender's plain port), or leave productServices out" -}}
 {{- end -}}
 {{- range $block, $keys := dict "http" (list "port" "address") "tls" (list "port" "certificate" "key" "clientAuthority") "lease" (list "name" "namespace" "identity") "cluster" (list "kubeconfig") -}}
 {{- range $key := $keys -}}

@@ -24,7 +24,8 @@ STARTS = 5
         "ms",
         None,
         "start of the process until a real kubelet listens, which looks once a second; median",
-    )
+    ),
+    cluster=True,
 )
 async def start_to_registered(conditions: Conditions) -> Mapping[str, Taken]:
     """Start the agent again and again beside one kubelet."""

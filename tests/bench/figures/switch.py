@@ -215,7 +215,8 @@ async def switch_to_mps(conditions: Conditions) -> Mapping[str, Taken]:
         "ms",
         1000,
         "label set until a pod that waited for the mode runs; real cluster, kubelet's tick 10 s; median",
-    )
+    ),
+    cluster=True,
 )
 async def label_to_pod_running(_: Conditions) -> Mapping[str, Taken]:
     """Between whole GPUs and fractions, each time with one pod that waits for the other mode."""

@@ -4,6 +4,6 @@ Public face: `build_parts()` returns the `Parts` of the selected Kubernetes mino
 """
 
 from tests.cluster.build.errors import BuildError
-from tests.cluster.build.parts import Parts, build_parts
+from tests.cluster.build.parts import Parts, build_parts, missing_parts
 
-__all__ = ["BuildError", "Parts", "build_parts"]
+__all__ = ["BuildError", "Parts", "build_parts", "missing_parts"]

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from tests.cluster.build import BuildError, build_parts, release_tools
+from tests.cluster.build import BuildError, build_parts, missing_parts, release_tools
 
 
 def main() -> int:
@@ -15,6 +15,8 @@ def main() -> int:
         sys.stdout.flush()
 
     try:
+        if missing := missing_parts():
+            report(f"to build first: {', '.join(missing)}")
         build_parts(report)
         for family in (release_tools.REGISTRY, release_tools.ACTIONLINT):
             release_tools.program(family, report)

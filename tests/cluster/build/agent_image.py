@@ -33,6 +33,7 @@ FILES = (
     ".ci/build-toolkit",
     ".ci/container-toolkit/go.mod",
     ".ci/container-toolkit/go.sum",
+    ".ci/container-toolkit/go.lock",
     ".ci/finish-image",
     ".ci/slim-root",
 )

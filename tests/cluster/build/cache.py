@@ -38,6 +38,11 @@ def file_lock(path: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_UN)
 
 
+def is_built(family: str, key: str) -> bool:
+    """Whether the cache has this part."""
+    return (cache_root() / f"{family}-{key}").is_dir()
+
+
 def folder(family: str, key: str, fill: Callable[[Path], None], report: Report) -> Path:
     """Return the cached folder of a family; on a miss let `fill` make it in a scratch folder and publish it.
 

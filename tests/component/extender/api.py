@@ -35,6 +35,7 @@ class ClusterApi:
     lose_answers: bool = False  # bind, and answer 500
     leases_work: bool = True
     pods_listed: Cell[bool] = field(default_factory=lambda: Cell(True))  # False: their list is not answered
+    bound_shown: Cell[bool] = field(default_factory=lambda: Cell(True))  # False: their watch is late
     url: str = ""
     _events: list[tuple[str, Object]] = field(default_factory=list)
     _changed: Cell[int] = field(default_factory=lambda: Cell(0))
@@ -102,7 +103,9 @@ class ClusterApi:
 
         async def send(event: Mapping[str, Any]) -> None:
             if unbound_only and event["type"] != "BOOKMARK" and event["object"]["spec"]["nodeName"]:
-                event = {**event, "type": "DELETED"}  # as a watch says it of what its selector lets go
+                # As a watch says it of what its selector lets go: with the object as it was before.
+                spec = {**event["object"]["spec"], "nodeName": ""}
+                event = {"type": "DELETED", "object": {**event["object"], "spec": spec}}
             if not bound_only or event["type"] == "BOOKMARK" or event["object"]["spec"]["nodeName"]:
                 await response.write(json.dumps(event).encode() + b"\n")
 
@@ -111,6 +114,8 @@ class ClusterApi:
         end = {"metadata": {"resourceVersion": "1", "annotations": END}}
         await send({"type": "BOOKMARK", "object": end})
         while True:
+            if bound_only:
+                await self.bound_shown.wait_for(bool)
             seen = self._changed.version
             for told, event in self._events[begin:]:
                 if told == kind:

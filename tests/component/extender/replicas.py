@@ -28,6 +28,7 @@ def settings_for(**flags: Any) -> Settings:
     given = {
         "http.address": "127.0.0.1",
         "http.port": 0,
+        "http.verbs": "true",
         "lease.namespace": "ns",
         "lease.durationSeconds": 3,
         "lease.renewSeconds": 2,

@@ -174,7 +174,7 @@ class Plugin:
 
 def register(kubelet_socket: Path, endpoint: str, resource: str = GPU, version: str = "v1beta1") -> None:
     """Call Register on `kubelet.sock`. Blocks. Raises grpc.RpcError."""
-    with grpc.insecure_channel(f"unix:{kubelet_socket}") as channel:
+    with dial(kubelet_socket) as channel:
         request = V1BETA1.RegisterRequest(version=version, endpoint=endpoint, resource_name=resource)
         V1BETA1.RegistrationStub(channel).Register(request, timeout=10, wait_for_ready=True)
 
@@ -207,8 +207,17 @@ class PodResources:
         return [(entry.resource_name, one) for entry in answer.devices for one in entry.device_ids]
 
 
+def dial(socket: Path) -> Any:
+    """A channel to a socket, which shares no connection with others to the same address.
+
+    gRPC's C core hands what is left of a closed channel to the next one, which gets the refusal of before
+    with it, though somebody listens by now.
+    """
+    return grpc.insecure_channel(f"unix:{socket}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+
 @contextmanager
 def pod_resources(socket: Path) -> Iterator[PodResources]:
     """A client on its own connection."""
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
+    with dial(socket) as channel:
         yield PodResources(channel)

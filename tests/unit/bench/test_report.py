@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ async def test_values_are_told_beside_their_budgets() -> None:
     assert "holds" not in told
 
 
-SLOW = Calibration(QUIET.python * 2, QUIET.python_tail * 5, QUIET.call * 3, QUIET.call_tail * 4)
+SLOW = Calibration(
+    QUIET.python * 2, QUIET.python_tail * 5, QUIET.call * 3, QUIET.call_tail * 4, QUIET.python_cpu * 1.5
+)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,8 @@ SLOW = Calibration(QUIET.python * 2, QUIET.python_tail * 5, QUIET.call * 3, QUIE
         (Figure("call_p50_ms", "ms", 1, ""), 3.1, 3, False),
         (Figure("resident_memory_mib", "MiB", 50, ""), 51, 1, False),  # memory does not grow with the load
         (Figure("streams", "streams", 0, ""), 0, 1, True),
+        (Figure("idle_cpu_percent", "%", 0.5, ""), 0.74, 1.5, True),  # by processor time
+        (Figure("idle_cpu_percent", "%", 0.5, ""), 0.76, 1.5, False),
     ],
 )
 def test_a_budget_counts_after_the_machine(
@@ -106,7 +111,8 @@ def test_a_budget_counts_after_the_machine(
 
 
 def test_a_faster_machine_hides_no_regression() -> None:
-    fast = Calibration(QUIET.python / 2, QUIET.python_tail / 2, QUIET.call / 2, QUIET.call_tail / 2)
+    halves = {name: value / 2 for name, value in asdict(QUIET).items()}
+    fast = Calibration(**halves)
     figure = Figure("work_p99_ms", "ms", 20, "")
     assert report.Row(figure, Taken(11, 1), machine=fast).holds is False
     assert report.Row(figure, Taken(9, 1), machine=fast).holds is True
@@ -114,7 +120,7 @@ def test_a_faster_machine_hides_no_regression() -> None:
 
 def test_a_machine_that_is_too_busy_judges_nothing_but_what_holds_anyway() -> None:
     factor = LARGEST_SLOWDOWN * 2
-    busy = Calibration(QUIET.python, QUIET.python_tail * factor, QUIET.call, QUIET.call_tail)
+    busy = replace(QUIET, python_tail=QUIET.python_tail * factor)
     figure = Figure("work_p99_ms", "ms", 20, "")
     late, in_time = (report.Row(figure, Taken(value, 1), machine=busy) for value in (21, 19))
     assert (late.holds, in_time.holds) == (None, True)
@@ -163,6 +169,11 @@ async def test_the_file_is_what_is_promised(tmp_path: Path) -> None:
 def test_the_list_takes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert "allocate_p50_ms: " in capsys.readouterr().out
+
+
+def test_figures_on_the_cluster_are_a_group_of_their_own() -> None:
+    in_group = {figure.name for one in registry.discover() if one.cluster for figure in one.figures}
+    assert in_group == {"label_to_pod_running_p50_ms", "start_to_registered_real_kubelet_ms"}
 
 
 def test_an_unknown_name_is_a_wrong_command_line() -> None:

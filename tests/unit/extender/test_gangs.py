@@ -1,11 +1,19 @@
 """GPUs kept for members of gangs: for how long, and whether they are still there when they are taken."""
 
+import json
+from typing import Any, cast
+
 import pytest
 
+from agent.cluster.api import KubeApi
+from agent.cluster.event_recorder import EventRecorder
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
-from agent.extender.gangs import REFUSED_SECONDS, Gangs
+from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
+from agent.extender.pending_pods import PendingPods, read_pending
 from agent.extender.pod_demand import PodDemand, pod_demand
+from agent.extender.verdicts import Verdicts
+from agent.kit.supervise import Supervisor
 from agent.model.demand import VGPU, Container, Pod
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
@@ -80,3 +88,86 @@ def test_a_gpu_that_is_not_to_be_had_any_more_is_not_taken(change: dict[str, obj
     cluster.show(**change)  # type: ignore[arg-type]
     assert cluster.gangs.take("u", "n", HALF) is None
     assert cluster.fleet.where("u") is None  # it is chosen again
+
+
+class Pending(Cluster):
+    """The same, with the watch of unbound pods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        events = EventRecorder(cast("KubeApi", None), "me", "extender")
+        none, supervisor = cast("KubeApi", None), Supervisor()
+        self.pods = PendingPods(
+            none, self.fleet, Verdicts(self.fleet), events, supervisor, lambda: True, self.gangs
+        )
+
+    def shows(self, uid: str = "u", group: str = "gang", **status: Any) -> None:
+        """The watch shows a pod, which asks for HALF."""
+        meta: dict[str, Any] = {"name": uid, "namespace": "ns", "uid": uid}
+        if deleted := status.pop("deleted", None):
+            meta["deletionTimestamp"] = deleted
+        limits = {VGPU.core: "50", VGPU.memory: "16"}
+        spec: dict[str, Any] = {"containers": [{"name": "main", "resources": {"limits": limits}}]}
+        spec |= {"schedulingGroup": {"podGroupName": group}} if group else {}
+        _, value = read_pending(json.dumps({"metadata": meta, "spec": spec, "status": status}).encode())
+        self.pods.changed(uid, value)
+
+
+UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
+
+
+async def test_gpus_are_for_pods_that_the_watch_shows_with_this_demand() -> None:
+    pending = Pending()
+    pending.shows()
+    other = pod_demand(Pod("ns", "p", (Container("main", {VGPU.core: 90, VGPU.memory: 16}),)))
+    assert await pending.gangs.gang("u", HALF) == "ns/gang"
+    assert await pending.gangs.gang("u", other) == ""
+    pending.shows(group="another")
+    assert await pending.gangs.gang("u", HALF) == "ns/another"
+    pending.pods.replaced({})
+    assert not pending.gangs._shown
+
+
+async def test_a_member_that_kube_scheduler_gives_up_keeps_little_for_long() -> None:
+    pending = Pending()
+    pending.shows()
+    pending.keep()
+    pending.shows(conditions=UNSCHEDULABLE)
+    assert pending.kept_until() == REFUSED_SECONDS
+    # What is kept at the next attempt has its whole time, though the condition still stands.
+    began = pending.now
+    pending.keep()
+    pending.shows(conditions=UNSCHEDULABLE)
+    assert pending.kept_until() == began + 60.0
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds"),
+    [
+        ({"deleted": "2026-11-23T00:00:00Z"}, 0.0),
+        ({"group": ""}, 0.0),
+        ({}, LEFT_SECONDS),
+    ],
+    ids=["being deleted", "no member any more", "left the watch"],
+)
+async def test_what_ends_a_member_lets_go_of_its_gpus(change: dict[str, Any], seconds: float) -> None:
+    pending = Pending()
+    pending.shows()
+    pending.keep()
+    if change:
+        pending.shows(**change)
+    else:
+        pending.pods.removed("u", None)
+    assert (pending.fleet.where("u") is None) == (seconds == 0)
+    assert not seconds or pending.kept_until() == seconds
+
+
+async def test_a_pod_that_is_bound_keeps_its_gpus_over_the_end_of_the_other_watch() -> None:
+    pending = Pending()
+    pending.gangs.show("u", Member("ns/gang", HALF))
+    pending.pods._members.add("u")
+    claim = pending.keep()
+    assert pending.gangs.take("u", "n", HALF) is claim
+    pending.fleet.assume("u", "n", claim, 30.0)  # as the binder does
+    pending.pods.removed("u", None)
+    assert pending.kept_until() == 30.0

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.extender.app import running
 from agent.extender.settings import load, schema
 from agent.kit.configuration import ConfigurationError
+from agent.kit.supervise import FatalError
 
 
 def test_defaults_are_those_of_the_documents() -> None:
@@ -39,3 +41,9 @@ def test_what_cannot_work_is_refused_with_the_key(flag: str, says: str) -> None:
 
 def test_there_is_a_schema() -> None:
     assert "Lease" in schema()["$defs"]
+
+
+async def test_an_extender_that_nobody_can_ask_does_not_start() -> None:
+    with pytest.raises(FatalError, match=r"http\.verbs is false and tls\.port is null.* set tls\.port"):
+        async with running(load(None, {})):
+            pass

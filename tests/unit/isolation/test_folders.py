@@ -173,13 +173,14 @@ def test_no_link_and_no_pipe_is_opened(limits: LimitFolders, tmp_path: Path) -> 
     for name in (ABOUT, LIMITS, USAGE):
         limits.path(key, name).unlink()
         limits.path(key, name).symlink_to(secret)
-    for read in (limits.about, limits.limits, limits.usage):
+    later = LimitFolders(tmp_path)  # this one has both files open
+    for read in (later.about, later.limits, later.usage):
         with pytest.raises(FolderUnusable):
             read(key)
     limits.path(key, USAGE).unlink()
     os.mkfifo(limits.path(key, USAGE))
     with pytest.raises(FolderUnusable):
-        limits.usage(key)
+        later.usage(key)
     limits.remove(key)
     assert secret.exists()
     assert limits.keys() == []

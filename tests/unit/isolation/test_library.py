@@ -1,5 +1,6 @@
 """The library on the host: versioned, executable there, and never changed under a running container."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -18,24 +19,46 @@ def source(tmp_path: Path, content: bytes = b"one") -> Path:
 
 
 def test_the_preload_file_names_the_library_of_its_version(tmp_path: Path) -> None:
-    found = library.install(source(tmp_path), tmp_path / "state")
+    found = library.install(source(tmp_path), tmp_path / "state").copy()
     assert found.file.read_bytes() == ELF + b"one"
     assert found.preload.read_text() == f"/usr/lib/gpu-node-agent/{found.file.name}\n"
     assert found.file.stat().st_mode & 0o777 == 0o555
     assert found.preload.stat().st_mode & 0o777 == 0o444
 
 
-def test_the_same_library_stays_the_same_file(tmp_path: Path) -> None:
-    first = library.install(source(tmp_path), tmp_path / "state")
-    inode = first.file.stat().st_ino
-    assert library.install(source(tmp_path), tmp_path / "state") == first
-    assert first.file.stat().st_ino == inode
+def test_each_copy_has_inodes_of_its_own_and_none_is_the_original_s(tmp_path: Path) -> None:
+    original = library.install(source(tmp_path), tmp_path / "state")
+    assert not list((tmp_path / "state" / "lib").iterdir())  # nothing that a container could be given
+    copies = [original.copy() for _ in range(3)]
+    assert len({file.stat().st_ino for each in copies for file in (each.file, each.preload)}) == 6
+    assert len({each.build for each in copies}) == 3
 
 
-def test_another_library_gets_another_name(tmp_path: Path) -> None:
-    first = library.install(source(tmp_path), tmp_path / "state")
-    second = library.install(source(tmp_path, b"two"), tmp_path / "state")
-    assert first.file != second.file
+def test_copies_share_their_blocks_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def clone(target: int, request: int, of: int) -> None:
+        assert request == library.FICLONE
+        os.pwrite(target, os.pread(of, 100, 0), 0)
+        cloned.append(of)
+
+    cloned: list[int] = []
+    before = descriptors()
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    original = library.install(source(tmp_path), tmp_path / "state")
+    assert original.copy().file.read_bytes() == ELF + b"one"
+    assert len(cloned) == 2
+    assert descriptors() == before + 1  # a file without a name
+    del original
+    assert descriptors() == before
+
+
+def test_copies_of_another_version_have_another_name(tmp_path: Path) -> None:
+    first = library.install(source(tmp_path), tmp_path / "state").copy()
+    second = library.install(source(tmp_path, b"two"), tmp_path / "state").copy()
     assert first.file.read_bytes() == ELF + b"one"
     library.remove_unused(tmp_path / "state", {first.build, second.build})
     assert first.file.exists()
@@ -44,38 +67,31 @@ def test_another_library_gets_another_name(tmp_path: Path) -> None:
     assert sorted(second.folder.iterdir()) == sorted([second.file, second.preload])
 
 
-def test_a_file_that_somebody_damaged_is_replaced_in_one_step(tmp_path: Path) -> None:
-    found = library.install(source(tmp_path), tmp_path / "state")
-    found.file.chmod(0o755)
-    found.file.write_bytes(b"damaged")
-    damaged = os.open(found.file, os.O_RDONLY)
-    try:
-        library.install(source(tmp_path), tmp_path / "state")
-        assert found.file.read_bytes() == ELF + b"one"
-        assert os.pread(damaged, 100, 0) == b"damaged"  # processes that have it mapped keep it
-    finally:
-        os.close(damaged)
-
-
-def test_a_folder_that_a_runtime_made_in_its_place_gives_way(tmp_path: Path) -> None:
-    found = library.install(source(tmp_path), tmp_path / "state")
-    for file in (found.file, found.preload):
-        file.unlink()
-        file.mkdir()
-    assert not library.is_there(found)
-    assert library.install(source(tmp_path), tmp_path / "state") == found
-    assert library.is_there(found)
-
-
-def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
-    found = library.install(source(tmp_path), tmp_path / "state")
+@pytest.mark.parametrize("damage", ["removed", "empty", "a folder", "a link"])
+def test_a_copy_that_was_lost_is_mended_and_one_that_is_whole_stays(tmp_path: Path, damage: str) -> None:
+    original = library.install(source(tmp_path), tmp_path / "state")
+    found = original.copy()
+    inode = found.file.stat().st_ino
+    assert not original.mend(found.build)
+    assert found.file.stat().st_ino == inode
     other = tmp_path / "other"
     other.write_bytes(b"other")
-    found.file.unlink()
-    found.file.symlink_to(other)
-    library.install(source(tmp_path), tmp_path / "state")
-    assert other.read_bytes() == b"other"
+    for file in (found.file, found.preload):
+        file.unlink()
+        if damage == "empty":  # as a power cut leaves it
+            file.write_bytes(b"")
+        elif damage == "a folder":  # a runtime makes one in its place
+            file.mkdir()
+        elif damage == "a link":
+            file.symlink_to(other)
+    assert original.mend(found.build)
     assert found.file.read_bytes() == ELF + b"one"
+    assert found.preload.read_text() == f"/usr/lib/gpu-node-agent/{found.file.name}\n"
+    assert other.read_bytes() == b"other"
+    later = library.install(source(tmp_path, b"two"), tmp_path / "state")
+    found.file.unlink()
+    assert not later.mend(found.build)  # it does not have that content
+    assert not found.file.exists()
 
 
 def test_a_missing_library_is_told_with_a_remedy(tmp_path: Path) -> None:
@@ -128,5 +144,5 @@ def test_what_a_label_of_selinux_prevents_is_told(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "getxattr", lambda *_: b"system_u:object_r:var_lib_t:s0\0")
     monkeypatch.setattr(os, "setxattr", refuse)
-    with pytest.raises(LibraryUnusable, match=r"SELinux .* cannot be labelled for pods"):
+    with pytest.raises(LibraryUnusable, match=r"SELinux would keep pods from files .* cannot be labelled"):
         library.install(source(tmp_path), tmp_path / "state")

@@ -6,18 +6,21 @@ import anyio.to_thread
 from structlog.testing import capture_logs
 
 from agent.isolation.folders import USAGE
-from agent.isolation.problems import Problems
+from agent.isolation.problems import QUIET_SECONDS, Problems
 from tests.unit.isolation.test_watch import Node
 
 
 def test_a_problem_is_logged_when_it_begins() -> None:
-    problems = Problems()
+    clock = [0.0]
+    problems = Problems(clock=lambda: clock[-1])
     with capture_logs() as lines:
         for _ in range(3):
             problems.met("a", "no space")
         problems.met("b", "no space")
-        problems.over("a")
-        problems.met("a", "no space")
+        for seconds in (1.0, QUIET_SECONDS - 1, QUIET_SECONDS):  # it begins and ends as its container likes
+            clock.append(seconds)
+            problems.over("a")
+            problems.met("a", "no space")
         problems.keep(["a"])  # the folder of b is gone, and made again
         problems.met("a", "no space")
         problems.met("b", "no space")
@@ -35,9 +38,11 @@ async def test_a_region_that_its_container_spoils_is_logged_once(tmp_path: Path)
         region.mkdir()
 
     await anyio.to_thread.run_sync(spoil)
+    node = await anyio.to_thread.run_sync(Node, tmp_path)  # an agent that has it open loses nothing by it
     with capture_logs() as lines:
+        await node.isolation.start()
         for _ in range(5):
             await node.look(0, 7)
-            await anyio.to_thread.run_sync(node.isolation._bound, (key,))
+            await anyio.to_thread.run_sync(node.isolation._keep_up, node.isolation.containers.value)
     seen = [line for line in lines if line["event"] == "usage_unreadable"]
     assert len(seen) == 2  # one of each reader

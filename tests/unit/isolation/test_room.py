@@ -72,31 +72,36 @@ def request(pod: str, first: int = 0, count: int = 4) -> About:
     return About(f"uid-{pod}", "default", pod, "main", GPU, ids, count * BLOCK, 30)
 
 
-async def test_a_library_that_was_removed_is_there_again_for_the_next_container(node: Node) -> None:
+async def test_a_library_that_was_removed_is_there_again_for_its_container_and_the_next(node: Node) -> None:
     await node.isolation.start()
     first = (await node.isolation.admit(request("a"))).mounts
+    node.holding(("a", units()))
     files = [file_of(each) for each in first if each.read_only and file_of(each).name != LIMITS]
 
     def remove() -> None:
+        (node.root / "image.so").unlink()
         for file in files:
             file.unlink()
             file.mkdir()  # as a runtime does that starts a container without it
 
     await anyio.to_thread.run_sync(remove)
     assert (await node.isolation.admit(request("b", 10))).mounts
+    await node.isolation.tidy()
     assert all(file.is_file() for file in files)
-    await anyio.to_thread.run_sync(remove_and_keep_nothing, node.root, files)
-    assert await node.isolation.admit(request("c", 20)) == Admission()
-    assert node.isolation.problem
-    (node.root / "image.so").write_bytes(libraries.ELF + b"one")
-    assert (await node.isolation.admit(request("d", 30))).mounts
     assert node.isolation.problem is None
 
 
-def remove_and_keep_nothing(root: Path, files: Iterable[Path]) -> None:
-    (root / "image.so").unlink()
-    for file in files:
-        file.unlink()
+async def test_a_library_that_cannot_be_copied_is_not_shown(node: Node) -> None:
+    await node.isolation.start()
+
+    def no_folder() -> None:
+        (node.root / "state" / "lib").rmdir()
+        (node.root / "state" / "lib").write_bytes(b"")
+
+    await anyio.to_thread.run_sync(no_folder)
+    assert await node.isolation.admit(request("c", 20)) == Admission()
+    assert not await node.folders()
+    assert not node.isolation.containers.value
 
 
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
@@ -276,7 +281,7 @@ async def test_a_hundred_pods_one_after_the_other_leave_nothing(node: Node) -> N
     assert await node.folders() == []
     assert not node.isolation.containers.value
     assert not node.isolation._born
-    assert len(list((node.root / "state" / "lib").iterdir())) == 2
+    assert not list((node.root / "state" / "lib").iterdir())
 
 
 async def test_a_folder_that_does_not_say_whose_it_is_stays_with_its_container_and_goes_after_it(

@@ -1,9 +1,11 @@
 """The driver's figures of containers: the sweep, the check that the library is there, unseen memory."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 import pytest
 
@@ -300,3 +302,27 @@ def test_the_record_of_a_container_names_its_library() -> None:
         LimitFolders(Path("/r")), Path("/i"), Path("/s"), Policy.REPORT, Cell(None), clock=lambda: 0.0
     )
     assert isolation.library_file(about) == Path("/s/lib/libgna-limits-abc.so")
+
+
+async def test_who_keeps_the_agent_from_its_files_is_named_once(node: Node) -> None:
+    key = await node.admit()
+    usage = node.isolation.folders.path(key, USAGE)
+    node.isolation.close()  # the agent is killed, and its container executes the file
+    await anyio.to_thread.run_sync(shutil.copy, "/bin/sleep", usage)
+    program = await anyio.open_process([usage, "600"])
+    try:
+        later = await anyio.to_thread.run_sync(Node, node.root)
+        await later.isolation.start()
+        for _ in range(3):
+            await later.look(0)
+            await later.isolation.tidy()
+        assert later.owners.events.count(("a", "LimitsAccessRefused", True)) == 1
+        (text,) = [each for each in later.owners.messages if "keeps the agent" in each]
+        assert "Text file busy; end the pod" in text
+        assert later.publisher.refusing() == 1
+    finally:
+        program.kill()
+        await program.wait()
+    later.now += 1
+    await later.isolation.tidy()
+    assert later.publisher.refusing() == 0

@@ -73,3 +73,39 @@ async def test_what_is_not_known_is_marked(tmp_path: Path) -> None:
 
 def test_an_empty_node() -> None:
     assert "no container holds a GPU" in top_table.render({"gpus": [], "containers": []})
+
+
+def test_a_terminal_does_not_scroll() -> None:
+    gpu = {
+        "index": 0,
+        "uuid": "G",
+        "model": "NVIDIA H200",
+        "mode": "vgpu",
+        "health": "healthy",
+        "memoryTotalBytes": 1 << 37,
+        "sampled": False,
+        "throttledBy": [],
+    }
+    box = {
+        "namespace": "team",
+        "pod": "p",
+        "container": "main",
+        "gpu": 0,
+        "mode": "vgpu",
+        "processes": 1,
+        "memoryUsedBytes": 1,
+        "memoryLimitBytes": 1 << 30,
+        "memoryAttribution": "measured",
+        "utilizationRatio": 0.1,
+        "utilizationMaxRatio": 0.2,
+        "coreLimitRatio": 0.1,
+        "coreAllottedRatio": None,
+        "utilizationAttribution": "measured",
+    }
+    shown = {"gpus": [gpu] * 8, "containers": [box] * 60}
+    lines = top_table.render(shown, 80, 24).splitlines()
+    assert len(lines) == 23
+    assert sum("NVIDIA H200" in line for line in lines) == 8
+    assert lines[-1].startswith("... 49 more lines")
+    assert max(map(len, lines)) <= 80
+    assert len(top_table.render(shown).splitlines()) > 70

@@ -53,6 +53,17 @@ async def test_unknown_paths_name_the_known_ones_and_other_methods_are_refused()
             assert (reply.status, reply.headers["Allow"]) == (405, "GET, HEAD")
 
 
+async def test_an_announced_path_is_not_missing_while_its_owner_starts() -> None:
+    server = HttpServer("127.0.0.1", 0)
+    server.announce("/metrics")
+    async with serving(server) as url, aiohttp.ClientSession() as client:
+        async with client.get(f"{url}/metrics") as reply:
+            assert (reply.status, await reply.text()) == (503, "the agent is starting; ask again\n")
+        server.add_route("/metrics", hello)
+        async with client.get(f"{url}/metrics") as reply:
+            assert reply.status == 200
+
+
 def test_a_path_has_one_owner() -> None:
     server = HttpServer("127.0.0.1", 0)
     server.add_route("/hello", hello)

@@ -1,0 +1,29 @@
+"""Who held what when the kubelet's records could last be read."""
+
+from time import monotonic
+
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
+
+
+class LastHolders:
+    def __init__(self, cell: Cell[PodList | None]) -> None:
+        self._cell = cell
+        self._last: PodList | None = None
+        self._lost: float | None = None  # since when there is nothing newer
+
+    async def run(self) -> None:
+        """Follow the record, for ever."""
+        async for found in self._cell.values():
+            self._take(found)
+
+    def known(self) -> tuple[PodList | None, float | None]:
+        """The record, and its age in seconds; no age: it is of now, or there never was one."""
+        self._take(self._cell.value)
+        return self._last, None if self._lost is None or self._last is None else monotonic() - self._lost
+
+    def _take(self, found: PodList | None) -> None:
+        if found is not None:
+            self._last, self._lost = found, None
+        elif self._lost is None:
+            self._lost = monotonic()

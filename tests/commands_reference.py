@@ -1,0 +1,84 @@
+"""The tables of commands in docs/commands.md, written from the parsers (`make docs`)."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent.cli import main as cli
+from agent.cli.completion import parts_of, shown_parts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+BEGIN, END = "<!-- commands: written by make docs -->", "<!-- end of commands -->"
+Row = tuple[str, argparse.ArgumentParser, str]  # path, parser, help
+LEFT_OUT = ("help", "config", "set")  # of every command; the page says so once
+
+
+def written() -> str:
+    """The page with its tables as the parsers have them."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+def tables() -> str:
+    shown: list[Row] = []
+    hooks: list[Row] = []
+    for path, parser, text, hidden in leaves(cli._parser()):
+        (hooks if hidden else shown).append((path, parser, text))
+    return f"{_table(shown)}\nHooks of the chart, which help leaves out:\n\n{_table(hooks)}"
+
+
+def leaves(
+    parser: argparse.ArgumentParser, path: str = "", text: str = "", hidden: bool = False
+) -> Iterator[tuple[str, argparse.ArgumentParser, str, bool]]:
+    """Each command that can be given: path, parser, help, and whether help leaves it out."""
+    parts = parts_of(parser)
+    if path and (not parts or parser.get_default("command")):
+        yield path, parser, text, hidden
+    helps = {
+        each.dest: each.help
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for each in action._choices_actions
+    }
+    for name, part in parts.items():
+        words = helps.get(name) or part.description or ""
+        yield from leaves(part, f"{path} {name}".strip(), words, hidden or name not in shown_parts(parser))
+
+
+def _table(rows: list[Row]) -> str:
+    lines = ["| command | does |", "| --- | --- |"]
+    for path, parser, text in rows:
+        lines.append(f"| `{parser.prog.split()[0]} {path}{''.join(_arguments(parser))}` | {_plain(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").rstrip(".")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if action.help is argparse.SUPPRESS or action.dest in LEFT_OUT:
+            continue
+        if isinstance(action, argparse._SubParsersAction):
+            continue
+        value = str(action.metavar or "")
+        if not value and action.choices:
+            value = "{" + ",".join(map(str, action.choices)) + "}"
+        if action.option_strings:
+            name = action.option_strings[-1]
+            takes = action.nargs != 0
+            words = f"{name} {value or action.dest.upper()}" if takes else name
+            yield f" {words}" if action.required else f" [{words}]"
+        else:
+            yield (
+                f" [{value or action.dest.upper()} ...]"
+                if action.nargs == "*"
+                else f" {value or action.dest}"
+            )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), encoding="utf-8")
