@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -255,6 +256,39 @@ async def test_a_storm_of_requests_ends_in_the_last_one() -> None:
 
 
 @in_virtual_time
+async def test_foreign_ids_keep_their_gpu(logs: Any) -> None:
+    """Pods got their GPU from NVIDIA's plugin, which calls its replicas GPU-...::3."""
+    kubelet = Kubelet()
+    first, other = gpu(0), gpu(1)
+    kubelet.hold("theirs", "nvidia.com/gpu", f"{first.uuid}::3")
+    async with switching(first, other, kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("off", "pgpu")
+        await settle(node, Phase.APPLIED)
+        state = node.switcher.state.value
+        assert f"default/theirs holds it as {first.uuid}::3 of nvidia.com/gpu" in state.message
+        assert "1 GPU(s) pgpu" in state.message
+        assert "another device plugin" in state.gpus[0].active.reason
+        node.want(Mode.VGPU)
+        await node.reach("off", "vgpu")
+        kubelet.end("theirs")
+        await node.reach("vgpu", "vgpu")
+        # One that comes while the GPU is on offer takes it off the lists, and those that hold it stay listed.
+        kubelet.hold("ours", "tencent.com/vcuda-core", f"{other.uuid}::c0")
+        kubelet.hold("theirs", "nvidia.com/gpu.shared", "1")
+        await node.reach("vgpu", "vgpu-")
+        kubelet.end("ours")
+        await node.reach("vgpu", "off")
+        kubelet.end("theirs")
+        await node.reach("vgpu", "vgpu")
+        never_in_two_modes(node)
+    told = [
+        (each["event"], each["gpu"]) for each in logs if each["event"] in ("gpu_withheld", "gpu_let_back")
+    ]
+    back_and_forth = ("gpu_withheld", "gpu_let_back")
+    assert told == [(event, each.uuid) for each in (first, other) for event in back_and_forth]
+
+
+@in_virtual_time
 async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is handed out just after a reading began, which does not show it however long it takes."""
     monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=anyio.current_time))
@@ -278,7 +312,7 @@ async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> Non
             return known
 
     kubelet = Slow()
-    service = DevicePluginService(SimpleNamespace(resource="r", lists=Cell(b"")), read=lambda: kubelet.began)  # type: ignore[arg-type]
+    service = DevicePluginService(SimpleNamespace(resource="r", lists=Cell(b"")), read=lambda: kubelet.began)
     for seconds in (LIST_SECONDS, 60.0):
         async with switching(one, kubelet=kubelet, first=Mode.PGPU) as node:
             node.lists.granted_lately = service.granted_lately  # type: ignore[method-assign]

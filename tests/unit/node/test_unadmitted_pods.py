@@ -1,6 +1,7 @@
 """Who is bound here and has no devices yet."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -92,7 +93,7 @@ async def test_limit_of_zero_waits_for_nothing() -> None:
 
 
 async def test_what_comes_by_dra_is_waited_for_by_nobody() -> None:
-    text = {
+    text: Any = {
         "metadata": {"name": "dra", "namespace": "default", "uid": "u-dra"},
         "spec": {
             "containers": [
@@ -114,7 +115,7 @@ async def test_what_comes_by_dra_is_waited_for_by_nobody() -> None:
     node = Node(waits)
     assert await node.unadmitted() == {"u-dra"}  # for what the other container lacks
     assert [each.limits for each in convert(waits).containers] == [{}, {MEMORY: 1}]
-    del text["spec"]["containers"][1]  # type: ignore[attr-defined]
+    del text["spec"]["containers"][1]
     node = Node(msgspec.convert(text, Pod))
     assert await node.unadmitted() == set()
     assert node.reads == 0
