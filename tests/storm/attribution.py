@@ -1,4 +1,4 @@
-"""The pod that the agent thinks asked is the one that the kubelet was admitting, and limits stay where they are used."""
+"""Who asked by the agent's word is whom the kubelet was admitting, and limits stay where they are used."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from agent.app.agent import Agent
 from agent.model.modes import Mode
 from tests.storm import seams
 from tests.storm.holders import MODES
@@ -67,11 +68,22 @@ class Excuses:
         self._last: dict[str, float] = {}
         self._life: AgentRun | None = None
         self._modes: dict[str, object] = {}
+        self._begun: dict[str, float] = {}  # causes that last, and since when at the earliest
+        self._since = anyio.current_time()  # when was looked last
         self.offers, self.refusals = Tally(), Tally()
 
     def note(self) -> None:
         """Look which causes there are now."""
-        now, found = anyio.current_time(), frozenset(self._now())
+        now, found = anyio.current_time(), set(self._now())
+        if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
+            self._begun.setdefault("api", self._since)
+            self._last["api"] = self._world.outage
+        for each in SHARES:
+            if each in found:
+                self._begun.setdefault(each, self._since)
+            elif now - self._last.get(each, -LONG) > AFTER[each]:
+                self._begun.pop(each, None)
+        self._since = now
         if not found.isdisjoint(SHARES):
             # What is under way takes longer: nobody says what is asked for, or who holds what.
             for each, last in self._last.items():
@@ -90,9 +102,16 @@ class Excuses:
             names.append(f"daemon {uuid}")
         for each in names:
             kind = each.partition(" ")[0]
-            if now - last.get(each, -LONG) <= AFTER[kind] and lasts <= LASTS.get(kind, LONG):
+            if now - last.get(each, -LONG) <= AFTER[kind] and lasts <= self._most(kind):
                 return kind
         return None
+
+    def _most(self, kind: str) -> float:
+        """For how many seconds a cause excuses something."""
+        began = self._begun.get(kind, LONG)
+        if kind == "api" and any(self._last.get(each, -LONG) >= began for each in ("agent", "kubelet")):
+            return LONG  # who has just started knows of no end that only the API server tells
+        return LASTS.get(kind, LONG)
 
     def applies(self, uuid: str) -> bool:
         """Whether there are an agent and a kubelet, and the GPU is well: else nobody could offer it."""
@@ -125,21 +144,26 @@ class Excuses:
             for resource, each in life.devices.tables.endpoints.items():
                 if each.stopped_at is not None:
                     yield f"stream {MODES.get(resource, Mode.PGPU).value}"
-        if not world.api_well or world.http.silent:
+        if not world.api_well or world.http.silent or (agent and _is_behind(agent)):
             yield "api"
         slow = sum(seams.KUBELET.answering) + seams.KUBELET.reading > SLOW_SECONDS
         if seams.KUBELET.records or world.checkpoint is not None or slow:
             yield "records"
         if agent is not None:
-            for state in agent.core.inventory.snapshot.value.gpus:
-                if not state.healthy and self._hurt(state.uuid):
-                    yield f"gpu {state.uuid}"
-            for one in agent.switcher.state.value.gpus:
-                if one.active != one.wanted or self._modes.get(one.uuid) != one.active:
-                    self._modes[one.uuid] = one.active
-                    yield f"mode {one.uuid}"
+            yield from self._gpus(agent)
         if world.shape.mps:
             yield from self._daemons()
+
+    def _gpus(self, agent: Agent) -> Iterator[str]:
+        for each in agent.core.inventory.snapshot.value.gpus:
+            if not each.healthy and self._hurt(each.uuid):
+                yield f"gpu {each.uuid}"
+        state, asked = agent.switcher.state.value, agent.switcher._desired.value
+        for one in state.gpus:
+            # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
+            if asked.name != state.desired or one.active != one.wanted or self._modes.get(one.uuid) != one.active:
+                self._modes[one.uuid] = one.active
+                yield f"mode {one.uuid}"
 
     def _daemons(self) -> Iterator[str]:
         world = self._world
@@ -149,6 +173,11 @@ class Excuses:
             faulty = len(daemons) != 1 or any(each.hangs or each.faulted for each in daemons)
             if world.daemons.refuses or faulty:
                 yield f"daemon {uuid}"
+
+
+def _is_behind(agent: Agent) -> bool:
+    """Whether the agent's watch of its pods is being opened again; `views` says for how long."""
+    return agent.cluster is not None and agent.cluster.pods.reflector.problem is not None
 
 
 def ends(current: AgentRun | None) -> bool:

@@ -38,6 +38,7 @@ class VirtualDaemon:
         self.faulted = False  # a client's fatal error: no new clients until all have left
         self.pipe = pipe
         self.hangs = False
+        self.named = -1.0  # when somebody asked it last who its clients are
         self.forged = False
         self._table = table
         self._answers = mps_control.Daemon()
@@ -61,6 +62,8 @@ class VirtualDaemon:
                     self._table.end(self.server.pid)
                 continue
             pid = str(self.server.pid) if self.server else ""
+            if words[:1] == ["get_client_list"]:
+                self.named = anyio.current_time()
             told = {
                 ("get_server_list",): pid,
                 ("get_server_status", pid): "FAULT" if self.faulted else "ACTIVE",

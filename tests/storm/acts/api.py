@@ -59,6 +59,7 @@ async def outage(world: World, rng: random.Random) -> str:
         told.append(await act(world, rng))
         await anyio.sleep(seconds / 3)
     world.http.reachable, world.api_delay, world.http.silent = True, 0.0, set()
+    world.outage = anyio.current_time()
     return f"api server {kind} for {seconds:g} s: {'; '.join(told)}"
 
 
