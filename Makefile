@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
+# Each worker of pytest and each agent of a test would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IN_VENV := .venv/bin/python
 CORES := $(shell nproc)
 # Of whole agents and their peers, which wait for most of their time; docs/decisions.md has the measurement.
