@@ -223,6 +223,8 @@ class Invariants:
         pod = self._world.kubelet.api.pods.get((namespace, name))
         if written.get(ASSIGNED) != "true" or pod is None:
             return
+        if body.get("metadata", {}).get("uid", pod.api_uid) != pod.api_uid:
+            return  # a write to an earlier pod of this name, which is refused
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
         # What a life granted that was killed before it wrote is written by nobody.

@@ -28,6 +28,7 @@ KEYS = (
     "failures",
     "excused_percent",
     "excused_percent_of_offers",
+    "excused_percent_of_admissions",
     "excused_percent_of_refusals",
 )
 MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
