@@ -133,7 +133,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     await isolation.start()
     compute = await build_compute(settings.vgpu, isolation, pods)
     publisher = Publisher(isolation, context.plugins.recorder, compute.shares if compute else None)
-    ids = partial(_container_ids, pods) if pods else lambda _: []
+    ids = partial(_container_ids, pods)
     ends = settings.vgpu.above_cap == "end"
     watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends, ids)
     indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
@@ -273,9 +273,9 @@ def _growth(isolation: Isolation) -> Mapping[str, Growth]:
     return found
 
 
-def _container_ids(pods: "PodCache", about: About) -> list[str]:
+def _container_ids(pods: "PodCache | None", about: About) -> list[str]:
     """The runtime's ID of a container, by its pod's status."""
-    pod = pods.pods().get(about.uid)
+    pod = pods.pods().get(about.uid) if pods else None
     return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
 
 
