@@ -184,7 +184,8 @@ class Vgpu(Section, frozen=True):
     compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
-    # Containers that are measured above their cap for long: report them, or end them.
+    # Containers that are measured above their cap for long, or keep the agent from the files of their limits:
+    # report them, or end them.
     above_cap: Literal["report", "end"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False

@@ -278,7 +278,8 @@ CONTAINERS_REFUSING = _gauge(
 CONTAINERS_ENDED = _counter(
     "containers_above_cap_ended",
     ("result",),
-    "vGPU containers that stayed above their memory cap and were ended by option, or could not be (failed).",
+    "vGPU containers that stayed above their memory cap, or kept the agent from the files of their limits, "
+    "and were ended by option, or could not be (failed).",
 )
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
