@@ -19,6 +19,7 @@ async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collec
     `known` are PIDs of clients as the daemon last named them.
     """
     own = {each.pid for each in servers}
+    own |= await anyio.to_thread.run_sync(_parents, servers)
     try:
         found = await anyio.to_thread.run_sync(_by_kernel, servers, known)
     except OSError as error:
@@ -36,12 +37,17 @@ async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collec
     return None
 
 
+def _parents(servers: Collection[Process]) -> frozenset[int]:
+    """Their daemons: a driver since 580 has them load libcuda, too."""
+    found = (processes.parent(each.pid) for each in servers)
+    return frozenset(pid for pid in found if pid is not None)
+
+
 def _by_kernel(servers: Collection[Process], known: Collection[int]) -> frozenset[int]:
-    daemons = {pid for pid in (processes.parent(each.pid) for each in servers) if pid is not None}
     found = frozenset(pid for pid in known if processes.identify(pid))
     for each in servers:
         try:
-            found |= peers_of(each.pid) - daemons
+            found |= peers_of(each.pid)
         except ProcessLookupError:
             continue  # it has ended
     return frozenset(pid for pid in found if processes.identify(pid))

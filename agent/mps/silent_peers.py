@@ -234,7 +234,9 @@ def peers_of(pid: int) -> frozenset[int]:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):
                 number = int(link.name)
-                with _taken(descriptor, number, _inode(pid, number) or 0) as connection:
+                if (inode := _inode(pid, number)) is None:
+                    continue
+                with _taken(descriptor, number, inode) as connection:
                     if connection and connection.family == socket.AF_UNIX:
                         found.add(_peer(connection).pid)
     finally:
