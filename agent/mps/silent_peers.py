@@ -63,7 +63,7 @@ class Peer:
 
     @property
     def group(self) -> str:
-        """Whose patience it uses up: a process is made anew in no time, a container is not."""
+        """Its container, whose patience it uses up: a process is replaced in no time."""
         return (
             self.container.container_id or self.container.pod_uid if self.container else f"user {self.user}"
         )
@@ -149,7 +149,7 @@ class SilentPeers:
     def _patience(self, peer: Peer, daemon: int, now: float) -> float:
         if peer.ended:
             return AGAIN_SECONDS
-        if peer.pid in (daemon, *SESSIONS) or _parent(peer.pid) == daemon:
+        if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
             return math.inf  # its server, or a session of ours, which has a deadline
         if peer.container is None and any(peer.pid == each.pid for each in processes.servers(self._pipe)):
             return math.inf
@@ -234,7 +234,9 @@ def peers_of(pid: int) -> frozenset[int]:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):
                 number = int(link.name)
-                with _taken(descriptor, number, _inode(pid, number) or 0) as connection:
+                if (inode := _inode(pid, number)) is None:
+                    continue
+                with _taken(descriptor, number, inode) as connection:
                     if connection and connection.family == socket.AF_UNIX:
                         found.add(_peer(connection).pid)
     finally:
@@ -317,10 +319,3 @@ def _gone(connection: socket.socket) -> bool:
         return bool(watch.poll(0))
     finally:
         os.close(pidfd)
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None

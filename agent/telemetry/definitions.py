@@ -308,6 +308,9 @@ MPS_DAEMON = _gauge(
 )
 MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often the daemon was started again.")
 MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end the work of all clients.")
+MPS_CUT = _counter(
+    "mps_connections_cut", ("gpu",), "Connections to the control daemon that said nothing and were cut off."
+)
 MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
 MPS_CLIENT_CEILING = _gauge(
     "mps_client_ceiling", ("gpu",), "Containers that may hold shares of the GPU at once."

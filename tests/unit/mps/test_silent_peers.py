@@ -1,4 +1,4 @@
-"""Whom a daemon waits for, by the kernel's word: the daemon is played by a process of the same shape."""
+"""The process that a daemon waits for, by the kernel: the daemon is played by one of the same shape."""
 
 import os
 import socket
