@@ -381,5 +381,5 @@ def test_metrics_need_a_right(serving: Installation, tmp_path: Path) -> None:
         assert (status, "over HTTPS on port 9447" in text, "gpu_agent" in text) == (403, True, False)
         assert scraping.scrape(cluster, f"{plain}/readyz")[0] == 200
     finally:
-        off = ("--set=metrics.access.secret=", "--set=metrics.access.readers=null")
+        off = ("--set=metrics.access.secret=", "--set-json=metrics.access.readers=[]")
         serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", *off, "--wait")
