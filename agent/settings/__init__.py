@@ -34,6 +34,14 @@ class Http(Section, frozen=True):
     port: Port = 9446
 
 
+class Https(Section, frozen=True):
+    """Where /metrics is served to callers alone whom the API server lets get it, in place of plain HTTP."""
+
+    port: Port | None = None  # null: /metrics is served over plain HTTP, to every caller
+    certificate: AbsolutePath = "/etc/gpu-node-agent-tls/tls.crt"
+    key: AbsolutePath = "/etc/gpu-node-agent-tls/tls.key"
+
+
 class Kubelet(Section, frozen=True):
     """Folders of the kubelet, as the agent sees them."""
 
@@ -251,6 +259,7 @@ class Settings(Section, frozen=True):
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
     http: Http = Http()
+    https: Https = Https()
     kubelet: Kubelet = Kubelet()
     cluster: Cluster = Cluster()
     driver: DriverFiles = DriverFiles()
