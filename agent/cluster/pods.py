@@ -79,6 +79,7 @@ class ContainerStatus(msgspec.Struct, frozen=True):
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
     phase: str = "Pending"
     reason: str = ""
+    message: str = ""
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
 
