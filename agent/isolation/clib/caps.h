@@ -123,6 +123,7 @@ void gna_reclaim(int record);
 void gna_reclaim_locked(int record, CUstream stream, bool wait);
 void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
 void gna_pools_forget(void);
+void gna_pools_gone(CUdevice device); /* the lock is held */
 void gna_graphs_reclaim(int record);
 void gna_graphs_forget(void);
 bool gna_capturing(CUstream stream, CUgraph *graph);
