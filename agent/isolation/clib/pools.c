@@ -1,7 +1,7 @@
 /* Stream-ordered memory: a pool is charged with what it has reserved from the GPU, whatever of it is in use.
  *
- * Before an allocation the most that the pool may grow by is reserved; after it the charge becomes what the driver says
- * the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
+ * Before an allocation the most that the pool may grow by is reserved, what it has and nobody uses being free to use; after
+ * it the charge becomes what the driver says the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
 #include "caps.h"
 
 #include <time.h>
@@ -100,14 +100,25 @@ static uint64_t growth(uint64_t bytes) {
     return gna_round_up(bytes, UINT64_C(32) << 20);
 }
 
-/* The lock is held. */
-static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream) {
-    uint64_t least = gna_round_up(bytes, GNA_GRANULE), wanted = growth(bytes);
+static uint64_t missing(const struct gna_entry *pool, uint64_t bytes, bool whole) {
+    cuuint64_t used;
+    CUmemoryPool handle = (CUmemoryPool)(uintptr_t)pool->key;
+    if (whole || REAL(cuMemPoolGetAttribute)(handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &used) != CUDA_SUCCESS) {
+        return bytes;
+    }
+    uint64_t spare = used < pool->bytes ? pool->bytes - used : 0;
+    return bytes > spare ? bytes - spare : 0;
+}
+
+/* The lock is held. `whole`: what the pool has spare was in pieces that are too small. */
+static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream, bool whole) {
+    uint64_t least = gna_round_up(missing(pool, bytes, whole), GNA_GRANULE), wanted = growth(least);
     CUresult result = gna_reserve(pool->record, wanted);
     for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 3; attempt++) {
         if (attempt > 0) {
             gna_reclaim_locked(pool->record, stream, attempt == 2);
             gna_get(GNA_POOL, pool->key, pool);
+            least = gna_round_up(missing(pool, bytes, whole), GNA_GRANULE);
         }
         wanted = least;
         result = gna_reserve(pool->record, wanted);
@@ -128,23 +139,25 @@ static CUresult allocate(call_t *call, CUdeviceptr *pointer, size_t bytes, CUmem
         /* No memory now: a node of a graph, which is charged when the graph runs. */
         CUresult result = call(pointer, bytes, pool, given);
         if (result == CUDA_SUCCESS) {
-            gna_graph_grows(graph, gna_record_of(device), device, bytes);
+            gna_graph_grows(graph, gna_record_of(device), device, bytes, *pointer);
         }
         return result;
     }
     gna_attach();
     gna_enter(&gna_pools_lock);
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (entry_of(pool, device, &entry)) {
-        result = reserve(&entry, bytes, stream);
-    }
-    if (result == CUDA_SUCCESS) {
-        result = call(pointer, bytes, pool, given);
-        if (!settle(&entry) && result == CUDA_SUCCESS) {
-            REAL(cuMemFreeAsync)(*pointer, stream);
-            gna_reclaim_locked(entry.record, stream, true);
-            result = CUDA_ERROR_OUT_OF_MEMORY;
+    for (unsigned attempt = 0; attempt < 2 && entry_of(pool, device, &entry); attempt++) {
+        result = reserve(&entry, bytes, stream, attempt > 0);
+        if (result != CUDA_SUCCESS) {
+            break;
         }
+        result = call(pointer, bytes, pool, given);
+        if (settle(&entry) || result != CUDA_SUCCESS) {
+            break;
+        }
+        REAL(cuMemFreeAsync)(*pointer, stream);
+        gna_reclaim_locked(entry.record, stream, true);
+        result = CUDA_ERROR_OUT_OF_MEMORY;
     }
     gna_leave(&gna_pools_lock);
     return result;

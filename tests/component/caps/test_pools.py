@@ -29,7 +29,7 @@ int cuMemPoolCreate(void **pool, const int *properties) {
     return cuMemGetDefaultMemPool(pool, properties + 2, properties[0]);
 }
 int cuMemPoolGetAttribute(void *pool, int attribute, u64 *value) {
-    *value = attribute == 5 ? reserved[(char *)pool - pools] : 0;
+    *value = attribute == 5 || attribute == 7 ? reserved[(char *)pool - pools] : 0;
     return 0;
 }
 int cuMemPoolTrimTo(void *pool, size_t least) { (void)pool; (void)least; return 0; }
@@ -114,3 +114,23 @@ def test_stale_handles_reach_nobody(
     # The double ends a program that uses a handle of what is gone; so the library passed none.
     with pytest.raises(ProgramError, match="ended with -6"):
         program("call('cuMemPoolTrimTo', u64(used[0]), size(0))")
+
+
+@pytest.mark.parametrize("megabytes", [1000, 3000, 6000, 9000])
+def test_pools_are_not_trimmed_at_every_allocation(
+    megabytes: int, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(10240)
+    program = programs(made, "init()", "pool = out('cuDeviceGetDefaultMemPool', 0)")
+    program("keep = u64(1 << 62); check('cuMemPoolSetAttribute', u64(pool), 4, ctypes.byref(keep))")
+    program(
+        "for _ in range(20):\n"
+        f"    at = out('cuMemAllocAsync', size({megabytes} * MIB), u64())\n"
+        "    check('cuMemFreeAsync', u64(at), u64())\n"
+    )
+    assert machine.calls("cuMemPoolTrimTo") == machine.calls("cuStreamSynchronize") == 0
+    assert machine.used() == made.charged() == (megabytes + 300) * MIB
+    # What the pool keeps is given back for others, and its use is no way past the cap.
+    assert program(f"call('cuMemAlloc_v2', ctypes.byref(u64()), size({9940 - megabytes + 500} * MIB))") == 0
+    assert program(f"call('cuMemAllocAsync', ctypes.byref(u64()), size({megabytes} * MIB), u64())") == 2
+    assert machine.peak() <= 10240 * MIB
