@@ -37,18 +37,19 @@ test: venv ## lint beside unit, component, chart, fuzz and storm tests, without 
 	@code=0; \
 	nice $(TOGETHER) ruff types contracts > build/lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$lint 2>/dev/null || :' EXIT; \
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m 'not long' tests/unit tests/component tests/chart tests/fuzz \
+	FUZZ_COUNT=1000 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m 'not long' tests/unit tests/component tests/chart tests/fuzz \
 		--junitxml=build/test.xml || code=$$?; \
 	$(PYTHON_IN_VENV) -m pytest -m 'not long' tests/storm --junitxml=build/storm.xml || code=$$?; \
 	wait $$lint || code=$$?; \
 	cat build/lint.log; \
 	exit $$code
 
-test-long: venv ## what takes long by its nature: many switches and kills, storms that were kept, mutants
+test-long: venv ## what takes long by its nature: many switches and kills, storms, mutants, ten times the inputs of fuzz
 	@mkdir -p build
 	@code=0; \
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m long tests/unit tests/component tests/chart tests/fuzz \
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m long tests/unit tests/component tests/chart \
 		--junitxml=build/test-long.xml || code=$$?; \
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal tests/fuzz --junitxml=build/fuzz.xml || code=$$?; \
 	$(PYTHON_IN_VENV) -m pytest -m long tests/storm --junitxml=build/storm-long.xml || code=$$?; \
 	exit $$code
 

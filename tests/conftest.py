@@ -9,6 +9,8 @@ import structlog
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
+from tests import pace
+
 # On CI the same examples in every run: what fails there can be run again. Elsewhere new ones each time.
 settings.register_profile(
     "house",
@@ -17,6 +19,31 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("house")
+
+
+# Scenarios are imported, not collected, so pytest would not explain their assertions.
+pytest.register_assert_rewrite("tests.scenarios")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before there are workers of xdist, which are other processes and inherit the figure."""
+    pace.measure(config.getoption("numprocesses", default=None) or 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test's own time, too, is as much longer as the machine is slower."""
+    usual = float(config.getini("timeout"))
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds, options = (marker.args[0], marker.kwargs) if marker else (usual, {})
+        item.add_marker(pytest.mark.timeout(pace.scaled(seconds), **options), append=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _deadlines_for_this_machine() -> Iterator[None]:
+    with pace.longer_deadlines():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

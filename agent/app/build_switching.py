@@ -77,7 +77,8 @@ async def build_switching(
 
     def endpoint_of(plugin: ResourcePlugin) -> Endpoint:
         root = Path(settings.kubelet.root)
-        return Endpoint(plugin, root, settings.device_plugins_folder, core.holdings.allocated)
+        record = core.holdings
+        return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
 
     resources = ResourceSet(
         {mode: parts.plugins for mode, parts in modes.items()},

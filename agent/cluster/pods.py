@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -76,11 +77,25 @@ class ContainerStatus(msgspec.Struct, frozen=True):
     container_id: str = msgspec.field(default="", name="containerID")
 
 
+class ExtendedResourceRequest(msgspec.Struct, rename="camel", frozen=True):
+    """A resource of a container that a DRA driver provides: the kubelet asks no device plugin for it."""
+
+    container_name: str
+    resource_name: str
+
+
+class ExtendedResourceClaim(msgspec.Struct, rename="camel", frozen=True):
+    """PodExtendedResourceClaimStatus, Kubernetes 1.34 and later."""
+
+    request_mappings: list[ExtendedResourceRequest] = msgspec.field(default_factory=list)
+
+
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
     phase: str = "Pending"
     reason: str = ""
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+    extended_resource_claim_status: ExtendedResourceClaim | None = None
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -132,15 +147,30 @@ class Pod(msgspec.Struct, frozen=True):
         return any(
             (each.name, resource) not in held
             for each in self.spec.containers
-            for resource in resources & each.resources.limits.keys()
+            for resource in resources & self.asked_of(each).keys()
         )
 
     def asks_for(self, resources: AbstractSet[str]) -> bool:
-        """Whether any of its containers asks for one of `resources`."""
+        """Whether any of its containers asks the kubelet for one of `resources`."""
         spec = self.spec
         return any(
-            resources & each.resources.limits.keys() for each in (*spec.containers, *spec.init_containers)
+            resources & self.asked_of(each).keys() for each in (*spec.containers, *spec.init_containers)
         )
+
+    def asked_of(self, container: Container) -> dict[str, int]:
+        """Whole units of extended resources for which the kubelet asks device plugins.
+
+        A limit of 0 asks for nothing. Left out is what is no whole number of units, and what comes by DRA.
+        """
+        limits, claim = container.resources.limits, self.status.extended_resource_claim_status
+        given = claim.request_mappings if claim and limits else ()
+        by_dra = {each.resource_name for each in given if each.container_name == container.name}
+        found: dict[str, int] = {}
+        for resource, quantity in limits.items():
+            if "/" in resource and resource not in by_dra:  # extended resources alone count whole units
+                with suppress(ValueError):
+                    found[resource] = demand.units(quantity)
+        return {resource: count for resource, count in found.items() if count}
 
 
 def convert(pod: Pod) -> demand.Pod:
@@ -149,12 +179,12 @@ def convert(pod: Pod) -> demand.Pod:
     containers = [
         demand.Container(
             each.name,
-            _limits(each.resources.limits),
+            pod.asked_of(each),
             demand.Stage.SIDECAR if each.restart_policy == "Always" else demand.Stage.INIT,
         )
         for each in spec.init_containers
     ]
-    containers += [demand.Container(each.name, _limits(each.resources.limits)) for each in spec.containers]
+    containers += [demand.Container(each.name, pod.asked_of(each)) for each in spec.containers]
     return demand.Pod(
         pod.metadata.namespace,
         pod.metadata.name,
@@ -164,17 +194,6 @@ def convert(pod: Pod) -> demand.Pod:
         pod.status.phase,
         pod.metadata.deletion_timestamp is not None,
     )
-
-
-def _limits(limits: Mapping[str, str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for resource, quantity in limits.items():
-        if "/" in resource:  # extended resources alone: those count whole units
-            try:
-                found[resource] = demand.units(quantity)
-            except ValueError:
-                continue
-    return found
 
 
 class PodCache:

@@ -5,17 +5,23 @@ Of a container with a single process they are what the driver measures beyond wh
 The library charges the figure ahead for each context, so that a cap holds from a program's first moment on;
 until there is a figure contexts count once they are measured, some seconds late.
 
-What the library counts its container may write, so that a figure is no more than a hint: the least of all
-containers' is taken, and no container is charged more than half of its cap for a context.
+What the library counts its container may write, and what it does not count (code, calls past it) looks like a
+context, so that a figure is no more than a hint. Of each namespace the least counts, of several namespaces
+the one in the middle, or below it; where fewer than three have one, nobody is charged more than contexts take
+on GPUs of today, and nobody ever more than half of its cap.
 """
 
 from collections import deque
 from collections.abc import Collection
+from statistics import median_low
 
 # So many readings in a row have to be the very same: two moments are compared.
 STABLE_READINGS = 3
 LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30
 MOST_OF_A_CAP = 2
+# Namespaces of which no single one sets a price, and the most that fewer may set.
+AGREEING = 3
+MOST_OF_FEW = 600 << 20
 
 
 class Contexts:
@@ -23,7 +29,7 @@ class Contexts:
 
     def __init__(self) -> None:
         self._readings: dict[str, deque[tuple[int, ...]]] = {}  # by folder
-        self._learned: dict[str, tuple[str, int]] = {}  # GPU and bytes, by folder
+        self._learned: dict[str, tuple[str, str, int]] = {}  # GPU, namespace and bytes, by folder
         self._figures: dict[str, int] = {}  # by GPU; the last one stays when its containers are gone
 
     def of(self, gpu: str, cap_bytes: int) -> int:
@@ -31,10 +37,13 @@ class Contexts:
         figure = self._figures.get(gpu) or min(self._figures.values(), default=0)
         return min(figure, cap_bytes // MOST_OF_A_CAP)
 
-    def measured(self, key: str, gpu: str, memory_bytes: int, sole: tuple[int, int] | None) -> None:
+    def measured(
+        self, key: str, place: tuple[str, str], memory_bytes: int, sole: tuple[int, int] | None
+    ) -> None:
         """Take in a reading: what the driver measures, and what the library charged the `sole` process.
 
-        Of that the first figure is all of it, the second what is for contexts.
+        Of that the first figure is all of it, the second what is for contexts. `place`: GPU and namespace of
+        the container.
         """
         if sole is None:
             self._readings.pop(key, None)
@@ -48,12 +57,12 @@ class Contexts:
             and len(set(readings)) == 1
             and LEAST_BYTES <= found <= MOST_BYTES
         ):
-            self._learn(key, gpu, found)
+            self._learn(key, place, found)
 
-    def remembered(self, key: str, gpu: str, context_bytes: int, cap_bytes: int) -> None:
+    def remembered(self, key: str, place: tuple[str, str], context_bytes: int, cap_bytes: int) -> None:
         """Take in what a container is charged that an earlier agent started."""
         if LEAST_BYTES <= context_bytes < min(cap_bytes // MOST_OF_A_CAP, MOST_BYTES):
-            self._learn(key, gpu, context_bytes)
+            self._learn(key, place, context_bytes)
 
     def keep(self, keys: Collection[str]) -> None:
         """Forget containers that are not among these."""
@@ -62,6 +71,12 @@ class Contexts:
         for gone in self._learned.keys() - set(keys):
             del self._learned[gone]
 
-    def _learn(self, key: str, gpu: str, found: int) -> None:
-        self._learned[key] = (gpu, found)
-        self._figures[gpu] = min(figure for where, figure in self._learned.values() if where == gpu)
+    def _learn(self, key: str, place: tuple[str, str], found: int) -> None:
+        gpu = place[0]
+        self._learned[key] = (*place, found)
+        least: dict[str, int] = {}
+        for where, namespace, figure in self._learned.values():
+            if where == gpu:
+                least[namespace] = min(figure, least.get(namespace, figure))
+        figure = median_low(least.values())
+        self._figures[gpu] = figure if len(least) >= AGREEING else min(figure, MOST_OF_FEW)

@@ -116,18 +116,19 @@ class LimitFolders:
                 inner = self.root / scratch
                 if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
                     raise FolderUnusable(problem)
-                self.held.drop(key)
                 trees.remove(root, key)
                 os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
             except BaseException:
                 trees.remove(root, scratch)
                 raise
-        self.hold(key)  # before its container can
+        # Once its folder is gone nobody keeps files of the one before.
+        self.held.drop(key)
+        self.hold(key)
         return key
 
     def hold(self, key: str) -> None:
         """Have both files of a container open. Raises FolderUnusable."""
-        for name in MODES:
+        for name in () if self.held.has(key, MODES) else MODES:
             with self._file(key, name):
                 pass
 
@@ -205,9 +206,9 @@ class LimitFolders:
 
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
-        self.held.drop(key)
         with _problem_of(self.root / key), trees.opened(self.root) as root:
             trees.remove(root, key)
+        self.held.drop(key)
 
     @contextmanager
     def _folder(self, key: str) -> Iterator[int]:

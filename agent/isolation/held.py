@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 
 # Threads that wait for leases which containers took while no agent was there. The kernel ends such a wait
@@ -30,7 +31,7 @@ class Held:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[tuple[str, str], int] = {}
+        self._files: dict[str, dict[str, int]] = {}
         self._waiting: set[tuple[str, str]] = set()
 
     def __del__(self) -> None:
@@ -43,7 +44,12 @@ class Held:
 
     def keys(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(key for key, _ in self._files)
+            return frozenset(self._files)
+
+    def has(self, key: str, names: Collection[str]) -> bool:
+        """Whether all these are open."""
+        with self._lock:
+            return self._files.get(key, {}).keys() >= set(names)
 
     def get(self, key: str, name: str, folder: int, flags: int, mode: int | None = None) -> int:
         """A descriptor of a regular file in an open folder, to be closed by the caller.
@@ -51,7 +57,7 @@ class Held:
         `mode`: what the file has where nobody has changed that. Raises OSError, Leased among them.
         """
         with self._lock:
-            if (known := self._files.get((key, name))) is not None:
+            if (known := self._files.get(key, {}).get(name)) is not None:
                 return os.dup(known)
         try:
             descriptor = opened(folder, name, flags, mode)
@@ -60,27 +66,20 @@ class Held:
             raise Leased(error.errno, "a process of its container has a lease on it") from error
         return self._adopt(key, name, folder, descriptor)
 
-    def keep(self, key: str, name: str, descriptor: int) -> None:
-        """Have a descriptor, which is the caller's no more, in the place of the one before."""
-        with self._lock:
-            before = self._files.pop((key, name), None)
-            self._files[key, name] = descriptor
-        _close(before)
-
     def drop(self, key: str) -> None:
         """Let go of all files of a folder or library."""
         with self._lock:
-            gone = [self._files.pop(each) for each in tuple(self._files) if each[0] == key]
-        for each in gone:
-            _close(each)
+            gone = self._files.pop(key, {})
+        for each in gone.values():
+            os.close(each)
 
     def _adopt(self, key: str, name: str, folder: int, descriptor: int) -> int:
         """Keep a descriptor unless there is one by now, or the folder has gone; the caller's copy of it."""
         try:
             with self._lock:
-                known = self._files.get((key, name))
+                known = self._files.get(key, {}).get(name)
                 if known is None and os.fstat(folder).st_nlink:
-                    self._files[key, name] = os.dup(descriptor)
+                    self._files.setdefault(key, {})[name] = os.dup(descriptor)
                 return os.dup(descriptor if known is None else known)
         finally:
             os.close(descriptor)
@@ -89,21 +88,28 @@ class Held:
         with self._lock:
             if (key, name) in self._waiting or len(self._waiting) >= MOST_WAITING:
                 return
+            inner = os.dup(folder)
             self._waiting.add((key, name))
-        inner = os.dup(folder)
         # No thread of the loop's: an agent that stops waits for those.
-        threading.Thread(
-            target=self._waited, args=(key, name, inner, flags), name=f"lease on {name}", daemon=True
-        ).start()
+        thread = threading.Thread(target=self._waited, args=(key, name, inner, flags), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no further one now: it is asked for again
+            self._over(key, name, inner)
 
     def _waited(self, key: str, name: str, folder: int, flags: int) -> None:
         try:
             with suppress(OSError):
-                _close(self._adopt(key, name, folder, regular(os.open(name, flags | _FLAGS, dir_fd=folder))))
+                os.close(
+                    self._adopt(key, name, folder, regular(os.open(name, flags | _FLAGS, dir_fd=folder)))
+                )
         finally:
-            os.close(folder)
-            with self._lock:
-                self._waiting.discard((key, name))
+            self._over(key, name, folder)
+
+    def _over(self, key: str, name: str, folder: int) -> None:
+        os.close(folder)
+        with self._lock:
+            self._waiting.discard((key, name))
 
 
 def opened(folder: int, name: str, flags: int, mode: int | None = None) -> int:
@@ -123,12 +129,6 @@ def opened(folder: int, name: str, flags: int, mode: int | None = None) -> int:
 def regular(descriptor: int) -> int:
     """The descriptor, if it is of a regular file. Raises OSError."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        _close(descriptor)
+        os.close(descriptor)
         raise OSError("it is no regular file")
     return descriptor
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        with suppress(OSError):
-            os.close(descriptor)

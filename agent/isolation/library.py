@@ -7,6 +7,7 @@ below the state folder (`/var/lib/gpu-node-agent/lib`), never below `/run`, whic
 which a reboot empties. All of it blocks.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -14,6 +15,7 @@ import secrets
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agent.isolation.held import Held
@@ -32,6 +34,7 @@ PRELOAD_IN_CONTAINER = "/etc/ld.so.preload"
 LARGEST_BYTES = 32 << 20
 ELF = b"\x7fELF"
 FICLONE = 0x40049409  # of <linux/fs.h>: a copy that shares its blocks, where the file system has such
+NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,26 @@ class Original:
         """Raises OSError."""
         self.build = hashlib.sha256(content).hexdigest()[:16]
         self._folder = folder
-        self._size = len(content)
+        self._content = content
+        self._shared: int | None = None  # a file whose blocks copies can share; None: there is no such thing
         with trees.opened(folder) as descriptor:
-            scratch = f".{secrets.token_hex(8)}"
-            self._file = os.open(scratch, _NEW, 0o600, dir_fd=descriptor)
+            file = _unnamed(descriptor)
             try:
-                os.unlink(scratch, dir_fd=descriptor)
-                with open(self._file, "wb", closefd=False) as file:
-                    file.write(content)
-            except BaseException:
-                os.close(self._file)
-                raise
+                _write(file, content)
+                trial = _unnamed(descriptor)
+                try:
+                    fcntl.ioctl(trial, FICLONE, file)
+                finally:
+                    os.close(trial)
+            except OSError as error:
+                os.close(file)
+                if error.errno not in NO_REFLINKS:
+                    raise
+            else:
+                self._shared = file
 
     def __del__(self) -> None:
-        if file := getattr(self, "_file", None):
+        if (file := getattr(self, "_shared", None)) is not None:
             with suppress(OSError):
                 os.close(file)
 
@@ -90,7 +99,7 @@ class Original:
             with trees.opened(self._folder) as folder:
                 _put(folder, library.file.name, 0o555, self._write)
                 line = f"{library.in_container}\n".encode()
-                _put(folder, library.preload.name, 0o444, lambda file: _write(file, line))
+                _put(folder, library.preload.name, 0o444, partial(_write, content=line))
         except OSError as error:
             raise LibraryUnusable(
                 f"{self._folder}: the enforcement library cannot be put there: {error.strerror or error}"
@@ -111,21 +120,16 @@ class Original:
         return True
 
     def _whole(self, library: Library) -> bool:
-        sizes = {library.file: self._size, library.preload: len(library.in_container) + 1}
+        sizes = {library.file: len(self._content), library.preload: len(library.in_container) + 1}
         with suppress(OSError):
             return all(file.is_file() and file.stat().st_size == size for file, size in sizes.items())
         return False
 
     def _write(self, file: int) -> None:
-        with suppress(OSError):
-            fcntl.ioctl(file, FICLONE, self._file)
-            return
-        done = 0
-        while done < self._size:
-            count = os.sendfile(file, self._file, done, self._size - done)
-            if not count:
-                raise OSError("the library was copied in part")
-            done += count
+        if self._shared is not None:
+            fcntl.ioctl(file, FICLONE, self._shared)
+        else:
+            _write(file, self._content)
 
 
 def install(source: Path, state: Path) -> Original:
@@ -158,6 +162,8 @@ def install(source: Path, state: Path) -> Original:
 
 def hold(held: Held, library: Library) -> None:
     """Have both files of a copy open. Raises OSError."""
+    if held.has(library.build, (library.file.name, library.preload.name)):
+        return
     with trees.opened(library.folder) as folder:
         for file in (library.file, library.preload):
             os.close(held.get(library.build, file.name, folder, os.O_RDONLY))
@@ -242,6 +248,14 @@ def _put(folder: int, name: str, mode: int, write: Callable[[int], None]) -> Non
         # A runtime that starts a container without the file makes a folder in its place.
         with suppress(NotADirectoryError, FileNotFoundError):
             os.rmdir(name, dir_fd=folder)
+
+
+def _unnamed(folder: int) -> int:
+    """A new file without a name. Raises OSError."""
+    scratch = f".{secrets.token_hex(8)}"
+    descriptor = os.open(scratch, _NEW, 0o600, dir_fd=folder)
+    os.unlink(scratch, dir_fd=folder)
+    return descriptor
 
 
 def _write(file: int, content: bytes) -> None:

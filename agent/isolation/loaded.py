@@ -51,9 +51,10 @@ class Looks:
 
 
 def loads(pid: int, library: Path, proc: Path) -> bool | None:
-    """Whether a process has the library in its memory; None: nothing is said. Blocks.
+    """Whether a process has loaded the library; None: nothing is said. Blocks.
 
-    A file is known by its name and inode: what a container mounts or copies under that name has another.
+    A file that is mapped as data is not loaded: its code has to be executable. It is known by its name and
+    inode: what a container mounts or copies under that name has another.
     Raises OSError: its map cannot be read, though it is there.
     """
     try:
@@ -67,9 +68,10 @@ def loads(pid: int, library: Path, proc: Path) -> bool | None:
         return None
     name = os.fsencode(library.name)
     for line in text.split(b"\n"):
-        # By proc(5) a line has six fields, the last two of which are inode and path.
+        # By proc(5) a line has six fields: the second one is its rights, the last two are inode and path.
         fields = line.split(None, 5)
-        if len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name):
+        found = len(fields) == 6 and fields[4] == inode.encode() and fields[5].endswith(b"/" + name)
+        if found and b"x" in fields[1]:
             return True
     # It may stand beyond what was read, and a process that is ending has no memory left: nothing is said.
     return None if not text or len(text) == LONGEST_MAPS else False

@@ -373,7 +373,8 @@ class Isolation:
                 now = self.folders.limits(key)
                 if now.memory_bytes != about.memory_bytes:
                     self.folders.change(key, memory_bytes=about.memory_bytes)
-                self.contexts.remembered(key, about.gpu, now.context_bytes, about.memory_bytes)
+                place = about.gpu, about.namespace
+                self.contexts.remembered(key, place, now.context_bytes, about.memory_bytes)
             except AccessRefused:
                 self._unmended.add(key)
             except FolderUnusable as error:

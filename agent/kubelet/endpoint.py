@@ -6,6 +6,7 @@ kubelet.sock, the older way in, is only looked at, to distinguish a kubelet that
 dropped us.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,9 +39,11 @@ class Endpoint:
         kubelet_root: Path,
         device_plugins: Path,
         allocated: Callable[[], None] = lambda: None,
+        read: Callable[[], float] = lambda: -math.inf,
     ) -> None:
+        """`allocated`, `read`: as `DevicePluginService` has them."""
         self.plugin = plugin
-        self.service = DevicePluginService(plugin, allocated)
+        self.service = DevicePluginService(plugin, allocated, read)
         self._kubelet = KubeletSocket(device_plugins / "kubelet.sock")
         self._obstacle: str | None = "it has not been tried yet"
         self._again = anyio.Event()  # set: it is to be registered again

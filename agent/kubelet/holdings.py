@@ -22,7 +22,7 @@ from agent.kubelet.podresources import (
     PodResources,
     PodResourcesUnavailable,
 )
-from agent.kubelet.record import Record, View, join
+from agent.kubelet.record import OURS, Record, View, join
 from agent.model.demand import Pod
 from agent.model.ids import SEPARATOR, BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -69,6 +69,34 @@ def holders_by_gpu(pods: PodList) -> dict[str, list[GpuHolder]]:
     return {gpu: list(holders) for gpu, holders in found.items()}
 
 
+def strangers_by_gpu(pods: PodList, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
+    """A holding, and the device ID in it that no resource of this agent uses, of each GPU that has one.
+
+    Such are the replicas of NVIDIA's plugin (`GPU-...::3`), which this agent did not hand out. `gpus`: the
+    UUIDs of the node's GPUs by index, by which that plugin may call whole ones.
+    """
+    found: dict[str, tuple[Holding, str]] = {}
+    for holding in pods.holdings:
+        ours = holding.resource.startswith("nvidia.com/gpu")
+        for text in holding.ids:
+            gpu = _gpu_of_stranger(text, gpus) if text.startswith(OURS) or ours else None
+            if gpu and gpu not in found:
+                found[gpu] = (holding, text)
+    return found
+
+
+def _gpu_of_stranger(text: str, gpus: Mapping[int, str]) -> str | None:
+    """The GPU of a device ID that cannot be read; None: it can be, or is of none of these."""
+    if text.isascii() and text.isdecimal() and len(text) < 4:
+        return gpus.get(int(text))
+    named = [uuid for uuid in gpus.values() if text.startswith(uuid) and not text[len(uuid) :][:1].isalnum()]
+    try:
+        known = parse(text).gpu in gpus.values()
+    except BadDeviceId:
+        known = False
+    return None if known or not named else max(named, key=len)
+
+
 class HoldingsWatch:
     """The record, read again for decisions, soon after each Allocate, at a pod's end, and on a timer."""
 
@@ -76,7 +104,7 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
-        self._kubelet: Identity | None = None  # the socket of the kubelet that answered last
+        self._answered_by: Identity | None = None  # the socket of the kubelet that answered last
         self._record = Record()
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
@@ -87,6 +115,11 @@ class HoldingsWatch:
         self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
+
+    @property
+    def began(self) -> float:
+        """When the newest reading began, by the monotonic clock in seconds."""
+        return self._record.listed.began
 
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
@@ -167,21 +200,21 @@ class HoldingsWatch:
         """
         give_up = anyio.current_time() + deadline
         for _ in range(READINGS):
-            began, before = monotonic(), await self._identity()
+            began, before = monotonic(), await self._kubelet()
             entries = await self._entries()
             listed = await self.client.list(give_up - anyio.current_time())
-            if before == await self._identity():
+            if before == await self._kubelet():
                 return self._joined(replace(listed, began=began), entries, before)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
     def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None) -> PodList:
         """The record by this reading; it is kept unless one that began later was answered before."""
-        same = kubelet == self._kubelet
+        same = kubelet == self._answered_by
         record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True)
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
-            self._record, self._kubelet = record, kubelet
+            self._record, self._answered_by = record, kubelet
         self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 
@@ -199,7 +232,7 @@ class HoldingsWatch:
         self._unreadable, self._checkpoint_known = None, True
         return entries
 
-    async def _identity(self) -> Identity | None:
+    async def _kubelet(self) -> Identity | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
         return await KubeletSocket(self.client.path).identity() if self._checkpoint else None
 

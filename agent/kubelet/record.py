@@ -180,12 +180,16 @@ def _matches(
     The checkpoint may be older than the list, in which another pod has the same units by now.
     """
     shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
+    # Nor are the units of a pod that is listed by its own name those of a UID that nobody knows any more.
+    owners = {pod.key: uid for uid, pod in view.pods.items() if not pod.finished}
     found: dict[str, dict[Place, Holding]] = {}
     for uid, held in by_pod.items():
         called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
         for place, ids in held.items():
-            match = shown.get((*place, ids))
-            if match and called in (None, _key(match)):
+            if (match := shown.get((*place, ids))) is None:
+                continue
+            key = _key(match)
+            if called == key or (called is None and owners.get(key, uid) == uid):
                 found.setdefault(uid, {})[place] = match
     return found
 

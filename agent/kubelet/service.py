@@ -1,8 +1,10 @@
 """The RPCs that the kubelet calls on a resource's socket: DevicePlugin v1beta1 and the plugin watcher's."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,7 +35,8 @@ REQUEST_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
 PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
 SEND_SECONDS = 30.0
-# PodResources shows a container's devices some milliseconds after Allocate; this is ample.
+# PodResources shows devices some milliseconds after Allocate. A reading that began so much later
+# shows whether they came to anybody: this is ample.
 GRANT_SECONDS = 2.0
 
 
@@ -58,9 +61,19 @@ class ServiceStats:
 class DevicePluginService:
     """Serves one resource. Holds no state of devices: that is the plugin's."""
 
-    def __init__(self, plugin: ResourcePlugin, allocated: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        plugin: ResourcePlugin,
+        allocated: Callable[[], None] = lambda: None,
+        read: Callable[[], float] = lambda: -math.inf,
+    ) -> None:
+        """`allocated` is called after each Allocate that was granted.
+
+        `read` answers when the newest reading of the kubelet's record began, by the monotonic clock.
+        """
         self.plugin = plugin
-        self._allocated = allocated  # called after each Allocate that was granted
+        self._allocated = allocated
+        self._read = read
         self.stats = ServiceStats()
         # Changes of what the kubelet did: the endpoint's task waits on these.
         self.infos_given: Cell[int] = Cell(0)
@@ -68,8 +81,9 @@ class DevicePluginService:
         self.last_status_error: str | None = None
         self._waiting: set[anyio.CancelScope] = set()
         self._delivered: Cell[tuple[int, ...]] = Cell(())  # newest list version sent on each open stream
-        # Device IDs granted lately, with the time: the kubelet records them a moment after we answer.
+        # Device IDs that no reading could show yet, with the time of the grant, and those of calls under way.
         self._granted: deque[tuple[float, tuple[str, ...]]] = deque()
+        self._asked: list[tuple[str, ...]] = []
         self._draining = False
 
     def handlers(self) -> Handlers:
@@ -122,15 +136,27 @@ class DevicePluginService:
         self._granted.extend((now, tuple(ids)) for ids in containers)
 
     def granted_lately(self) -> frozenset[str]:
-        """Device IDs that were preferred or handed out within the last `GRANT_SECONDS`."""
+        """Device IDs that are being handed out, or were and stand in no reading yet."""
         self._forget()
-        return frozenset(device for _, ids in self._granted for device in ids)
+        granted = (ids for _, ids in self._granted)
+        return frozenset(device for ids in (*granted, *self._asked) for device in ids)
 
     def _forget(self) -> None:
-        """Let go of older grants. Nobody asks for them before the next switch of modes, perhaps never."""
-        oldest = time.monotonic() - GRANT_SECONDS
+        """Let go of grants that the newest reading is later than; no age ends one."""
+        oldest = self._read() - GRANT_SECONDS
         while self._granted and self._granted[0][0] < oldest:
             self._granted.popleft()
+
+    @contextmanager
+    def _handing_out(self, containers: Iterable[Iterable[str]]) -> Iterator[None]:
+        """Inside, these IDs count as granted: to find out who asks may take seconds."""
+        asked = [tuple(ids) for ids in containers]
+        self._asked += asked
+        try:
+            yield
+        finally:
+            for ids in asked:
+                self._asked.remove(ids)
 
     async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
         await _received(stream)
@@ -200,8 +226,9 @@ class DevicePluginService:
         requests = await _received(stream)
 
         async def answer() -> v1beta1.AllocateResponse:
-            granted = [await self.plugin.allocate(ids) for ids in requests.containers]
-            self._touch(requests.containers)
+            with self._handing_out(requests.containers):
+                granted = [await self.plugin.allocate(ids) for ids in requests.containers]
+                self._touch(requests.containers)
             return v1beta1.AllocateResponse(
                 container_responses=[wire.encode_allocation(allocation) for allocation in granted]
             )

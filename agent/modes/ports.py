@@ -49,7 +49,7 @@ class Resources(Protocol):
         """Return when all lists as they are now have left for the kubelet, or cannot (bounded)."""
 
     def granted_lately(self) -> frozenset[str]:
-        """Device IDs that were handed out within the last moments."""
+        """Device IDs that are being handed out, or were and stand in no reading of the record yet."""
 
 
 class Announcer(Protocol):

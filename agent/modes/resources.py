@@ -100,7 +100,7 @@ class ResourceSet:
                 endpoint.register_again()
 
     def granted_lately(self) -> frozenset[str]:
-        """Device IDs that were handed out within the last moments."""
+        """Device IDs that are being handed out, or were and stand in no reading of the record yet."""
         return frozenset().union(*(endpoint.service.granted_lately() for endpoint in self.endpoints))
 
     def figures(self, assignment: Assignment) -> dict[str, tuple[int, int]]:

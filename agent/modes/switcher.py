@@ -26,7 +26,7 @@ from agent.kubelet.holdings import GpuHolder, holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.ids import parse
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
-from agent.modes import transition
+from agent.modes import transition, withheld
 from agent.modes.backend_tasks import BackendTasks, Outcome
 from agent.modes.comparing import (
     in_use,
@@ -89,6 +89,7 @@ class ModeSwitcher:
         self.when_busy = when_busy  # may change with the configuration
         self._states: dict[str, ModeState] = {}
         self._gpus: dict[str, Gpu] = {}
+        self._strangers: withheld.Withheld = {}
         self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
         self._retry = Retry()
@@ -145,7 +146,8 @@ class ModeSwitcher:
                 plan, busy = self._refused_if_busy(plan, holders)
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
-        plan = Plan(cordoned(plan.targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
+        targets = withheld.without(plan.targets, self._withheld())
+        plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in (Stage.CLOSING, Stage.DRAINING) for uuid in plan.targets):
@@ -156,6 +158,19 @@ class ModeSwitcher:
             missing = uncounted(holders, self.assignment.value)
         await self._offer_ready_ones()
         return self._report(desired, plan, waiting, missing)
+
+    def _withheld(self) -> withheld.Withheld:
+        """GPUs that others hold, as last known; logged as they come and go."""
+        before, pods = self._strangers, self._holdings.cell.value
+        if pods is None:
+            return before
+        self._strangers = withheld.held_by_strangers(pods, self._gpus)
+        for uuid, reason in self._strangers.items():
+            if before.get(uuid) != reason:
+                log.warning("gpu_withheld", gpu=uuid, reason=reason)
+        for uuid in before.keys() - self._strangers.keys():
+            log.info("gpu_let_back", gpu=uuid)
+        return self._strangers
 
     def _without_gpus(self, desired: Desired, problem: str) -> None:
         """No GPU was ever seen. A node that shall offer nothing is ready so: its agent may go."""
@@ -295,12 +310,12 @@ class ModeSwitcher:
             await self._resources.delivered()
 
     def _report(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
-        targets, apart = plan.targets, self._cordons.value
+        targets, apart = plan.targets, {*self._cordons.value, *self._strangers}
         states = {uuid: self._states[uuid] for uuid in targets}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())
         pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
-        # A GPU that is cordoned by hand drains beside: the request is in force without it.
+        # A GPU that is cordoned by hand, or withheld, drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
         if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED

@@ -97,7 +97,7 @@ class Daemon:
                 await self._stop()
         except (MpsError, OSError) as error:
             problem = str(error)
-        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
+        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults, cut=before.cut))
         return problem
 
     async def _stop(self) -> None:
@@ -125,6 +125,7 @@ class Daemon:
 
     def _clear_up(self) -> None:
         shared_memory.unmount(self.folders.shm)
+        shared_memory.release_logs(self.folders.log)
         if self.folders.existing():
             self.folders.clear()
             self.folders.remove()

@@ -21,6 +21,7 @@ from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
+from agent.mps.silent_peers import Guard
 
 log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ class DaemonProber:
         self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
         self._held_until = 0.0  # a fault by the logs alone lasts so long at least
         self._setting_reported = -REPORT_SECONDS
+        self._guard = Guard(parts)
 
     @property
     def _uuid(self) -> str:
@@ -64,6 +66,7 @@ class DaemonProber:
                 return  # its PID is another process's by now
             async with anyio.create_task_group() as group:
                 group.start_soon(self._probing, process)
+                group.start_soon(self._guard.run, process)
                 await anyio.wait_readable(descriptor)
                 group.cancel_scope.cancel()
         finally:
@@ -75,6 +78,7 @@ class DaemonProber:
         mute = False  # there is nothing to ask the daemon with
         async with self._parts.logs.watched():
             while True:
+                self._guard.suspect()
                 try:
                     await self._probe()
                     answered, mute = anyio.current_time(), False
@@ -108,6 +112,7 @@ class DaemonProber:
         while (left := due - anyio.current_time()) > 0:
             with anyio.move_on_after(left):
                 await self._parts.logs.grown()
+                self._guard.suspect()
             if self._parts.logs.said.turns != turns and not called:
                 called = True
                 self._turned = anyio.current_time()

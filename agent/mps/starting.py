@@ -6,7 +6,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.mps import launch, processes
+from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon_parts import DaemonParts
@@ -55,6 +55,9 @@ class Starter:
             )
         )
         log.info("mps_daemon_adopted", gpu=uuid, pid=process.pid)
+        if not await anyio.to_thread.run_sync(self._parts.folders.log.is_mount):
+            problem = "its logs have no bound while no agent runs, until it is started again"
+            log.warning("mps_daemon_degraded", gpu=uuid, lacks="log", problem=problem)
         return process
 
     async def started(self) -> Process:
@@ -67,6 +70,8 @@ class Starter:
         await anyio.to_thread.run_sync(self._parts.folders.make)
         await self._no_orphans()
         await anyio.to_thread.run_sync(self._parts.folders.clear)
+        if problem := await anyio.to_thread.run_sync(shared_memory.bound_logs, self._parts.folders.log):
+            log.warning("mps_daemon_degraded", gpu=uuid, lacks="log", problem=problem)
         await self._parts.logs.skip()
         await self._parts.exclusive.hold(inherited=inherited)
         variables = environment(self._program, self._parts.folders) | {"CUDA_VISIBLE_DEVICES": uuid}

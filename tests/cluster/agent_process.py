@@ -11,6 +11,8 @@ from typing import Any
 import anyio
 import yaml
 
+from tests.pace import scaled
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -101,7 +103,7 @@ class AgentProcess:
         self._told_to_end = True
         if process.poll() is None:
             process.send_signal(number)
-        with anyio.move_on_after(deadline):
+        with anyio.move_on_after(scaled(deadline)):
             while process.poll() is None:
                 await anyio.sleep(0.005)
             self._process = None

@@ -27,6 +27,7 @@ from tests.cuda_double.layout import STATE_BESIDE_LIBRARY
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program, commanded
 from tests.nvml_double.build import STATE_VARIABLE
+from tests.pace import scaled
 from tests.scenarios.vgpu import CORE, CORES, MEMORY
 
 T = TypeVar("T")
@@ -246,7 +247,7 @@ async def thread(call: Callable[..., T], *arguments: Any) -> T:
 
 async def until(condition: Callable[[], Any], what: str, deadline: float = WAIT_SECONDS) -> None:
     """Wait for something that a coroutine finds out."""
-    with anyio.move_on_after(deadline):
+    with anyio.move_on_after(scaled(deadline)):
         while not await condition():
             await anyio.sleep(0.05)
         return

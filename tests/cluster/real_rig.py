@@ -25,6 +25,7 @@ from tests.cluster.rig_node import RigNode
 from tests.cluster.running import asked, process_in
 from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
 from tests.nvml_double.build import STATE_VARIABLE, build
+from tests.pace import scaled
 from tests.scenarios.rig import GPU, NodeView
 from tests.scenarios.rig_base import RigBase
 
@@ -273,7 +274,7 @@ class RealRig(RigBase):
         deadline: float,
         seen: Callable[[], Awaitable[str]],
     ) -> None:
-        with anyio.move_on_after(deadline):
+        with anyio.move_on_after(scaled(deadline)):
             while not await reached():
                 self.agent.assert_not_crashed()
                 await anyio.sleep(POLL)

@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster.agent_process import AgentProcess
+from tests.pace import scaled
 
 
 class Run:
@@ -61,7 +62,7 @@ class Run:
     async def logged(self, name: str, within: float = 10.0, count: int = 1) -> dict[str, Any]:
         """The newest event of that name, once there are `count` of them. TimeoutError with the log's end."""
         ended = False
-        with anyio.move_on_after(within):
+        with anyio.move_on_after(scaled(within)):
             while True:
                 found = await anyio.to_thread.run_sync(self.events, name)
                 if len(found) >= count:
@@ -89,7 +90,7 @@ class Run:
 
         def get() -> tuple[int, str]:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=scaled(5)) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
@@ -99,7 +100,7 @@ class Run:
     async def ready(self, text: str, within: float = 10.0) -> tuple[int, str]:
         """Ask /readyz until its answer holds `text`."""
         answer = (0, "")
-        with anyio.move_on_after(within):
+        with anyio.move_on_after(scaled(within)):
             while text not in answer[1]:
                 answer = await self.ask("/readyz")
                 await anyio.sleep(0.05)

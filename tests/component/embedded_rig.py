@@ -18,6 +18,7 @@ from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.component.kubelet.peer import PodResources, pod_resources
+from tests.pace import scaled
 from tests.scenarios.rig import GPU, NodeView
 from tests.scenarios.rig_base import RigBase
 
@@ -208,6 +209,7 @@ class EmbeddedRig(RigBase):
     # Inner
 
     async def _wait(self, reached: Callable[[], bool], deadline: float, seen: Callable[[], str]) -> None:
+        deadline = scaled(deadline)
         end = anyio.current_time() + deadline
         while True:
             left = end - anyio.current_time()

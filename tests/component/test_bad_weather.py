@@ -22,6 +22,7 @@ from agent.node.taint import TAINT
 from agent.simulator.kubelet.http_api import Handler
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig
+from tests.pace import scaled
 from tests.scenarios.rig import GPU
 
 GRACE_SECONDS = 10.0  # the chart's terminationGracePeriodSeconds
@@ -49,7 +50,7 @@ async def want(rig: EmbeddedRig, mode: str) -> None:
 
 async def until(reached: Callable[[], bool], rig: EmbeddedRig) -> None:
     """Wait, with the end of the agent's log when it is in vain."""
-    with anyio.move_on_after(LONGEST_SECONDS):
+    with anyio.move_on_after(scaled(LONGEST_SECONDS)):
         while not reached():
             rig.agent.assert_not_crashed()
             await anyio.sleep(0.01)

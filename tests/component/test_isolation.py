@@ -13,6 +13,7 @@ from agent.model.node_inventory import INVENTORY, decode
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.status.client import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.pace import scaled
 from tests.scenarios import vgpu
 
 BLOCK = 256 << 20
@@ -52,7 +53,7 @@ def folders(rig: EmbeddedRig) -> list[Path]:
 
 async def until(condition: Callable[[], bool], what: str, deadline: float = WAIT_SECONDS) -> None:
     """Wait for something on the host."""
-    with anyio.move_on_after(deadline):
+    with anyio.move_on_after(scaled(deadline)):
         while not await anyio.to_thread.run_sync(condition):
             await anyio.sleep(0.1)
         return
@@ -242,7 +243,7 @@ def advertised(rig: EmbeddedRig) -> Mapping[str, int]:
 
 async def capped(rig: EmbeddedRig, pod: PodSpec, blocks: int) -> None:
     """Wait until the limit file says so."""
-    with anyio.move_on_after(WAIT_SECONDS):
+    with anyio.move_on_after(scaled(WAIT_SECONDS)):
         while (await limits_of(rig, pod)).memory_bytes != blocks * BLOCK:
             await anyio.sleep(0.02)
         return
@@ -300,7 +301,7 @@ def cores_seen(rig: EmbeddedRig, gpu: str) -> int:
 
 async def shared(rig: EmbeddedRig, pod: PodSpec, percent: int) -> None:
     """Wait until the limit file says so."""
-    with anyio.move_on_after(WAIT_SECONDS):
+    with anyio.move_on_after(scaled(WAIT_SECONDS)):
         while (await limits_of(rig, pod)).share != percent * 100:
             await anyio.sleep(0.02)
         return

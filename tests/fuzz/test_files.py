@@ -62,8 +62,8 @@ def test_checkpoint(campaign: Campaign, tmp_path: Path) -> None:
         except CheckpointUnreadable:
             return "refused"
         for view in (View(), View(complete=True)):
-            for believed in (True, False):
-                joined = join(Record(), listed, entries, view, believed=believed, fresh=True).joined
+            for same in (True, False):
+                joined = join(Record(), listed, entries, view, same_kubelet=same, fresh=True).joined
                 # What the kubelet lists stays held, whatever the file says: it is not offered again.
                 assert set(held) <= set(joined.holdings)
         return "read"

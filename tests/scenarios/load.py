@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from tests.pace import scaled
 from tests.scenarios.rig import Rig
 from tests.scenarios.vgpu import CORES, share
 
@@ -78,7 +79,7 @@ class Load:
                 await self.rig.create_pod(pod)
             await self._look()
             await anyio.sleep(LOOK_SECONDS)
-        with anyio.move_on_after(EMPTY_SECONDS):
+        with anyio.move_on_after(scaled(EMPTY_SECONDS)):
             while self._there:
                 await self._look()
                 await anyio.sleep(LOOK_SECONDS)

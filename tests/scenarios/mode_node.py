@@ -20,6 +20,7 @@ from agent.mps.directories import Directories
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.mps_binaries import SUITES, control_program
+from tests.pace import scaled
 from tests.scenarios import agent_face, lists
 from tests.scenarios.mps import remove_run_folder
 from tests.scenarios.rig import GPU, Rig
@@ -68,7 +69,7 @@ class ModeNode:
     async def reach(self, state: str, desired: str, deadline: float = 60.0) -> Mapping[str, Any]:
         """Wait until the node shows that state of that request."""
         seen: Mapping[str, Any] = {}
-        with anyio.move_on_after(deadline):
+        with anyio.move_on_after(scaled(deadline)):
             while True:
                 seen = await self.state()
                 if (seen.get("state"), seen.get("desired")) == (state, desired):

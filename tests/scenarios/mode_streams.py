@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
+from tests.pace import scaled
 from tests.scenarios.mode_node import GPUS, ModeNode, mode_node, pod_of
 from tests.scenarios.rig import GPU, Rig
 
@@ -60,7 +61,7 @@ class Stream:
 
     async def empty(self, of: str = "", deadline: float = 90.0) -> None:
         """Wait until every pod, or every one of a mode, has run and is gone."""
-        with anyio.move_on_after(deadline):
+        with anyio.move_on_after(scaled(deadline)):
             while any(name.startswith(of) for name in await self.rig.all_pods()):
                 await anyio.sleep(0.2)
             return

@@ -12,6 +12,7 @@ import anyio
 from agent.modes.desired import LABEL
 from agent.node.conditions import MODE_LABEL
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from tests.pace import scaled
 from tests.scenarios.mode_node import COUNTED, GPUS, SHARED, ModeNode, mode_node, pod_of
 from tests.scenarios.mode_streams import (
     test_agent_update_under_a_stream_of_pods,
@@ -206,7 +207,7 @@ async def test_api_server_outage_in_mid_switch(rig: Rig) -> None:
         async with rig.api_server_away():
             # It goes on with what was asked for last, serves, and says what it lacks.
             status, text = 0, ""
-            with anyio.move_on_after(20):
+            with anyio.move_on_after(scaled(20)):
                 while status != 200 or "API server" not in text:
                     await anyio.sleep(0.1)
                     status, text = await node.get("/readyz")

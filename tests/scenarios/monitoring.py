@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.state import ProcessKind
+from tests.pace import scaled
 from tests.scenarios.mode_node import ModeNode, mode_node
 from tests.scenarios.modes import LAYOUTS
 from tests.scenarios.rig import Rig
@@ -78,7 +79,7 @@ async def figures(node: ModeNode) -> Figures:
 async def told(node: ModeNode, expected: Mapping[str, Mapping[str, tuple[float, str]]]) -> Figures:
     """Wait until a scrape shows at least this."""
     seen: Figures = {}
-    with anyio.move_on_after(SEEN_SECONDS):
+    with anyio.move_on_after(scaled(SEEN_SECONDS)):
         while True:
             seen = await figures(node)
             if all(expected[pod].items() <= seen.get(pod, {}).items() for pod in expected):

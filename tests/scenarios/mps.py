@@ -126,6 +126,19 @@ def _lay_out(node: MpsNode) -> None:
     node.mode_file.write_text("mps\n")
 
 
+def _break(program: Path) -> None:
+    broken = program.with_name("broken")
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    broken.rename(program)
+
+
+def _mend(program: Path) -> None:
+    mended = program.with_name("mended")
+    mended.symlink_to(control_program(max(SUITES)))
+    mended.rename(program)
+
+
 def gpu_of(ids: frozenset[str]) -> str:
     """The one GPU that all of these IDs are units of."""
     gpus = {each.partition("::")[0] for each in ids}
@@ -193,13 +206,14 @@ async def test_daemon_death_turns_ids_unhealthy_then_healthy(rig: Rig) -> None:
         await running(rig, [pod])
         uuid = await held_gpu(rig, pod)
         before = await node.pids()
-        # Without its program the daemon stays down until it is put back.
-        await anyio.to_thread.run_sync(node.program.unlink)
+        # While its program fails the daemon stays down. Were it missing, GPUs that nobody holds would leave
+        # the mode, too, if the agent happened to look for it then.
+        await anyio.to_thread.run_sync(_break, node.program)
         os.kill(before[uuid], signal.SIGKILL)
         total = 100 * len(rig.gpu_uuids())
         await rig.wait_allocatable(total - 100, CORE)
         assert await rig.capacity(CORE) == total
-        await anyio.to_thread.run_sync(node.program.symlink_to, control_program(max(SUITES)))
+        await anyio.to_thread.run_sync(_mend, node.program)
         await rig.wait_allocatable(total, CORE, deadline=60.0)
         after = await node.pids()
         assert after[uuid] != before[uuid]

@@ -26,6 +26,7 @@ from msgspec.structs import replace  # noqa: E402
 
 from tests.storm import figures  # noqa: E402
 from tests.storm.acts import families, later_families  # noqa: E402
+from tests.storm.excuses import excused  # noqa: E402
 from tests.storm.jobs import Summary, side_by_side  # noqa: E402
 from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
@@ -155,7 +156,9 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
     faults = ", ".join(outcome.families) or "none"
     print(
         f"seed {seed}: {plan.tempo}, {outcome.steps} steps, {outcome.faults} faults ({faults}), "
-        f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, history {outcome.digest}: "
+        f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, "
+        f"excused {outcome.offers.excused}/{outcome.offers.looks} "
+        f"{outcome.refusals.excused}/{outcome.refusals.looks}, history {outcome.digest}: "
         f"{outcome.violation or 'good'}",
         flush=True,
     )
@@ -167,6 +170,9 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
         outcome.checks,
         outcome.violation,
         outcome.digest,
+        outcome.families,
+        outcome.offers.figures,
+        outcome.refusals.figures,
     )
     if outcome.violation and not options.no_shrink and options.kept is None:
         outcome.skipped = _numbers(options.skip)
@@ -181,12 +187,18 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
 
 
 def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
+    with_faults = [each for each in summaries if each.families]
+    offers = excused([each.offers for each in with_faults])
+    refusals = excused([each.refusals for each in with_faults])
     return {
         "seeds": len(summaries),
         "steps": sum(each.steps for each in summaries),
         "virtual_hours": round(sum(each.virtual_seconds for each in summaries) / 3600, 2),
         "faults": sum(each.faults for each in summaries),
         "invariants": sum(each.checks for each in summaries),
+        "excused_percent": max(offers, refusals),
+        "excused_percent_of_offers": offers,
+        "excused_percent_of_refusals": refusals,
         "failures": sum(each.violation is not None for each in summaries),
         "digests": {str(each.seed): each.digest for each in sorted(summaries, key=lambda each: each.seed)},
     }

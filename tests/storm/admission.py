@@ -2,26 +2,30 @@
 
 kube-scheduler without an extender counts totals (`NodeResourcesFit`), so a pod that fits no single GPU is
 bound and dies: that is Kubernetes' own limit, and the reason why there is an extender. A pod that did fit
-must not die while nothing is wrong with the node.
+must not die unless a cause that reaches its GPUs excuses it (`excuses.py`).
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from itertools import chain
 
 import anyio
 
+from agent.app.agent import Agent
+from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
-from agent.model.units import Unit
-from agent.modes.switch_state import Phase as SwitchPhase
+from agent.model.units import ResourcePair, Unit
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.device_tables import Allocation
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from tests.storm.excuses import Excuses
+from tests.storm.holders import OURS
+from tests.storm.neighbours import OTHERS
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
@@ -29,13 +33,12 @@ ALL = 1 << 20  # units: more than any GPU has
 # The agent hears of the end of a pod by its watch, and lists what is free at once.
 OFFER_SECONDS = 0.05
 NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllocate`)
-SETTLED_SECONDS = 60.0  # how long nothing must have been wrong
 
 Used = dict[str, Counter[Unit]]
 Entry = tuple[str, str, str, Allocation]  # UID, container, resource
 
 
-def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
+def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Callable[[], None]:
     """Call `found` with each refusal that nothing excuses; the answer ends it."""
     before, allocate, free = Life._reject, DeviceManager.allocate, DeviceManager.free_inactive
     offered: dict[str, Used] = {}  # by UID; one pod at a time is admitted
@@ -64,8 +67,15 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
         # What pods that have just ended held may not be back on the agent's lists.
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
-        if not excused(world) and all(_fits(world, used, pod) for used in views):
-            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
+        excuses.note()
+        if not (OTHERS in message or pod.deleting or pod.spec.static):
+            judged = Judged(world, excuses, pod)
+            # Without a fault that reaches it, and with one.
+            bare = all(judged.fits(used, strict=True) for used in views)
+            fits = bare or all(judged.fits(used) for used in views)
+            excuses.refusals.count(excused=fits and not bare)
+            if bare:
+                found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
     DeviceManager.allocate = seen  # type: ignore[method-assign]
@@ -80,53 +90,100 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     return end
 
 
-def excused(world: World) -> bool:
-    """Whether something is, or was a moment ago, wrong with the node."""
-    now, agent = anyio.current_time(), world.running
-    if agent is None or now - world.disturbed < SETTLED_SECONDS:
-        return True
-    troubled = not world.api_well or bool(world.http.silent) or world.nvml_faults or world.lost
-    unwell = any(not state.healthy for state in agent.core.inventory.snapshot.value.gpus)
-    daemons = world.daemons.refuses or any(each.hangs for each in world.daemons.daemons)
-    settled = agent.switcher.state.value.phase is SwitchPhase.APPLIED
-    # Units that containers have grown by are nobody else's, and in no record of the kubelet's.
-    return bool(troubled or unwell or not world.kubelet_well or daemons or agent.grown.value or not settled)
+class Judged:
+    """A pod that was refused, and whether it would fit."""
 
+    def __init__(self, world: World, excuses: Excuses, pod: Pod) -> None:
+        self._world = world
+        self._excuses = excuses
+        self._pod = pod
+        agent = world.running
+        self._modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
+        self._wants = _needs(pod.spec)
+        self._known = agent is not None and agent.cluster is not None and pod.api_uid in _pods_known(agent)
+        self._grown = grown_units(agent)
 
-def _fits(world: World, used: Used, pod: Pod) -> bool:
-    """Whether one GPU has room beside `used` for the pod's only container; other shapes are not judged."""
-    # One that is deleted while it is admitted needs nothing any more.
-    if len(pod.spec.containers) != 1 or pod.spec.static or pod.deleting:
+    def fits(self, used: Used, *, strict: bool = False) -> bool:
+        """Whether there is room beside `used`; `strict`: on GPUs that no cause reaches."""
+        limits = self._wants
+        if limits is None:
+            return False
+        modes = {
+            uuid: mode for uuid, mode in self._modes.items() if not (strict and self._reached(uuid, mode))
+        }
+        if GPU in limits:
+            if strict and self._forgotten(GPU):
+                return False
+            free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]
+            return len(free) >= limits[GPU]
+        for pair, wanted in ((VGPU, Mode.VGPU), (MPS, Mode.MPS)):
+            if {pair.core, pair.memory} & limits.keys():
+                # A pod of which the agent does not know has to be asked for, and so the API server.
+                if strict and (not self._known or self._forgotten(pair.core) or self._forgotten(pair.memory)):
+                    return False
+                gpus = [uuid for uuid, mode in modes.items() if mode is wanted]
+                return self._fits_one(pair, limits, [self._room(pair, each, used) for each in gpus])
         return False
-    if any(each.restartable for each in pod.spec.init_containers):
-        return False
-    before = max((each.limits.get(VGPU.core, 0) for each in pod.spec.init_containers), default=0)
-    if before > CORES and pod.spec.containers[0].limits.get(VGPU.core, 0) < before:
-        return False  # `agent.model.demand.init_group_of`: which of several GPUs it gets is not the agent's
-    limits: Counter[str] = Counter()
-    for each in (*pod.spec.init_containers, *pod.spec.containers):
-        limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks
-    switcher = world.running.switcher if world.running else None
-    modes = {one.uuid: one.active.mode for one in switcher.state.value.gpus} if switcher else {}
-    if GPU in limits:
-        free = [uuid for uuid, mode in modes.items() if mode is Mode.PGPU and uuid not in used]
-        return len(free) >= limits[GPU]
-    for pair, wanted in ((VGPU, Mode.VGPU), (MPS, Mode.MPS)):
-        if not {pair.core, pair.memory} & limits.keys():
-            continue
-        rooms = []
-        for uuid, mode in modes.items():
-            if mode is wanted:
-                taken = used.get(uuid, Counter())
-                total = pair.blocks(world.machine.gpu(uuid).memory_total)
-                rooms.append((CORES - taken[pair.core_unit], total - taken[pair.memory_unit], total))
+
+    def _reached(self, uuid: str, mode: Mode) -> bool:
+        return not self._excuses.applies(uuid) or self._excuses.of(uuid, mode) is not None
+
+    def _forgotten(self, resource: str) -> bool:
+        """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""
+        life = self._world.kubelet._life
+        tables = life.devices.tables if life else None
+        return tables is not None and not tables.pods.in_use().get(resource, set()) <= tables.allocated.get(
+            resource, set()
+        )
+
+    def _room(self, pair: ResourcePair, uuid: str, used: Used) -> tuple[int, int, int]:
+        taken = used.get(uuid, Counter())
+        total = pair.blocks(self._world.machine.gpu(uuid).memory_total)
+        # Units that containers have grown by are nobody else's, and in no record of the kubelet's.
+        return (
+            CORES - taken[pair.core_unit],
+            total - taken[pair.memory_unit] - self._grown.get(uuid, 0),
+            total,
+        )
+
+    @staticmethod
+    def _fits_one(pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:
         cores, blocks = limits.get(pair.core, 0), limits.get(pair.memory, 0)
         if pair is VGPU and cores >= CORES:
             return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
         # Cores of a GPU without free memory are on no list, nor is the reverse (`offers.py`); node.status, by
         # which the pod was bound, may be older.
         return any(core >= max(cores, 1) and memory >= max(blocks, 1) for core, memory, _ in rooms)
-    return False
+
+
+def _needs(spec: PodSpec) -> Counter[str] | None:
+    """What one GPU has to have for the pod to fit whatever is chosen for each container; None: not judged."""
+    plain = [each for each in spec.init_containers if not each.restartable]
+    limits: Counter[str] = Counter()
+    if not plain:
+        # Wherever the containers before lie, the GPU that has room for all of them has it for the next.
+        for each in (*spec.init_containers, *spec.containers):
+            limits.update(each.limits)
+        return limits
+    if len(spec.containers) != 1 or len(plain) != len(spec.init_containers):
+        return None
+    before = max(each.limits.get(VGPU.core, 0) for each in plain)
+    if before > CORES and spec.containers[0].limits.get(VGPU.core, 0) < before:
+        return None  # `agent.model.demand.init_group_of`: which of several GPUs it gets is not the agent's
+    for each in (*plain, *spec.containers):
+        limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks
+    return limits
+
+
+def _pods_known(agent: Agent) -> Collection[str]:
+    return agent.cluster.pods.reflector.items.value.keys() if agent.cluster else ()
+
+
+def grown_units(agent: Agent | None) -> dict[str, int]:
+    """How many blocks of memory containers have grown by, by GPU."""
+    limits = agent.modes[Mode.VGPU].limits if agent else None
+    parts = limits.parts if isinstance(limits, VgpuLimits) else None
+    return {uuid: len(ids) for uuid, ids in parts.isolation.grown.items()} if parts else {}
 
 
 def _used(devices: DeviceManager, but: str) -> Used:
@@ -136,8 +193,10 @@ def _used(devices: DeviceManager, but: str) -> Used:
 
 def _sum(entries: Iterable[Entry], but: str) -> Used:
     found: Used = {}
-    for uid, _, _, allocation in entries:
-        for gpu, count in _counts(tuple(allocation.by_numa.values())) if uid != but else ():
+    for uid, _, resource, allocation in entries:
+        if uid == but or resource not in OURS:
+            continue
+        for gpu, count in _counts(tuple(allocation.by_numa.values())):
             found.setdefault(gpu, Counter()).update(count)
     return found
 

@@ -32,13 +32,15 @@ MOST_ROUNDS_A_SECOND: Final = 50_000
 class StormClock(Clock):
     """Seconds since the storm began."""
 
+    stepped = 0.0  # seconds by which somebody has set the clock of the wall
+
     def monotonic(self) -> float:
         """In place of `time.monotonic`."""
         return self.now
 
     def time(self) -> float:
         """In place of `time.time`."""
-        return EPOCH + self.now
+        return EPOCH + self.now + self.stepped
 
     def gettime(self, clock: int) -> float:
         """In place of `time.clock_gettime`."""

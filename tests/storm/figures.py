@@ -16,6 +16,9 @@ NAMES = (
     "faults",
     "invariants",
     "failures",
+    "excused_percent",
+    "excused_percent_of_offers",
+    "excused_percent_of_refusals",
     "mutants",
     "mutants_found",
 )

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
 from agent.simulator.kubelet.device_tables import Allocation
+from tests.storm.pods import GPU
 from tests.storm.world import World
 
 Held = dict[str, dict[tuple[str, str], frozenset[str]]]
 MODES = {VGPU.core: Mode.VGPU, VGPU.memory: Mode.VGPU, MPS.core: Mode.MPS, MPS.memory: Mode.MPS}
+
+OURS = frozenset((*MODES, GPU))  # other plugins' devices are not judged
 
 
 class Holders:
@@ -32,15 +35,15 @@ class Holders:
         found: Held = {}
         alive = self._alive()
         for uid, container, resource, allocation in life.devices.tables.pods.entries() if life else ():
-            if uid in alive:
+            if uid in alive and resource in OURS:
                 found.setdefault(uid, {})[container, resource] = self._of(allocation)
         return found
 
     def _alive(self) -> set[str]:
-        api = self._world.kubelet.api
-        return {
-            pod.uid for pods in (api.pods, api.manifests) for pod in pods.values() if not pod.phase.finished
-        }
+        """UIDs of pods that have not finished; of those deleted by force, while the kubelet has them."""
+        api, life = self._world.kubelet.api, self._world.kubelet._life
+        known = (api.pods.values(), api.manifests.values(), life._pods.values() if life else ())
+        return {pod.uid for pods in known for pod in pods if not pod.phase.finished}
 
     def _of(self, allocation: Allocation) -> frozenset[str]:
         known = self._ids.get(id(allocation))
@@ -53,6 +56,8 @@ class Holders:
         life = self._world.kubelet._life
         found: dict[str, set[Mode]] = {}
         for resource, endpoint in life.devices.tables.endpoints.items() if life else ():
+            if resource not in OURS:
+                continue
             if endpoint.stopped_at is None and endpoint.calls is not None and life is not None:
                 devices = life.devices.tables.all.get(resource, {})
                 known = self._gpus.get(id(devices))

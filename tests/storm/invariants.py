@@ -12,6 +12,8 @@ from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
+from tests.storm.attribution import Limits
+from tests.storm.excuses import Excuses
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.mps_service import MpsService
 from tests.storm.offers import Offers
@@ -61,9 +63,11 @@ class Invariants:
         self._lists: dict[str, object] = {}  # the kubelet's, by resource, as last looked at
         self._events: deque[float] = deque()
         self._written = 0
-        self._offered = Offers(world, self.holders)
+        self.excuses = Excuses(world)
+        self._offered = Offers(world, self.holders, self.excuses)
         self._views = Views(world)
         self._mps = MpsService(world)
+        self._limits = Limits(world)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
             self._units_have_one_holder,
@@ -78,6 +82,7 @@ class Invariants:
             self._free_units_are_offered,
             self._agent_is_up_to_date,
             self._mps_serves,
+            self._limits_stay,
         )
 
     def event(self) -> None:
@@ -86,6 +91,7 @@ class Invariants:
 
     def look(self) -> None:
         """Look at all. Raises Violation."""
+        self.excuses.note()
         for each in self._each:
             each()
         self.looks += len(self._each)
@@ -203,6 +209,10 @@ class Invariants:
         if text := self._mps.wrong():
             raise Violation(text)
 
+    def _limits_stay(self) -> None:
+        if text := self._limits.gone():
+            raise Violation(text)
+
     def _assigned(self, method: str, path: str, body: object) -> None:
         """`gpu-assigned` says that every choice was carried out: each stands beside it."""
         _, _, rest = path.partition("/namespaces/")
@@ -216,7 +226,11 @@ class Invariants:
         missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
         # What a life granted that was killed before it wrote is written by nobody.
-        if missing and current is not None and self._world.created.get(name, 0.0) > current.began:
+        if (
+            missing
+            and current is not None
+            and self._world.created.get((namespace, name), 0.0) > current.began
+        ):
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
 

@@ -33,6 +33,9 @@ class Summary(msgspec.Struct, frozen=True):
     checks: int = 0
     violation: str | None = None
     digest: str = ""
+    families: list[str] = []  # of faults
+    offers: tuple[int, int] = (0, 0)  # looks, and how many of them needed an excuse
+    refusals: tuple[int, int] = (0, 0)
 
 
 Work = Callable[[Plan], Summary]

@@ -16,12 +16,13 @@ from types import ModuleType, SimpleNamespace
 import anyio
 
 from agent.model.mps_abilities import PIPE_DIRECTORY
-from agent.mps import control_commands, launch, probing, processes, shared_memory
+from agent.mps import control_commands, launch, probing, processes, shared_memory, silent_peers
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.launch import Launched
 from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
+from agent.mps.silent_peers import Look
 from agent.simulator import mps_control
 
 FIRST_PID = 1 << 23  # above any that the kernel gives
@@ -37,6 +38,7 @@ class VirtualDaemon:
         self.faulted = False  # a client's fatal error: no new clients until all have left
         self.pipe = pipe
         self.hangs = False
+        self.named = -1.0  # when somebody asked it last who its clients are
         self.forged = False
         self._table = table
         self._answers = mps_control.Daemon()
@@ -60,6 +62,8 @@ class VirtualDaemon:
                     self._table.end(self.server.pid)
                 continue
             pid = str(self.server.pid) if self.server else ""
+            if words[:1] == ["get_client_list"]:
+                self.named = anyio.current_time()
             told = {
                 ("get_server_list",): pid,
                 ("get_server_status", pid): "FAULT" if self.faulted else "ACTIVE",
@@ -250,7 +254,14 @@ def install(table: DaemonTable) -> None:
         },
         control_commands: {"session": table.session},
         probing: {"os": SimpleNamespace(pidfd_open=table.pidfd_open, close=os.close)},
-        shared_memory: {"prepare": lambda _folders, _size: None, "unmount": lambda _folder: None},
+        # Its processes are made up: what has their PIDs on this machine is not to be looked at.
+        silent_peers: {"SilentPeers": lambda _pipe: SimpleNamespace(look=lambda _: Look((), None))},
+        shared_memory: {
+            "prepare": lambda _folders, _size: None,
+            "unmount": lambda _folder: None,
+            "bound_logs": lambda _folder: None,
+            "release_logs": lambda _folder: None,
+        },
     }
     for room, names in stand_ins.items():
         for name, stand_in in names.items():

@@ -50,9 +50,12 @@ class MpsService:
             left = [each for each in daemons if not each.hangs]
             name = f"GPU {uuid} is in mode {mode.value} and has MPS daemon"
             return [(f"{name} {each.process.pid}", LEFT_SECONDS) for each in left if mode is not Mode.OFF]
+        # One that hangs before it has named its clients to this agent is let be: pods may live by its server.
+        began = world.current.began if world.current else 0.0
         found = [
             (f"MPS daemon {each.process.pid} of GPU {uuid} hangs and is not replaced", REPLACED_SECONDS)
             for each in hung
+            if each.server is None or each.named > began
         ]
         healthy = life.devices.tables.healthy.get(MPS.core, set()) if life else set()
         offered = any(each.partition(SEPARATOR)[0] == uuid for each in healthy)

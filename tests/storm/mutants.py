@@ -28,7 +28,7 @@ class Hunt:
 # Those that issue 17 names; every run looks for them. `make storm` looks for all.
 NAMED = {
     "freed_units_listed_late": Hunt(
-        6, 150, "was refused though it fits|nobody is offered them", "none", "bursts"
+        6, 150, "was refused though it fits|nobody is offered it", "none", "bursts"
     ),
     "init_containers_hold_nothing": Hunt(14, 250, "was refused though it fits", "none"),
     "taint_kept_while_the_watch_is_silent": Hunt(
@@ -69,17 +69,46 @@ OTHERS = {
     ),
     "choices_are_written_without_a_pause": Hunt(3, 100, "was tried 5 times", "api refuses"),
     "dead_daemon_is_not_noticed": Hunt(
-        3, 150, "nobody is offered them|has no MPS daemon|should be on offer", "mps daemons"
+        3, 150, "nobody is offered it|has no MPS daemon|should be on offer", "mps daemons"
     ),
     "daemon_outlives_its_mode": Hunt(5, 40, "MPS daemon", "mps daemons,labels"),
     "grown_units_are_offered": Hunt(6, 150, "a container has grown by it", "resizes"),
-    "registers_once": Hunt(2, 100, "nobody is offered them|should be on offer", "streams dropped"),
+    "registers_once": Hunt(2, 100, "nobody is offered it|should be on offer", "streams dropped"),
     "hung_daemon_is_borne": Hunt(35, 150, "hangs and is not replaced", "mps daemons"),
     "promises_outlive_their_pods": Hunt(4, 200, "was refused though it fits", "none", "bursts"),
     "probation_never_ends": Hunt(1, 150, "does not come back", "gpus", "bursts"),
     "reporter_compares_without_end": Hunt(5, 100, "rounds of the loop", "api refuses,labels"),
 }
-HUNTS = NAMED | OTHERS
+# Those of issue 33: chosen before any of them was tried.
+HOLDERS = {
+    "unheard_pods_hold_nothing": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,labels,tenants", "dense"
+    ),
+    "one_listed_pod_vouches_for_all": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,labels,tenants", "dense"
+    ),
+    "a_reading_spans_a_restart": Hunt(
+        1, 300, "is held as|was removed|is held by pods", "kubelet blind,records slow,labels,kubelet", "dense"
+    ),
+    "older_readings_replace_newer_ones": Hunt(
+        1, 300, "is held as|was refused though it fits|was granted to", "records slow,labels,tenants", "dense"
+    ),
+    "promises_are_known_by_their_units": Hunt(1, 300, "was granted to", "tenants", "dense"),
+    "rejected_pods_keep_their_promise": Hunt(
+        1, 300, "was refused though it fits|was granted to", "tenants", "dense"
+    ),
+    "ending_pods_ask": Hunt(1, 300, "was refused though it fits|was granted to", "tenants,api slow", "dense"),
+    "grants_do_not_hold_a_draining_gpu": Hunt(1, 300, "is held as", "records slow,labels,tenants", "dense"),
+    "limits_go_with_the_record": Hunt(1, 300, "was removed", "kubelet blind,resizes,tenants", "dense"),
+    "older_objects_replace_newer_ones": Hunt(
+        1, 300, "to the agent it is|is unknown to", "api slow,labels", "dense"
+    ),
+    "promised_units_are_free": Hunt(1, 300, "is held by pods|was refused though it fits", "tenants", "dense"),
+    "granted_gpus_are_forgotten": Hunt(
+        1, 300, "is held by pods|was refused though it fits", "kubelet,tenants,records slow", "dense"
+    ),
+}
+HUNTS = NAMED | OTHERS | HOLDERS
 
 
 class DoesNotApply(Exception):

@@ -5,63 +5,69 @@ from functools import cache
 
 import anyio
 
+from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import SEPARATOR
 from agent.model.modes import Mode
 from agent.model.units import ResourcePair
-from tests.storm.admission import OFFER_SECONDS, excused
+from tests.storm.admission import OFFER_SECONDS
+from tests.storm.excuses import Excuses
 from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
-
-# That a mode may be in force before its first list arrives: the kubelet looks for new plugins each second
-# (kubelet 1.36, pkg/kubelet/pluginmanager/plugin_manager.go, loopSleepDuration).
-REGISTERED_SECONDS = 2.0
 
 
 class Offers:
     """Which units nobody holds and nobody can have, and since when."""
 
-    def __init__(self, world: World, holders: Holders) -> None:
+    def __init__(self, world: World, holders: Holders, excuses: Excuses) -> None:
         self._world = world
         self._holders = holders
+        self._excuses = excuses
         self._since: dict[str, float] = {}
-        self._modes: dict[str, Mode] = {}
-        self._changed = 0.0  # when they were last seen to be others
 
     def withheld(self) -> str | None:
         """The faults, in words."""
-        now = anyio.current_time()
-        agent = self._world.running
-        modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
-        if modes != self._modes:
-            self._modes, self._changed = modes, now
-        if excused(self._world) or now - self._changed < REGISTERED_SECONDS:
-            self._since.clear()
-            return None
-        found = frozenset(self._missing())
-        self._since = {each: self._since.get(each, now) for each in found}
-        late = sorted(each for each, since in self._since.items() if now - since > OFFER_SECONDS)
-        if not late:
-            return None
-        return f"nobody holds {late[0]} and {len(late) - 1} more, and nobody is offered them"
+        agent, now = self._world.running, anyio.current_time()
+        found: dict[str, float] = {}
+        problem: str | None = None
+        held = self._held()
+        touched = {each.partition(SEPARATOR)[0] for each in held}
+        for one in agent.switcher.state.value.gpus if agent else ():
+            uuid, mode = one.uuid, one.active.mode
+            if mode is Mode.OFF or not self._excuses.applies(uuid):
+                continue
+            missing = {each: self._since.get(each, now) for each in self._missing(uuid, mode, held, touched)}
+            found |= missing
+            lasts = now - min(missing.values(), default=now)
+            late = lasts > OFFER_SECONDS
+            cause = self._excuses.of(uuid, mode, lasts) if late else None
+            self._excuses.offers.count(excused=cause is not None)
+            if late and cause is None:
+                problem = f"for {lasts:.2f} s nobody holds {min(missing)}, and nobody is offered it"
+        self._since = found
+        return problem
 
-    def _missing(self) -> Iterator[str]:
-        agent, life = self._world.running, self._world.kubelet._life
-        if agent is None or life is None:
-            return
+    def _held(self) -> set[str]:
+        """Units that pods hold, and those that containers have grown by."""
         parts = self._holders.held().values()
         held = {each for resources in parts for ids in resources.values() for each in ids}
-        touched = {each.partition(SEPARATOR)[0] for each in held}
-        healthy = life.devices.tables.healthy
-        for one in agent.switcher.state.value.gpus:
-            mode = one.active.mode
-            if mode is Mode.PGPU and one.uuid not in touched:
-                yield from {one.uuid} - healthy.get(GPU, set())
-            # Free cores of a GPU without free memory are of no use to anybody, and not offered; nor is the
-            # rest of a GPU that has as many clients of MPS as it can have.
-            elif mode is Mode.VGPU or (mode is Mode.MPS and one.uuid not in touched):
-                yield from self._of_pair(VGPU if mode is Mode.VGPU else MPS, one.uuid, held)
+        agent = self._world.running
+        limits = agent.modes[Mode.VGPU].limits if agent else None
+        if isinstance(limits, VgpuLimits) and limits.parts is not None:
+            held.update(*limits.parts.isolation.grown.values())
+        return held
+
+    def _missing(self, uuid: str, mode: Mode, held: set[str], touched: set[str]) -> Iterator[str]:
+        life = self._world.kubelet._life
+        if life is None:
+            return
+        if mode is Mode.PGPU and uuid not in touched:
+            yield from {uuid} - life.devices.tables.healthy.get(GPU, set())
+        # Free cores of a GPU without free memory are of no use to anybody, and not offered; nor is the
+        # rest of a GPU that has as many clients of MPS as it can have.
+        elif mode is Mode.VGPU or (mode is Mode.MPS and uuid not in touched):
+            yield from self._of_pair(VGPU if mode is Mode.VGPU else MPS, uuid, held)
 
     def _of_pair(self, pair: ResourcePair, uuid: str, held: set[str]) -> Iterator[str]:
         life = self._world.kubelet._life

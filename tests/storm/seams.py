@@ -21,7 +21,7 @@ from yarl import URL
 
 import agent.cluster.api
 from agent._proto import v1
-from agent.kubelet.holdings import HoldingsWatch
+from agent.kubelet.checkpoint import Checkpoint
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
@@ -29,7 +29,6 @@ from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.kubelet.podresources_server import PodResourcesServer
 from tests.storm import direct_http
-from tests.storm.clock import EPOCH
 
 
 class Life:
@@ -57,7 +56,10 @@ def check_alive() -> None:
 async def _inline(func: Callable[..., Any], *args: Any, **_: Any) -> Any:
     await anyio.lowlevel.checkpoint()
     check_alive()
-    return func(*args)
+    found = func(*args)
+    if KUBELET.reading and isinstance(getattr(func, "__self__", None), Checkpoint):
+        await anyio.sleep(KUBELET.reading)
+    return found
 
 
 class Blocked(BaseException):
@@ -221,27 +223,25 @@ def client(api_socket: str, caller: str) -> agent.cluster.api.KubeApi:
 
 
 class _Kubelet:
-    """When the kubelet's process began, by the virtual clock: the time of its socket is the kernel's.
+    """How the kubelet is not well.
 
     `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
-    PodResources is not well ("refuses", "late"); empty: it is.
+    PodResources is not well ("refuses", "late"); empty: it is. `answering`: seconds that it takes before and
+    after it looks who holds what. `reading`: those between the checkpoint as it was and its reader.
     """
 
     def __init__(self) -> None:
-        self.records = ""
-        self.started = 0.0
         self.delay = [0.0]
+        self.calm()
+
+    def calm(self) -> None:
+        """The records are at hand again."""
+        self.records = ""
+        self.answering = (0.0, 0.0)
+        self.reading = 0.0
 
 
 KUBELET = _Kubelet()
-_socket_of = HoldingsWatch._kubelet
-
-
-async def _kubelet(self: HoldingsWatch) -> tuple[int, int] | None:
-    found = await _socket_of(self)
-    return None if found is None else (found[0], int((EPOCH + KUBELET.started) * 1e9))
-
-
 _allocate = DeviceManager.allocate
 
 
@@ -264,7 +264,13 @@ async def _list_if_well(
         raise GRPCError(Status.UNAVAILABLE, "storm")
     if KUBELET.records == "late":
         await anyio.sleep(LATE_SECONDS)
-    return await _list(self, message)
+    before, after = KUBELET.answering
+    if before:
+        await anyio.sleep(before)
+    answer = await _list(self, message)
+    if after:
+        await anyio.sleep(after)
+    return answer
 
 
 def install(api_socket: str) -> None:
@@ -280,6 +286,5 @@ def install(api_socket: str) -> None:
     agent.cluster.api.connect = connect
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
     PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
-    HoldingsWatch._kubelet = _kubelet  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
     FaultTable._hang = _hang  # type: ignore[method-assign]

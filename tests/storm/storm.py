@@ -11,10 +11,11 @@ from pathlib import Path
 import anyio
 from aiohttp import web_app
 
-from tests.storm import cheaper
+from tests.storm import attribution, cheaper
 from tests.storm.acts import USERS, Act, calm
 from tests.storm.admission import observe
 from tests.storm.clock import CLOCK
+from tests.storm.excuses import Tally
 from tests.storm.invariants import Invariants, Violation
 from tests.storm.liveness import check_calm
 from tests.storm.plan import Plan
@@ -38,6 +39,8 @@ class Outcome:
     faults: int = 0
     steps: int = 0
     checks: int = 0  # how often the invariants were looked at
+    offers: Tally = field(default_factory=Tally)
+    refusals: Tally = field(default_factory=Tally)
     skipped: frozenset[int] = frozenset()
     plan: Plan | None = None
 
@@ -59,7 +62,9 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
             await made.start_agent()
             await anyio.sleep(plan.pause)
             invariants = Invariants(made)
-            end = observe(made, invariants.found.append)
+            # The outer one first: it ends last.
+            ends = [attribution.observe(invariants.found.append)]
+            end = observe(made, invariants.excuses, invariants.found.append)
             try:
                 for number, act in plan.acts():
                     own = random.Random(f"{seed}/{number}")
@@ -67,7 +72,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                     outcome.steps += 1
                     outcome.faults += fault
                     invariants.event()
-                    await _step(made, act, fault, number, own, outcome)
+                    await _step(made, act, number, own, outcome)
                     invariants.look()
                     _extenders_live(made)
                     await anyio.sleep(pause(plan.tempo, own))
@@ -82,7 +87,9 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                 outcome.violation = str(violation)
             finally:
                 end()
+                ends.pop()()
             outcome.checks = invariants.looks
+            outcome.offers, outcome.refusals = invariants.excuses.offers, invariants.excuses.refusals
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
     web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and all with it
@@ -102,14 +109,8 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd")) - cheaper.kept()  # noqa: PTH208
 
 
-async def _step(
-    made: World, act: Act, fault: bool, number: int, own: random.Random, outcome: Outcome
-) -> None:
-    if fault:
-        made.disturbed = CLOCK.now
+async def _step(made: World, act: Act, number: int, own: random.Random, outcome: Outcome) -> None:
     told = await act(made, own)
-    if fault:
-        made.disturbed = CLOCK.now
     outcome.history.append(f"{number} {CLOCK.now:.6f} {told}")
 
 

@@ -37,9 +37,11 @@ from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
 from tests.storm import cheaper, direct_http, mps_daemons, ordering, seams
 from tests.storm.cheaper import NvmlFaults
+from tests.storm.clock import CLOCK
 from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
+from tests.storm.neighbours import Neighbour
 
 # Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
 # that may be plugged in.
@@ -84,6 +86,7 @@ class World:
         self.kubelet_up.set()
         self.kubelet_delay = seams.KUBELET.delay
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
+        self.neighbour = Neighbour(seed)
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
         self.daemons = DaemonTable(folder / "proc")
@@ -95,15 +98,16 @@ class World:
         self.killed = 0  # how often the agent was, once at the end of every storm
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
+        self.outage = 0.0  # when the last long one of the API server ended
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
         self.made = 0
-        self.created: dict[str, float] = {}  # when, by name
+        self.created: dict[tuple[str, str], float] = {}  # when, by namespace and name
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
         self.struck: set[int] = set()  # slots of GPUs that may need more than time after an Xid
+        self.hurt: dict[int, float] = {}  # when a GPU had its last Xid, or came back
         self.nvml_faults = 0
-        self.disturbed = 0.0  # when something was last wrong with the node, or its mode was changed
         self.tainted: float | None = None  # since when the agent's taint stands
         self.on_write: list[Callable[[str, str, object], None]] = []  # method, path, body
         self.on_refused: list[Callable[[str, str, object], None]] = []  # the same
@@ -147,7 +151,6 @@ class World:
         if self.current is not None and not self.current.ended.is_set() and not beside:
             return
         self.lives += 1
-        self.disturbed = anyio.current_time()
         self.current = AgentRun(self.lives, self.settings(), self.machine)
         kept = [each for each in self.runs if not each.ended.is_set() or each.failure or each.overdue]
         self.runs = [*kept, self.current]
@@ -194,8 +197,8 @@ class World:
 
         async def start() -> None:
             await anyio.sleep(down)
-            seams.KUBELET.started = self.disturbed = anyio.current_time()
             await self.kubelet.start()
+            self.neighbour.register(self.kubelet)
             after()
             self.kubelet_up.set()
 
@@ -221,12 +224,6 @@ class World:
             elif self.tainted is None:
                 self.tainted = anyio.current_time()
             await changes.wait_change(changes.version)
-
-    @property
-    def kubelet_well(self) -> bool:
-        """Whether the kubelet is there, is as quick as ever, and has its records at hand."""
-        torn = self.checkpoint is not None or seams.KUBELET.records
-        return self.kubelet_up.is_set() and not self.kubelet_delay[0] and not torn
 
     @property
     def api_well(self) -> bool:
@@ -269,8 +266,9 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     cheaper.install()
     ordering.install()
     NvmlFaults.standing = False
-    seams.KUBELET.started, seams.KUBELET.delay[0] = anyio.current_time(), 0.0
-    seams.KUBELET.records = ""
+    CLOCK.stepped = 0.0
+    seams.KUBELET.calm()
+    seams.KUBELET.delay[0] = 0.0
     machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
@@ -282,6 +280,7 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
         mps_daemons.install(made.daemons)
         group.start_soon(made.follow_taint)
         async with made.kubelet.running(), made.http.serving(socket):
+            made.neighbour.register(made.kubelet)
             if shape.extender:
                 made.kubelet.scheduler.extender = made.extenders
                 await made.extenders.calm()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import anyio
 import structlog
 
 from agent.kit.cell import Cell
@@ -32,6 +33,7 @@ class Pod:
     # Why a container waits, by name: reason and message (`CreateContainerConfigError`, ...).
     waiting: Mapping[str, tuple[str, str]] | None = None
     deleting: bool = False
+    deleted_at: float = 0.0  # on the clock of the loop
     admitted: bool = False
     # Annotations written since it was created.
     written: dict[str, str] = field(default_factory=dict)
@@ -145,9 +147,16 @@ class Api:
     def delete(self, spec: PodSpec) -> None:
         """Ask for the end of a pod: the kubelet carries it out where the pod is bound."""
         pod = self.get(spec)
-        pod.deleting = True
+        if not pod.deleting:
+            pod.deleting, pod.deleted_at = True, anyio.current_time()
         if pod.node_name is None:
             self.remove(pod)
+        self.changed()
+
+    def delete_by_force(self, spec: PodSpec) -> None:
+        """The object goes at once; the kubelet ends the pod's processes in its own time."""
+        self.delete(spec)
+        self.pods.pop(spec.key, None)
         self.changed()
 
     def remove(self, pod: Pod) -> None:

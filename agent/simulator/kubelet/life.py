@@ -1,5 +1,6 @@
 """One life of the kubelet's process: from its start to its end everything here is in memory only."""
 
+import asyncio
 import os
 import random
 import stat
@@ -85,6 +86,7 @@ class Life:
         self._api = machine.api
         self._timings = machine.timings
         self._pods: dict[str, Pod] = {}  # taken up, by UID, in that order
+        self._ending: set[str] = set()  # UIDs of those whose processes have still to end
         tables = Tables()
         self.devices = DeviceManager(
             machine.folders.device_plugins, machine.timings, machine.rng, self._active, tables
@@ -183,14 +185,27 @@ class Life:
                 if pod.uid not in self._pods and not pod.deleting:
                     await self._take_up(pod)
             self.devices.sources_ready = True
-            for pod in self._api.pods_of_the_kubelet():
-                if pod.deleting:
+            # Those that were deleted by force are in its own memory alone.
+            for pod in {
+                id(pod): pod for pod in (*self._api.pods_of_the_kubelet(), *self._taken_up())
+            }.values():
+                if pod.deleting and self._has_ended(pod):
                     self._pods.pop(pod.uid, None)
                     self._workers.terminate(pod)
                     self._api.remove(pod)
             self._api.mirror_static_pods()
             await self._api.changes.wait_change(seen)
             await anyio.sleep(self._timings.watch)
+
+    def _has_ended(self, pod: Pod) -> bool:
+        """Whether a deleted pod's processes have had their time to end; one that does not run needs none."""
+        left = pod.deleted_at + pod.spec.grace - anyio.current_time()
+        if left <= 0 or pod.phase is not Phase.RUNNING:
+            return True
+        if pod.uid not in self._ending:
+            self._ending.add(pod.uid)
+            asyncio.get_running_loop().call_later(left, self._api.changed)
+        return False
 
     async def _take_up(self, pod: Pod) -> None:
         self._pods[pod.uid] = pod

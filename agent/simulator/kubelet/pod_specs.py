@@ -51,6 +51,7 @@ class PodSpec:
     restart_policy: str = "Never"
     static: bool = False
     host_pid: bool = False
+    grace: float = 0.0  # seconds that its processes take to end once it is deleted
 
     @property
     def key(self) -> tuple[str, str]:

@@ -89,7 +89,7 @@ class _Free:
 
 async def _started(root: Path) -> Isolation:
     def library() -> Path:
-        (root / "image.so").write_bytes(ELF + os.urandom(1 << 20))
+        (root / "image.so").write_bytes(ELF + os.urandom(160 << 10))  # as large as the library is
         return root / "image.so"
 
     source = await anyio.to_thread.run_sync(library)

@@ -30,6 +30,7 @@ from agent.plugins.inject import Injector
 from agent.plugins.pgpu import PgpuPlugin
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from tests.pace import scaled
 
 # Short enough for tests, long enough to be seen in between.
 QUICK: Mapping[str, object] = {
@@ -103,7 +104,7 @@ class Watched:
 
     async def settled(self, predicate: Any, deadline: float = 8.0) -> None:
         """Wait until the snapshot satisfies `predicate`."""
-        with anyio.move_on_after(deadline) as scope:
+        with anyio.move_on_after(scaled(deadline)) as scope:
             await self.inventory.snapshot.wait_for(predicate)
         if scope.cancelled_caught:
             raise TimeoutError(f"after {deadline:g} s: {self.snapshot.gpus}")

@@ -12,6 +12,7 @@ from typing import Any, Self
 import grpc
 
 from tests.component import protos
+from tests.pace import scaled
 
 V1BETA1 = protos.load("deviceplugin")
 REGISTRY = protos.load("registration")
@@ -174,7 +175,7 @@ class Plugin:
 
 def register(kubelet_socket: Path, endpoint: str, resource: str = GPU, version: str = "v1beta1") -> None:
     """Call Register on `kubelet.sock`. Blocks. Raises grpc.RpcError."""
-    with grpc.insecure_channel(f"unix:{kubelet_socket}") as channel:
+    with dial(kubelet_socket) as channel:
         request = V1BETA1.RegisterRequest(version=version, endpoint=endpoint, resource_name=resource)
         V1BETA1.RegistrationStub(channel).Register(request, timeout=10, wait_for_ready=True)
 
@@ -187,7 +188,7 @@ class PodResources:
 
     def held(self) -> dict[tuple[str, str], list[tuple[str, str]]]:
         """(pod, container) -> (resource, ID) of each entry of List."""
-        answer = self._stub.List(PODS.ListPodResourcesRequest(), timeout=5)
+        answer = self._stub.List(PODS.ListPodResourcesRequest(), timeout=scaled(5))
         return {
             (pod.name, container.name): [
                 (entry.resource_name, one) for entry in container.devices for one in entry.device_ids
@@ -199,16 +200,25 @@ class PodResources:
     def get(self, name: str, namespace: str = "default") -> Any:
         """Get."""
         request = PODS.GetPodResourcesRequest(pod_name=name, pod_namespace=namespace)
-        return self._stub.Get(request, timeout=5).pod_resources
+        return self._stub.Get(request, timeout=scaled(5)).pod_resources
 
     def allocatable(self) -> list[tuple[str, str]]:
         """(resource, ID) of GetAllocatableResources."""
-        answer = self._stub.GetAllocatableResources(PODS.AllocatableResourcesRequest(), timeout=5)
+        answer = self._stub.GetAllocatableResources(PODS.AllocatableResourcesRequest(), timeout=scaled(5))
         return [(entry.resource_name, one) for entry in answer.devices for one in entry.device_ids]
+
+
+def dial(socket: Path) -> Any:
+    """A channel to a socket, which shares no connection with others to the same address.
+
+    gRPC's C core hands what is left of a closed channel to the next one, which gets the refusal of before
+    with it, though somebody listens by now.
+    """
+    return grpc.insecure_channel(f"unix:{socket}", options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 @contextmanager
 def pod_resources(socket: Path) -> Iterator[PodResources]:
     """A client on its own connection."""
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
+    with dial(socket) as channel:
         yield PodResources(channel)

@@ -1,6 +1,7 @@
 """A scripted plugin, and a C-core grpcio client that plays the kubelet: independent of grpclib."""
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -79,7 +80,8 @@ class Served:
     def __init__(self, plugin: ScriptedPlugin, path: Path, allocated: Callable[[], None]) -> None:
         self.plugin = plugin
         self.path = path
-        self.service = DevicePluginService(plugin, allocated)
+        self.read = -math.inf  # when the newest reading of the kubelet's record began
+        self.service = DevicePluginService(plugin, allocated, lambda: self.read)
         self.server = DrainableServer(self.service.handlers(), path)
 
     @property

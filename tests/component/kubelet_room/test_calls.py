@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,17 +65,43 @@ async def test_only_granted_allocations_are_told_of(folder: Path) -> None:
     assert len(told) == 1
 
 
-async def test_grants_are_forgotten_though_nobody_asks_for_them(
+async def test_grants_are_forgotten_by_a_later_reading_though_nobody_asks_for_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service_module, "GRANT_SECONDS", 0.0)
     async with served(ScriptedPlugin("a", "b"), folder) as one, Peer(one.path) as peer:
+        began = time.monotonic()
         await peer.allocate("a")
         await peer.allocate("b")
+        one.read = began  # one that began before shows nothing of them, however late it comes
         assert one.service.granted_lately() == {"a", "b"}
-        monkeypatch.setattr(service_module, "GRANT_SECONDS", 0.0)
         for _ in range(10):
+            one.read = time.monotonic()
             await peer.allocate("a")
         assert len(one.service._granted) == 1
+
+
+async def test_what_is_being_handed_out_counts_until_the_answer(folder: Path) -> None:
+    asked, go_on = anyio.Event(), anyio.Event()
+
+    async def slow(ids: Sequence[str]) -> Allocation:
+        asked.set()
+        await go_on.wait()
+        raise Refused("not today")
+
+    plugin = ScriptedPlugin("a")
+    plugin.on_allocate = slow
+    async with served(plugin, folder) as one, Peer(one.path) as peer, anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            with pytest.raises(grpc.RpcError):
+                await peer.allocate("a")
+
+        group.start_soon(ask)
+        await asked.wait()
+        assert one.service.granted_lately() == {"a"}
+        go_on.set()
+        await eventually(lambda: not one.service.granted_lately())
 
 
 async def test_allocation_carries_every_field(folder: Path) -> None:

@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 import yaml
 
+from tests.pace import scaled
 from tests.prometheus_binaries import programs
 
 START_SECONDS = 20.0
@@ -68,7 +69,7 @@ class Prometheus:
     ) -> float:
         """Wait until `look` finds something for each of `wanted`; the seconds it took."""
         missing, began = list(wanted), anyio.current_time()
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(scaled(seconds)):
             while True:
                 missing = [each for each in missing if not await look(each)]
                 if not missing:

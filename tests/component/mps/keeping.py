@@ -19,6 +19,7 @@ from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
 from agent.nvml.port import ComputeMode
+from tests.pace import scaled
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 # No server without a GPU; no cgroup unless a test is about cgroups.
@@ -119,7 +120,7 @@ class Word:
 
 async def reached(daemon: Daemon, state: DaemonState, deadline: float = 20.0, **also: Any) -> DaemonStatus:
     """Wait for a state, with the named fields of the status having the given values."""
-    with anyio.move_on_after(deadline):
+    with anyio.move_on_after(scaled(deadline)):
         return await daemon.status.wait_for(
             lambda status: (
                 status.state is state and all(getattr(status, key) == value for key, value in also.items())

@@ -1,7 +1,7 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
 from tests.storm import seams
-from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, users
+from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, tenants, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
 
@@ -33,6 +33,14 @@ EXTENDER_FAULTS = (
     Family("pods without extender", {extenders.place_without: 10}),
 )
 DROPPED_STREAMS = Family("streams dropped", {kubelets.drop_stream: 4})
+TENANTS = Family(
+    "tenants", {tenants.twins: 20, tenants.with_neighbour: 16, tenants.again: 12, tenants.linger: 16}
+)
+BLIND = Family("kubelet blind", {kubelets.blind: 2})
+SLOW_RECORDS = Family("records slow", {kubelets.slow_records: 4})
+CLOCK_STEPS = Family("clock set", {agents.step_clock: 3})
+OUTAGES = Family("api outages", {api.outage: 1})
+LATEST = (TENANTS, BLIND, SLOW_RECORDS, CLOCK_STEPS, OUTAGES)
 RESIZES = Family("resizes", {users.resize: 12})
 
 
@@ -52,6 +60,7 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         *((MPS_CLIENTS,) if shape.mps else ()),
         *(EXTENDER_FAULTS if shape.extender else ()),
         DROPPED_STREAMS,
+        *LATEST,
     )
 
 
@@ -71,6 +80,7 @@ ACTS = {
         MPS_CLIENTS,
         *EXTENDER_FAULTS,
         DROPPED_STREAMS,
+        *LATEST,
     )
     for act in family.weights
 }
@@ -97,7 +107,8 @@ async def calm(world: World) -> None:
         for pid in tuple(daemon.clients):
             daemon.leave(pid)
     kubelets.mend_checkpoint(world)
-    seams.KUBELET.records = ""
+    seams.KUBELET.calm()
+    world.neighbour.calm()
     if world.shape.extender:
         await world.extenders.calm()
     await world.kubelet_up.wait()

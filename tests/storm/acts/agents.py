@@ -6,9 +6,13 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
+from tests.storm.clock import CLOCK
 from tests.storm.world import World
 
 MOST_TURNS = 200  # of the loop, before a signal: it comes at any await of what is under way
+
+# By which the clock is set: longer than anything is waited for, both ways.
+STEPS = (-7200.0, -45.0, -2.0, 2.0, 45.0, 7200.0)
 
 
 async def _at_any_await(rng: random.Random) -> None:
@@ -44,6 +48,14 @@ async def update(world: World, rng: random.Random) -> str:
         await anyio.sleep(rng.choice((0.0, 0.05, 1.0)))
         await world.start_agent(beside=True)
     return "update the agent"
+
+
+async def step_clock(world: World, rng: random.Random) -> str:
+    """Somebody sets the clock of the wall; that since boot goes on."""
+    del world
+    by = rng.choice(STEPS)
+    CLOCK.stepped += by
+    return f"the clock is set by {by:g} s"
 
 
 async def tear_state(world: World, rng: random.Random) -> str:

@@ -7,6 +7,8 @@ import anyio
 from tests.storm.acts import users
 from tests.storm.world import World
 
+OUTAGE_SECONDS = (20.0, 65.0, 130.0, 320.0)  # the longest: beyond all that `agent.cluster` waits for
+SLOW_SECONDS = 35.0
 STATUSES = (403, 409, 410, 422, 429, 500, 503, 504)
 
 
@@ -43,6 +45,22 @@ async def silence(world: World, rng: random.Random) -> str:
         set() if world.http.silent else set(rng.choice((("nodes",), ("pods",), ("nodes", "pods"))))
     )
     return f"silent watches: {sorted(world.http.silent)}"
+
+
+async def outage(world: World, rng: random.Random) -> str:
+    """The API server is away, slow or mute for long, while users go on; then all is well again."""
+    seconds, kind = rng.choice(OUTAGE_SECONDS), rng.choice(("away", "slow", "mute"))
+    world.http.reachable = kind != "away"
+    world.api_delay = SLOW_SECONDS if kind == "slow" else 0.0
+    world.http.silent = {"nodes", "pods"} if kind == "mute" else set()
+    told = []
+    for _ in range(3):
+        act = rng.choice((users.create_pod, users.delete_pod, users.delete_pod))
+        told.append(await act(world, rng))
+        await anyio.sleep(seconds / 3)
+    world.http.reachable, world.api_delay, world.http.silent = True, 0.0, set()
+    world.outage = anyio.current_time()
+    return f"api server {kind} for {seconds:g} s: {'; '.join(told)}"
 
 
 async def mute_switch(world: World, rng: random.Random) -> str:

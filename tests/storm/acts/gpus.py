@@ -2,6 +2,8 @@
 
 import random
 
+import anyio
+
 from tests.storm import seams
 from tests.storm.cheaper import NvmlFaults
 from tests.storm.world import World
@@ -17,6 +19,7 @@ async def xid(world: World, rng: random.Random) -> str:
         return "no GPU for an xid"
     slot, number = rng.choice(slots), rng.choice(XIDS)
     world.machine.xid(slot, number)
+    world.hurt[slot] = anyio.current_time()
     if number not in OF_PROGRAMS:
         world.struck.add(slot)
     seams.NVML.wake()
@@ -28,6 +31,7 @@ async def fall_off(world: World, rng: random.Random) -> str:
     if not (slots := world.machine.slots):
         return "no GPU to fall off"
     slot = rng.choice(slots)
+    world.hurt[slot] = anyio.current_time()
     if slot in world.lost:
         world.lost.discard(slot)
         world.machine.restore(slot)
@@ -42,6 +46,7 @@ async def fall_off(world: World, rng: random.Random) -> str:
 async def plug(world: World, rng: random.Random) -> str:
     """A third GPU is added to the running machine, or taken out of it."""
     del rng
+    world.hurt[world.spare] = anyio.current_time()
     if world.spare in world.machine.slots:
         world.machine.hide(world.spare)
         world.lost.discard(world.spare)

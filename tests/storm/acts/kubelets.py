@@ -12,6 +12,11 @@ from agent.simulator.kubelet.plugin import PluginClient
 from tests.storm import seams
 from tests.storm.world import World
 
+# That a restarted kubelet hears of no pod: longer than `agent.kubelet` and `agent.pairing` wait for anything.
+BLIND_SECONDS = (40.0, 65.0, 125.0)
+ANSWER_SECONDS = (0.0, 0.1, 0.9, 3.0, 8.0)  # of a List: some within the agent's patience, some beyond
+READ_SECONDS = (0.0, 0.0, 0.2, 1.5)  # of the checkpoint
+
 
 async def restart(world: World, rng: random.Random) -> str:
     """The kubelet's process ends, and comes back beside what happens meanwhile."""
@@ -85,6 +90,34 @@ async def late_pods(world: World, rng: random.Random) -> str:
     return f"restart the kubelet, which lists no pods for {seconds:g} s"
 
 
+async def blind(world: World, rng: random.Random) -> str:
+    """As `late_pods`, for longer than the agent waits for anything: its way to the API server is cut."""
+    if not world.kubelet_up.is_set():
+        return "the kubelet is down already"
+    mend_checkpoint(world)
+    machine, seconds = world.kubelet._machine, rng.choice(BLIND_SECONDS)
+    usual = machine.timings
+    machine.timings = replace(usual, first_pods=seconds)
+
+    def again() -> None:
+        machine.timings = usual
+
+    await world.restart_kubelet(rng.choice((0.0, 5.0)), after=again)
+    return f"restart the kubelet, which is blind for {seconds:g} s"
+
+
+async def slow_records(world: World, rng: random.Random) -> str:
+    """Answers about who holds what take time, and are older than the moment at which they arrive."""
+    del world
+    slow = (rng.choice(ANSWER_SECONDS), rng.choice(ANSWER_SECONDS))
+    seams.KUBELET.answering, seams.KUBELET.reading = rng.choice(((0.0, 0.0), slow)), rng.choice(READ_SECONDS)
+    before, after = seams.KUBELET.answering
+    return (
+        f"PodResources take {before:g} s to look and {after:g} s to answer, the checkpoint "
+        f"{seams.KUBELET.reading:g} s to be read"
+    )
+
+
 async def records(world: World, rng: random.Random) -> str:
     """PodResources refuses, is late, or answers again."""
     seams.KUBELET.records = rng.choice(("", "", "refuses", "late"))
@@ -99,7 +132,11 @@ async def drop_stream(world: World, rng: random.Random) -> str:
     """
     life = world.kubelet._life
     endpoints = life.devices.tables.endpoints if life else {}
-    connected = [name for name, each in sorted(endpoints.items()) if each.calls and each.stopped_at is None]
+    connected = [
+        name
+        for name, each in sorted(endpoints.items())
+        if isinstance(each.calls, PluginClient) and each.stopped_at is None
+    ]
     if not connected:
         return "no stream to drop"
     resource = rng.choice(connected)

@@ -30,7 +30,7 @@ def offered(world: World) -> list[str]:
 def create(world: World, pod: PodSpec) -> str:
     """Hand a pod to the API server."""
     world.kubelet.create_pod(pod)
-    world.created[pod.name] = anyio.current_time()
+    world.created[pod.key] = anyio.current_time()
     world.pods.append(pod)
     limits = {each.name: dict(each.limits) for each in (*pod.init_containers, *pod.containers)}
     return f"create {pod.name} {limits}"

@@ -18,9 +18,9 @@ WHOLE = 1 << 40
 CONTEXT = 300 * MIB
 
 
-def learned(contexts: Contexts, key: str, figure: int, gpu: str = GPU) -> None:
+def learned(contexts: Contexts, key: str, figure: int, gpu: str = GPU, namespace: str = "default") -> None:
     for _ in range(STABLE_READINGS):
-        contexts.measured(key, gpu, 100 * MIB + figure, (100 * MIB, 0))
+        contexts.measured(key, (gpu, namespace), 100 * MIB + figure, (100 * MIB, 0))
 
 
 def test_the_least_that_was_measured_counts_and_a_gpu_without_a_figure_takes_that_of_the_others() -> None:
@@ -43,7 +43,7 @@ def test_the_least_that_was_measured_counts_and_a_gpu_without_a_figure_takes_tha
 def test_what_is_charged_for_contexts_is_no_part_of_the_rest() -> None:
     contexts = Contexts()
     for _ in range(STABLE_READINGS):
-        contexts.measured("a", GPU, 400 * MIB, (600 * MIB, 500 * MIB))
+        contexts.measured("a", (GPU, "default"), 400 * MIB, (600 * MIB, 500 * MIB))
     assert contexts.of(GPU, WHOLE) == CONTEXT
 
 
@@ -51,18 +51,58 @@ def test_what_is_charged_for_contexts_is_no_part_of_the_rest() -> None:
 def test_what_no_context_takes_is_not_believed(figure: int) -> None:
     contexts = Contexts()
     learned(contexts, "a", figure)
-    contexts.remembered("b", GPU, figure, WHOLE)
-    contexts.remembered("c", GPU, CONTEXT, 2 * CONTEXT)  # half of a cap: it may be more
+    contexts.remembered("b", (GPU, "default"), figure, WHOLE)
+    contexts.remembered("c", (GPU, "default"), CONTEXT, 2 * CONTEXT)  # half of a cap: it may be more
     assert contexts.of(GPU, WHOLE) == 0
 
 
 def test_readings_of_different_moments_say_nothing() -> None:
     contexts = Contexts()
     for number in range(10):
-        contexts.measured("a", GPU, CONTEXT + number, (number % 2, 0))
+        contexts.measured("a", (GPU, "default"), CONTEXT + number, (number % 2, 0))
     for sole in ((0, 0), (0, 0), None, (0, 0), (0, 0)):
-        contexts.measured("b", GPU, CONTEXT, sole)
+        contexts.measured("b", (GPU, "default"), CONTEXT, sole)
     assert contexts.of(GPU, WHOLE) == 0
+
+
+async def test_context_price_is_bounded(node: Node) -> None:
+    """A container's uncounted memory, or a figure that it forged, is not the price of all contexts."""
+    key = await node.admit()
+    await anyio.to_thread.run_sync(node.loaded, 7)
+    await anyio.to_thread.run_sync(counted, node.isolation.folders.path(key, USAGE), (200 * MIB, 0))
+    for _ in range(STABLE_READINGS):  # 200 MiB by cuMemAlloc, 3,000 MiB past the library
+        await node.look(3200 * MIB, 7, cap=8192 * MIB)
+    contexts = node.isolation.contexts
+    prices = [contexts.of(GPU, cap * MIB) // MIB for cap in (1000, 2048, 4096, 10240)]
+    assert prices == [500, 600, 600, 600]
+    again = Node(node.root)
+    await again.isolation.start()
+    assert again.isolation.contexts.of(GPU, WHOLE) <= 600 * MIB
+    # Others' figures count as soon as there are any, however many containers the first one's namespace has.
+    learned(contexts, "b", 3000 * MIB)
+    learned(contexts, "honest", CONTEXT, namespace="other")
+    assert contexts.of(GPU, WHOLE) == CONTEXT
+    # Nor does one namespace among three lower it, or raise it.
+    learned(contexts, "third", CONTEXT + 20 * MIB, namespace="third")
+    for forged in (LEAST_BYTES, MOST_BYTES):
+        for folder in (key, "b"):
+            learned(contexts, folder, forged)
+        assert CONTEXT <= contexts.of(GPU, WHOLE) <= CONTEXT + 20 * MIB
+    # What three namespaces have shown is a GPU of another kind.
+    for folder, namespace in (("honest", "other"), ("third", "third"), (key, "default"), ("b", "default")):
+        learned(contexts, folder, 800 * MIB, namespace=namespace)
+    assert contexts.of(GPU, WHOLE) == 800 * MIB
+
+
+def counted(region: Path, *slots: tuple[int, int]) -> None:
+    """Write bytes charged and those for contexts, by process."""
+    descriptor = os.open(region, os.O_RDWR)
+    total = sum(charged for charged, _ in slots)
+    os.pwrite(descriptor, struct.pack("<Q", total), layout.USAGE_HEADER_BYTES + layout.FIGURES_AT)
+    for number, (charged, of_contexts) in enumerate(slots):
+        slot = layout.SLOT.pack(number + 1, 1, charged, of_contexts)
+        os.pwrite(descriptor, slot, layout.SLOTS_AT + number * layout.SLOT_BYTES)
+    os.close(descriptor)
 
 
 @pytest.fixture
@@ -75,20 +115,10 @@ async def test_containers_are_charged_what_others_showed(node: Node) -> None:
     await anyio.to_thread.run_sync(node.loaded, 7)
     folders = node.isolation.folders
 
-    def counted(*slots: tuple[int, int]) -> None:
-        """Bytes charged and those for contexts, by process."""
-        descriptor = os.open(folders.path(key, USAGE), os.O_RDWR)
-        total = sum(charged for charged, _ in slots)
-        os.pwrite(descriptor, struct.pack("<Q", total), layout.USAGE_HEADER_BYTES + layout.FIGURES_AT)
-        for number, (charged, of_contexts) in enumerate(slots):
-            slot = layout.SLOT.pack(number + 1, 1, charged, of_contexts)
-            os.pwrite(descriptor, slot, layout.SLOTS_AT + number * layout.SLOT_BYTES)
-        os.close(descriptor)
-
     async def charged(folder: str) -> int:
         return (await anyio.to_thread.run_sync(folders.limits, folder)).context_bytes
 
-    await anyio.to_thread.run_sync(counted, (100 * MIB, 0), (0, 0))
+    await anyio.to_thread.run_sync(counted, folders.path(key, USAGE), (100 * MIB, 0), (0, 0))
     for _ in range(5):
         await node.look(100 * MIB + CONTEXT, 7)
     assert await charged(key) == 0  # of two processes nobody knows which has how many
@@ -96,7 +126,7 @@ async def test_containers_are_charged_what_others_showed(node: Node) -> None:
     await node.isolation.start()
     key = await node.admit()
     await anyio.to_thread.run_sync(node.loaded, 7)
-    await anyio.to_thread.run_sync(counted, (100 * MIB, 0))
+    await anyio.to_thread.run_sync(counted, folders.path(key, USAGE), (100 * MIB, 0))
     for _ in range(5):
         await node.look(100 * MIB + CONTEXT, 7)
     assert await charged(key) == CONTEXT

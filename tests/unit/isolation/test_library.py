@@ -1,5 +1,6 @@
 """The library on the host: versioned, executable there, and never changed under a running container."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -33,13 +34,24 @@ def test_each_copy_has_inodes_of_its_own_and_none_is_the_original_s(tmp_path: Pa
     assert len({each.build for each in copies}) == 3
 
 
-def test_an_original_without_a_name_goes_with_its_agent(tmp_path: Path) -> None:
+def test_copies_share_their_blocks_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    def clone(target: int, request: int, of: int) -> None:
+        assert request == library.FICLONE
+        os.pwrite(target, os.pread(of, 100, 0), 0)
+        cloned.append(of)
+
+    cloned: list[int] = []
     before = descriptors()
+    monkeypatch.setattr(fcntl, "ioctl", clone)
     original = library.install(source(tmp_path), tmp_path / "state")
-    assert descriptors() == before + 1
+    assert original.copy().file.read_bytes() == ELF + b"one"
+    assert len(cloned) == 2
+    assert descriptors() == before + 1  # a file without a name
     del original
     assert descriptors() == before
 

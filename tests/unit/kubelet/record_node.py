@@ -81,9 +81,9 @@ class Node:
 
     def know(self, uid: str, name: str, *, finished: bool = False, hides: bool = False) -> None:
         """`hides`: its init containers ask for devices."""
-        containers = (Container("prepare", {GPU: 1}, Stage.INIT),) if hides else ()
-        containers += (Container("main", {GPU: 1}),) if name.startswith("train") else ()
-        self.pods[uid] = Pod("ns", name, containers, uid, phase="Succeeded" if finished else "Running")
+        containers = [Container("prepare", {GPU: 1}, Stage.INIT)] if hides else []
+        containers += [Container("main", {GPU: 1})] if name.startswith("train") else []
+        self.pods[uid] = Pod("ns", name, tuple(containers), uid, phase="Succeeded" if finished else "Running")
         self.changes.publish(None)
 
     async def held(self) -> set[tuple[str, str, str]] | None:

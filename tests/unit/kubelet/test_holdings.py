@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.kubelet import holdings as holdings_module
-from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
+from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu, strangers_by_gpu
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.modes import Mode
 from tests.component.kubelet_room.parts import eventually
@@ -63,6 +63,32 @@ def test_whole_gpus_are_told_apart_by_all_their_digits() -> None:
 
 def test_devices_of_others_are_passed_over() -> None:
     assert holders_by_gpu(_listed(_held("", f"{A}::0", f"{A}::x1", "x" * 64), _held())) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "resource", "gpu"),
+    [
+        (f"{A}::3", "nvidia.com/gpu", A),
+        (f"{A}::0", "nvidia.com/gpu.shared", A),
+        (f"{A}/3/0", "nvidia.com/mig-1g.10gb", A),
+        (f"{B}::x1", "example.com/anything", B),
+        ("1", "nvidia.com/gpu", B),
+        ("1", "nvidia.com/gpu.shared", B),
+        # These are this agent's own, of no GPU of this node, or of something else.
+        (A, "nvidia.com/gpu", None),
+        (f"{A}::c3", "tencent.com/vcuda-core", None),
+        (f"{A}9::3", "nvidia.com/gpu", None),
+        ("7", "nvidia.com/gpu", None),
+        ("1", "rdma/hca", None),
+        ("MIG-1c2d1e5a-0000-4000-8000-000000000001", "nvidia.com/gpu", None),
+    ],
+)
+def test_ids_that_nobody_can_read_are_of_the_gpu_that_they_name(
+    text: str, resource: str, gpu: str | None
+) -> None:
+    held = _held("mlx5_0", text, resource=resource)
+    expected = {gpu: (held, text)} if gpu else {}
+    assert strangers_by_gpu(_listed(held), {0: A, 1: B}) == expected
 
 
 class Lister:

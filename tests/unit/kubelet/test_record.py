@@ -228,6 +228,14 @@ async def test_units_that_came_to_another_pod_are_its_own_though_the_checkpoint_
         group.cancel_scope.cancel()
 
 
+async def test_entries_of_a_pod_that_is_gone_are_not_the_next_ones(node: Node) -> None:
+    # A pod takes over one of two devices of a pod that is gone; the checkpoint is written after both calls.
+    node.kubelet.records(("gone", "main", A), ("gone", "prepare", B))
+    node.know("next", "train-1")
+    node.kubelet.pods = {"train-1": {"main": A}}
+    assert await node.held() == {("train-1", "main", A)}
+
+
 @pytest.mark.parametrize("times", [1, 9])
 async def test_kubelet_restarts_during_a_reading(node: Node, times: int) -> None:
     """Between its answer and the look at whose socket it is: the answer is of the one before."""

@@ -46,7 +46,7 @@ class Watch(HoldingsWatch):
     async def _entries(self) -> Entries:
         return dict(self.machine.checkpoint)
 
-    async def _identity(self) -> tuple[int, int]:
+    async def _kubelet(self) -> tuple[int, int]:
         return self.machine.kubelet, 0
 
 

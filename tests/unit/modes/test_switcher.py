@@ -1,10 +1,18 @@
 """The mode switcher on a node in memory: every step, every change of mind, every failure."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import anyio
 import anyio.lowlevel
 import pytest
 
 from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet import service as service_module
+from agent.kubelet.podresources import LIST_SECONDS, PodList
+from agent.kubelet.service import DevicePluginService
 from agent.model.modes import Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
@@ -13,6 +21,7 @@ from agent.modes.switcher import DRAIN_LOOK_SECONDS
 from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
+from tests.virtual_time import in_virtual_time
 
 
 def never_in_two_modes(node: Node) -> None:
@@ -244,3 +253,75 @@ async def test_a_storm_of_requests_ends_in_the_last_one() -> None:
         await node.reach("vgpu", "vgpu")
         await settle(node, Phase.APPLIED)
         never_in_two_modes(node)
+
+
+@in_virtual_time
+async def test_foreign_ids_keep_their_gpu(logs: Any) -> None:
+    """Pods got their GPU from NVIDIA's plugin, which calls its replicas GPU-...::3."""
+    kubelet = Kubelet()
+    first, other = gpu(0), gpu(1)
+    kubelet.hold("theirs", "nvidia.com/gpu", f"{first.uuid}::3")
+    async with switching(first, other, kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("off", "pgpu")
+        await settle(node, Phase.APPLIED)
+        state = node.switcher.state.value
+        assert f"default/theirs holds it as {first.uuid}::3 of nvidia.com/gpu" in state.message
+        assert "1 GPU(s) pgpu" in state.message
+        assert "another device plugin" in state.gpus[0].active.reason
+        node.want(Mode.VGPU)
+        await node.reach("off", "vgpu")
+        kubelet.end("theirs")
+        await node.reach("vgpu", "vgpu")
+        # One that comes while the GPU is on offer takes it off the lists, and those that hold it stay listed.
+        kubelet.hold("ours", "tencent.com/vcuda-core", f"{other.uuid}::c0")
+        kubelet.hold("theirs", "nvidia.com/gpu.shared", "1")
+        await node.reach("vgpu", "vgpu-")
+        kubelet.end("ours")
+        await node.reach("vgpu", "off")
+        kubelet.end("theirs")
+        await node.reach("vgpu", "vgpu")
+        never_in_two_modes(node)
+    told = [
+        (each["event"], each["gpu"]) for each in logs if each["event"] in ("gpu_withheld", "gpu_let_back")
+    ]
+    back_and_forth = ("gpu_withheld", "gpu_let_back")
+    assert told == [(event, each.uuid) for each in (first, other) for event in back_and_forth]
+
+
+@in_virtual_time
+async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is handed out just after a reading began, which does not show it however long it takes."""
+    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=anyio.current_time))
+    one = gpu(0)
+
+    class Slow(Kubelet):
+        """Answers what it knew when it was asked."""
+
+        slow, began = 0.0, -math.inf
+
+        async def refresh(self) -> PodList | None:
+            known, began = self.cell.value, anyio.current_time()
+            if self.slow:
+                seconds, self.slow = self.slow, 0.0
+                await anyio.sleep(0.01)
+                service._touch([[one.uuid]])
+                self.hold("late", "nvidia.com/gpu", one.uuid)
+                await anyio.sleep(seconds)
+            self.began = began
+            await super().refresh()
+            return known
+
+    kubelet = Slow()
+    service = DevicePluginService(SimpleNamespace(resource="r", lists=Cell(b"")), read=lambda: kubelet.began)
+    for seconds in (LIST_SECONDS, 60.0):
+        async with switching(one, kubelet=kubelet, first=Mode.PGPU) as node:
+            node.lists.granted_lately = service.granted_lately  # type: ignore[method-assign]
+            await node.reach("pgpu")
+            kubelet.slow = seconds
+            node.want(Mode.VGPU)
+            await anyio.sleep(seconds + 5)
+            assert node.modes() == ["pgpu-"]
+            kubelet.end("late")
+            await node.reach("vgpu")
+        assert service.granted_lately() == frozenset()
+        assert not service._granted

@@ -1,8 +1,11 @@
 """Who is bound here and has no devices yet."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources
+import msgspec
+
+from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, convert
 from agent.cluster.reflector import Metadata
 from agent.kubelet.podresources import Holding, PodList
 from agent.node.unadmitted_pods import unadmitted
@@ -67,3 +70,52 @@ async def test_a_pod_that_was_bound_meanwhile_counts() -> None:
     node = Node(pod("served", CORE))
     node.held, node.late = [("served", CORE)], pod("late", CORE)
     assert await node.unadmitted() == {"u-late"}
+
+
+async def test_limit_of_zero_waits_for_nothing() -> None:
+    zero = Pod(
+        Metadata("zero", "default", "u-zero"),
+        PodSpec([Container("main", Resources({CORE: "0", MEMORY: "0k", "cpu": "1"}))]),
+        PodStatus("Pending"),
+    )
+    node = Node(zero)
+    assert await node.unadmitted() == set()
+    assert node.reads == 0
+    assert not convert(zero).devices
+    # Beside one that it waits for it is no second one.
+    both = msgspec.structs.replace(
+        zero, spec=PodSpec([Container("main", Resources({CORE: "1", MEMORY: "0"}))])
+    )
+    node = Node(both)
+    assert await node.unadmitted() == {"u-zero"}
+    node.held = [("zero", CORE)]
+    assert await node.unadmitted() == set()
+
+
+async def test_what_comes_by_dra_is_waited_for_by_nobody() -> None:
+    text: Any = {
+        "metadata": {"name": "dra", "namespace": "default", "uid": "u-dra"},
+        "spec": {
+            "containers": [
+                {"name": "main", "resources": {"limits": {CORE: "1"}}},
+                {"name": "other", "resources": {"limits": {MEMORY: "1"}}},
+            ]
+        },
+        "status": {
+            "phase": "Pending",
+            "extendedResourceClaimStatus": {
+                "resourceClaimName": "dra-extended-resources-x",
+                "requestMappings": [
+                    {"containerName": "main", "resourceName": CORE, "requestName": "container-0-request-0"}
+                ],
+            },
+        },
+    }
+    waits = msgspec.convert(text, Pod)
+    node = Node(waits)
+    assert await node.unadmitted() == {"u-dra"}  # for what the other container lacks
+    assert [each.limits for each in convert(waits).containers] == [{}, {MEMORY: 1}]
+    del text["spec"]["containers"][1]
+    node = Node(msgspec.convert(text, Pod))
+    assert await node.unadmitted() == set()
+    assert node.reads == 0

@@ -1,7 +1,7 @@
 """Finding out who asks where that is in doubt: two readings, no API server, no records."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +19,15 @@ from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletMode
 from tests.virtual_time import in_virtual_time
 
 
-def in_order(*orders: list[PairMember]) -> Callable[[Sequence[Any], int], list[Any]]:
-    """The order of members of one container after the other; of all else the first ones."""
-    left = list(orders)
+class InOrder(random.Random):
+    """The order of members of one container after the other; of all else what chance brings."""
 
-    def sample(population: Sequence[Any], k: int) -> list[Any]:
-        if population == list(PairMember):
-            return left.pop(0)
-        return list(population)[:k]
+    def __init__(self, *orders: list[PairMember]) -> None:
+        super().__init__(0)
+        self._left = list(orders)
 
-    return sample
+    def sample(self, population: Any, k: int, **named: Any) -> list[Any]:
+        return self._left.pop(0) if population == list(PairMember) else super().sample(population, k, **named)
 
 
 async def test_one_list_for_each_member() -> None:
@@ -75,7 +74,7 @@ async def test_rejected_pod_lends_its_name_to_nobody(
             raise AgentKilled("the agent hears nothing of it")
 
     first, second = orders
-    kubelet.random.sample = in_order([first, first.other], [second, second.other])  # type: ignore[method-assign]
+    kubelet.random = InOrder([first, first.other], [second, second.other])
     with pytest.raises(AgentKilled):
         await kubelet.admit(rejected, another_plugin_refuses)
     kubelet.api[rejected.key] = rejected  # the API server does not know yet

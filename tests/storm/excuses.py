@@ -1,0 +1,185 @@
+"""What excuses units that are not offered and pods that are refused: by cause, by GPU, for a time.
+
+A cause excuses what it reaches and nothing else: a hung MPS daemon the shares of its own GPU, an API server
+that is away only shares (whole GPUs are granted without it), and each only for as long as the agent may need
+to get over it. `Tally` counts how often an excuse was needed.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import anyio
+
+from agent.app.agent import Agent
+from agent.model.modes import Mode
+from tests.storm import seams
+from tests.storm.holders import MODES
+from tests.storm.lives import AgentRun
+from tests.storm.world import World
+
+LONG = 1e9  # seconds: for as long as the cause lasts
+# For so many seconds after its end a cause excuses still; and so long at most what it excuses may last.
+AFTER = {
+    "agent": 3.0,  # begins: asks who holds what, and brings its modes into force
+    "kubelet": 3.0,  # starts: looks for plugins once in a second
+    "stream": 0.5,  # of the GPU's mode is cut
+    "gpu": 1.0,  # is not well
+    "mode": 2.0,  # of the GPU changes: the kubelet looks for plugins once in a second
+    "api": 6.0,  # ends of pods are known by the next reading of the record at the latest
+    "records": 6.0,  # are away, torn or late
+    "daemon": 6.0,  # of the GPU is dead or hangs; `mps_service` says how long
+}
+LASTS = {"stream": 12.0, "api": 20.0}
+SHARES = ("api", "records")  # reach shares alone: whole GPUs are granted without them
+UNDER_WAY = ("agent", "kubelet", "mode")
+SLOW_SECONDS = 0.2  # beyond which a reading is late
+HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
+
+
+@dataclass
+class Tally:
+    """How often was looked, and how often what was found needed an excuse."""
+
+    looks: int = 0
+    excused: int = 0
+
+    def count(self, *, excused: bool) -> None:
+        """One look."""
+        self.looks += 1
+        self.excused += excused
+
+    @property
+    def figures(self) -> tuple[int, int]:
+        """Looks, and how many of them were excused."""
+        return self.looks, self.excused
+
+
+def excused(figures: Collection[tuple[int, int]]) -> float:
+    """How many percent of the looks of several storms were excused."""
+    looks = sum(each[0] for each in figures)
+    return round(100 * sum(each[1] for each in figures) / looks, 1) if looks else 0.0
+
+
+class Excuses:
+    """Causes, and when each was there last."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._last: dict[str, float] = {}
+        self._life: AgentRun | None = None
+        self._modes: dict[str, object] = {}
+        self._begun: dict[str, float] = {}  # causes that last, and since when at the earliest
+        self._since = anyio.current_time()  # when was looked last
+        self.offers, self.refusals = Tally(), Tally()
+
+    def note(self) -> None:
+        """Look which causes there are now."""
+        now, found = anyio.current_time(), set(self._now())
+        if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
+            self._begun.setdefault("api", self._since)
+            self._last["api"] = self._world.outage
+        for each in SHARES:
+            if each in found:
+                self._begun.setdefault(each, self._since)
+            elif now - self._last.get(each, -LONG) > AFTER[each]:
+                self._begun.pop(each, None)
+        self._since = now
+        if not found.isdisjoint(SHARES):
+            # What is under way takes longer: nobody says what is asked for, or who holds what.
+            for each, last in self._last.items():
+                kind = each.partition(" ")[0]
+                if kind in UNDER_WAY and now - last <= AFTER[kind]:
+                    self._last[each] = now
+        self._last.update(dict.fromkeys(found, now))
+
+    def of(self, uuid: str, mode: Mode, lasts: float = 0.0) -> str | None:
+        """The cause that excuses what is wrong with this GPU, and has been so long; None: there is none."""
+        now, last = anyio.current_time(), self._last
+        names = ["agent", "kubelet", f"stream {mode.value}", f"gpu {uuid}", f"mode {uuid}"]
+        if mode is not Mode.PGPU:
+            names += SHARES
+        if mode is Mode.MPS:
+            names.append(f"daemon {uuid}")
+        for each in names:
+            kind = each.partition(" ")[0]
+            if now - last.get(each, -LONG) <= AFTER[kind] and lasts <= self._most(kind):
+                return kind
+        return None
+
+    def _most(self, kind: str) -> float:
+        """For how many seconds a cause excuses something."""
+        began = self._begun.get(kind, LONG)
+        if kind == "api" and any(self._last.get(each, -LONG) >= began for each in ("agent", "kubelet")):
+            return LONG  # who has just started knows of no end that only the API server tells
+        return LASTS.get(kind, LONG)
+
+    def applies(self, uuid: str) -> bool:
+        """Whether there are an agent and a kubelet, and the GPU is well: else nobody could offer it."""
+        world, agent = self._world, self._world.running
+        if agent is None or ends(world.current) or not self._kubelet_is_up():
+            return False
+        state = next((each for each in agent.core.inventory.snapshot.value.gpus if each.uuid == uuid), None)
+        return state is not None and (state.healthy or not self._hurt(uuid))
+
+    def _hurt(self, uuid: str) -> bool:
+        """Whether something has happened to a GPU for which it may be unhealthy."""
+        world = self._world
+        slot = next((each for each in world.machine.slots if world.machine.uuid(each) == uuid), None)
+        if slot is None or slot in world.lost or world.nvml_faults:
+            return True
+        return anyio.current_time() - world.hurt.get(slot, -LONG) < HURT_SECONDS
+
+    def _kubelet_is_up(self) -> bool:
+        return self._world.kubelet._life is not None and self._world.kubelet_up.is_set()
+
+    def _now(self) -> Iterator[str]:
+        world, agent, current = self._world, self._world.running, self._world.current
+        if agent is None or ends(current) or current is not self._life:
+            self._life = current
+            yield "agent"
+        life = world.kubelet._life
+        if life is None or not self._kubelet_is_up():
+            yield "kubelet"
+        else:
+            for resource, each in life.devices.tables.endpoints.items():
+                if each.stopped_at is not None:
+                    yield f"stream {MODES.get(resource, Mode.PGPU).value}"
+        if not world.api_well or world.http.silent or (agent and _is_behind(agent)):
+            yield "api"
+        slow = sum(seams.KUBELET.answering) + seams.KUBELET.reading > SLOW_SECONDS
+        if seams.KUBELET.records or world.checkpoint is not None or slow:
+            yield "records"
+        if agent is not None:
+            yield from self._gpus(agent)
+        if world.shape.mps:
+            yield from self._daemons()
+
+    def _gpus(self, agent: Agent) -> Iterator[str]:
+        for each in agent.core.inventory.snapshot.value.gpus:
+            if not each.healthy and self._hurt(each.uuid):
+                yield f"gpu {each.uuid}"
+        state, asked = agent.switcher.state.value, agent.switcher._desired.value
+        for one in state.gpus:
+            # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
+            if asked.name != state.desired or one.active != one.wanted or self._modes.get(one.uuid) != one.active:
+                self._modes[one.uuid] = one.active
+                yield f"mode {one.uuid}"
+
+    def _daemons(self) -> Iterator[str]:
+        world = self._world
+        for uuid in world.machine.uuids:
+            pipe = world.folder / "run" / "mps" / uuid / "pipe"
+            daemons = [each for each in world.daemons.on(pipe) if not each.forged]
+            faulty = len(daemons) != 1 or any(each.hangs or each.faulted for each in daemons)
+            if world.daemons.refuses or faulty:
+                yield f"daemon {uuid}"
+
+
+def _is_behind(agent: Agent) -> bool:
+    """Whether the agent's watch of its pods is being opened again; `views` says for how long."""
+    return agent.cluster is not None and agent.cluster.pods.reflector.problem is not None
+
+
+def ends(current: AgentRun | None) -> bool:
+    """Whether an agent is about to end, or has."""
+    return current is None or current.life.dead or current.stop.is_set() or current.ended.is_set()
