@@ -10,8 +10,8 @@ export PYTHONPATH := $(CURDIR)
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IN_VENV := .venv/bin/python
 CORES := $(shell nproc)
-# Of whole agents and their peers, which wait for most of their time; docs/decisions.md has the measurement.
-WORKERS ?= $(shell echo $$((3 * $(CORES))))
+# Tests wait for most of their time (docs/decisions.md), and each worker reads all of them first.
+WORKERS ?= $(shell workers=$$((3 * $(CORES))); echo $$((workers < 32 ? workers : 32)))
 # Targets side by side, each with its output in one piece; all run even if one fails. A recipe that names $(MAKE)
 # itself would run in a dry run, too.
 TOGETHER := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=4
@@ -46,7 +46,7 @@ test: venv ## lint beside unit, component, chart, fuzz and storm tests, without 
 	cat build/lint.log; \
 	exit $$code
 
-test-long: venv ## what takes long by its nature: many switches and kills, storms, mutants, ten times the inputs of fuzz
+test-long: venv ## what takes long by its nature: many switches and kills, 10^5 steps of storms, ten times the inputs of fuzz
 	@mkdir -p build
 	@code=0; \
 	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m long tests/unit tests/component tests/chart \
