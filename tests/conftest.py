@@ -21,7 +21,7 @@ settings.register_profile(
 settings.load_profile("house")
 
 
-# What scenarios assert is shown as what tests assert is.
+# Scenarios are imported, not collected, so pytest would not explain their assertions.
 pytest.register_assert_rewrite("tests.scenarios")
 
 
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     usual = float(config.getini("timeout"))
     for item in items:
         marker = item.get_closest_marker("timeout")
-        seconds = marker.args[0] if marker else usual
-        item.add_marker(pytest.mark.timeout(pace.scaled(seconds)), append=False)
+        seconds, options = (marker.args[0], marker.kwargs) if marker else (usual, {})
+        item.add_marker(pytest.mark.timeout(pace.scaled(seconds), **options), append=False)
 
 
 @pytest.fixture(autouse=True, scope="session")

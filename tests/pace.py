@@ -5,11 +5,12 @@ get the figure from the environment; where there are more of them than cores, th
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any, Final
 
 import anyio
@@ -19,8 +20,6 @@ PIECES: Final = 5
 # A piece of work on the machine that deadlines were written on: 2 cores of an AMD EPYC, Python 3.11.
 QUIET_SECONDS: Final = 0.05
 LARGEST: Final = 30.0  # a deadline still comes
-
-FailAfter = Callable[..., AbstractContextManager[anyio.CancelScope]]
 
 
 def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
@@ -57,17 +56,31 @@ def scaled(seconds: float) -> float:
 
 @contextmanager
 def longer_deadlines() -> Iterator[None]:
-    """`anyio.fail_after` of tests is scaled, that of the agent in the same process is not."""
-    plain: FailAfter = anyio.fail_after
-
-    def fail_after(delay: float | None, **options: Any) -> AbstractContextManager[anyio.CancelScope]:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if delay is not None and caller.startswith("tests."):
-            delay = scaled(delay)
-        return plain(delay, **options)
-
-    anyio.fail_after = fail_after  # type: ignore[assignment]
-    try:
+    """Deadlines that tests give are scaled; those that the agent gives in the same process are not."""
+    with ExitStack() as stack:
+        for holder, name, argument in (
+            (anyio, "fail_after", "delay"),
+            (subprocess, "run", "timeout"),
+            (subprocess.Popen, "communicate", "timeout"),
+            (subprocess.Popen, "wait", "timeout"),
+        ):
+            plain = getattr(holder, name)
+            setattr(holder, name, _scaling(plain, argument))
+            stack.callback(setattr, holder, name, plain)
         yield
-    finally:
-        anyio.fail_after = plain  # type: ignore[assignment]
+
+
+def _scaling(plain: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """The same function with a longer deadline where a test calls it; it is `argument`, or comes first."""
+    first = argument == "delay"
+
+    @wraps(plain)
+    def longer(*arguments: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("tests."):
+            if named.get(argument) is not None:
+                named[argument] = scaled(named[argument])
+            elif first and arguments and arguments[0] is not None:
+                arguments = (scaled(arguments[0]), *arguments[1:])
+        return plain(*arguments, **named)
+
+    return longer

@@ -23,7 +23,7 @@ from agent.kit.lock import Taken, exclusive
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
-from agent.mps import processes
+from agent.mps import processes, shared_memory
 from agent.mps.binary import Program, find, find_any
 from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
@@ -165,6 +165,8 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()
+        for root in (run / "mps").glob("*"):  # an agent that was gone back to left it where it was
+            shared_memory.release_logs(Directories(root).log)
         for root, names in stay.items():
             if root.is_dir():
                 _empty(root, {LOCK, *names} if kept else {LOCK})

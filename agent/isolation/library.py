@@ -34,7 +34,15 @@ PRELOAD_IN_CONTAINER = "/etc/ld.so.preload"
 LARGEST_BYTES = 32 << 20
 ELF = b"\x7fELF"
 FICLONE = 0x40049409  # of <linux/fs.h>: a copy that shares its blocks, where the file system has such
-NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+NO_REFLINKS = (
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,15 @@ class Original:
         """A container's own copy, or one that is to be there again. Raises LibraryUnusable."""
         library = Library(self._folder, build or f"{self.build}-{secrets.token_hex(8)}")
         try:
+            self._put(library)
+        except LibraryUnusable:
+            if not build:
+                remove(library)
+            raise
+        return library
+
+    def _put(self, library: Library) -> None:
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with trees.opened(self._folder) as folder:
                 _put(folder, library.file.name, 0o555, self._write)
@@ -106,7 +123,6 @@ class Original:
             ) from error
         if problem := label_for_pods(self._folder, library.file, library.preload):
             raise LibraryUnusable(f"SELinux would keep pods from the enforcement library: {problem}")
-        return library
 
     def mend(self, build: str) -> bool:
         """Have a copy be there that has been removed, or that a power cut has left empty; whether it was not.

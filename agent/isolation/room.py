@@ -226,7 +226,10 @@ class Isolation:
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
                 await anyio.to_thread.run_sync(self._remove_libraries)
-        self.refusing = await anyio.to_thread.run_sync(self._keep_up, self.containers.value)
+        # It may wait for a disk, and an agent that stops does not wait with it.
+        self.refusing = await anyio.to_thread.run_sync(
+            self._keep_up, self.containers.value, abandon_on_cancel=True
+        )
 
     async def _put_back(self, held: frozenset[str], record: PodList) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""

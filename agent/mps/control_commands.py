@@ -11,8 +11,8 @@ subprocesses start a thread for each to wait in, and cost this process three tim
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from agent.mps.mps_errors import DaemonRefused, NotSupported, ProgramMissing, Un
 from agent.mps.parse import ServerState
 
 ANSWER_SECONDS = 2.0
+LONGEST_SECONDS = 15.0  # where the daemon hears others meanwhile, one after the other
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
 KILLED_SECONDS = 2.0
 _PIPE_BYTES = 1 << 16
@@ -34,6 +35,7 @@ _PIPE_BYTES = 1 << 16
 MOST_BYTES = 1 << 20
 # Python ignores both; programs expect otherwise.
 _DEFAULT_AGAIN = (signal.SIGPIPE, signal.SIGXFSZ)
+SESSIONS: set[int] = set()  # PIDs of our own sessions that are under way
 QUESTION = "get_default_active_thread_percentage"
 
 
@@ -72,6 +74,22 @@ class Control:
         self._deadline = deadline
         self._turn = anyio.Lock()
         self._lacking: set[str] = set()  # commands that this version does not know
+        self._waiting: dict[anyio.CancelScope, float] = {}  # for an answer; the latest deadline of each
+
+    def prolong(self) -> None:
+        """The daemon hears others, one after the other: a question under way keeps its place among them."""
+        until = anyio.current_time() + self._deadline
+        for scope, latest in self._waiting.items():
+            scope.deadline = min(max(scope.deadline, until), latest)
+
+    @contextmanager
+    def _prolonged(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Have `prolong` give a scope more time while the context is open."""
+        self._waiting[scope] = max(scope.deadline, anyio.current_time() + LONGEST_SECONDS)
+        try:
+            yield
+        finally:
+            del self._waiting[scope]
 
     @property
     def gives_state(self) -> bool:
@@ -176,7 +194,7 @@ class Control:
         # One client at a time: a second is turned away, often with an empty answer. Waiting for one's turn
         # says nothing against the daemon, and all who are before have a bound.
         async with self._turn:
-            with anyio.move_on_after(seconds):
+            with anyio.move_on_after(seconds) as scope, self._prolonged(scope):
                 while True:
                     out, complaint = await self._session(text, seconds)
                     found = read(out)
@@ -191,7 +209,7 @@ class Control:
     async def _session(self, text: str, seconds: float) -> tuple[str, str]:
         """One run of the program: what it wrote to its output and to its error output."""
         # A hanging session would block every other one: it is killed at the deadline.
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(seconds) as scope, self._prolonged(scope):
             try:
                 return await session(self._program.path, text, self._environment)
             except OSError as error:
@@ -257,9 +275,11 @@ def _spawned(program: Path, environment: Mapping[str, str], streams: tuple[int, 
 async def _reaped(pid: int) -> AsyncIterator[int]:
     """A descriptor that is readable once the child has ended; leaves neither process nor zombie."""
     descriptor = os.pidfd_open(pid)
+    SESSIONS.add(pid)
     try:
         yield descriptor
     finally:
+        SESSIONS.discard(pid)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # nothing to one that has ended
         with anyio.move_on_after(KILLED_SECONDS, shield=True):
             await anyio.wait_readable(descriptor)

@@ -51,7 +51,9 @@ class Daemon:
         self._options = options
         self._publisher = StatusPublisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
-        parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
+        parts = DaemonParts(
+            self.control, folders, self._exclusive, self._logs, self._publisher, options, compute
+        )
         self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
         self._prober = DaemonProber(parts)
 
@@ -97,7 +99,7 @@ class Daemon:
                 await self._stop()
         except (MpsError, OSError) as error:
             problem = str(error)
-        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults))
+        self._publisher.publish(DaemonStatus(restarts=before.restarts, faults=before.faults, cut=before.cut))
         return problem
 
     async def _stop(self) -> None:
@@ -125,6 +127,7 @@ class Daemon:
 
     def _clear_up(self) -> None:
         shared_memory.unmount(self.folders.shm)
+        shared_memory.release_logs(self.folders.log)
         if self.folders.existing():
             self.folders.clear()
             self.folders.remove()

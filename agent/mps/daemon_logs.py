@@ -11,9 +11,8 @@ reason to ask the daemon, and a verdict only where there is nothing to ask.
 
 import os
 import re
-import shutil
 from collections.abc import AsyncIterator, Collection
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +28,7 @@ MOST_BYTES = 128 << 10  # of one look, a thousand lines; a log that grew by more
 LONGEST_LINE_BYTES = 16 << 10  # what is beyond it of a line that has no end yet is not kept
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
+KEPT_BYTES = 1 << 20  # of a log that is begun again, its end
 # Anybody may write lines: each part is bounded, so that none takes long to read or is no number.
 _PREFIX = re.compile(r"^\[[^\]]{0,100}?\s([0-9]{1,10})\]\s*")
 _CLIENT = re.compile(r"\{\s{0,8}([0-9]{1,10})\s{0,8},\s{0,8}([0-9]{1,10})\s{0,8}\}")
@@ -71,13 +71,20 @@ class Tail:
         return [line.decode(errors="replace") for line in whole]
 
     def _begin_anew(self) -> None:
-        """Empty the file, which its writer bears: it writes at the end, wherever that is."""
+        """Empty the file, which its writer bears: it writes at the end, wherever that is.
+
+        First of all: there may be no room for anything else before.
+        """
         try:
-            shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
-            os.truncate(self.path, 0)
+            with self.path.open("r+b") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - KEPT_BYTES))
+                end = file.read(KEPT_BYTES)
+                file.truncate(0)
         except OSError:
             return  # tried again at the next look
         self._offset = 0
+        with suppress(OSError):
+            self.path.with_name(f"{self.path.name}.1").write_bytes(end)
 
 
 def writer(line: str) -> int | None:

@@ -37,6 +37,8 @@ class DaemonStatus:
     faults: int = 0
     multi_user: bool | None = None  # None: not known, as of an adopted one
     private_shm: bool = True  # False: it shares /dev/shm with the node
+    cut: int = 0  # connections that said nothing and were cut off
+    unguarded: str = ""  # why such connections cannot be seen, in words
 
     @property
     def serving(self) -> bool:
@@ -55,6 +57,7 @@ class EventReason(Enum):
     LEFT = "MPSNotGivenBack"
     OTHERS_MODE = "ComputeModeExclusive"
     USERS = "MPSUsersApart"
+    SILENT = "MPSSilentClient"
     ADVISORY = "MPSCapsAdvisory"
 
 
@@ -117,6 +120,13 @@ class StatusPublisher:
         if problem != self._failure:
             self._failure = problem
             self.report(EventReason.FAILED, problem)
+
+    def cut(self, number: int) -> None:
+        """So many connections were cut off."""
+        self.publish(replace(self.now, cut=self.now.cut + number))
+
+    def unguarded(self, problem: str) -> None:
+        self.publish(replace(self.now, unguarded=problem))
 
     def report(self, kind: EventReason, message: str, pids: frozenset[int] = frozenset()) -> None:
         self._report(kind, self.uuid, message, pids)

@@ -6,14 +6,26 @@ since one pod could take the memory of the node otherwise. All of it blocks.
 
 import ctypes
 import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from agent.kit import trees
 from agent.mps.directories import Directories
 
+MODE = 0o1777
+ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
 MS_REMOUNT = 0x20
 # As /dev/shm has everywhere, and no links that the server could be made to follow (since Linux 5.10).
 FLAGS = 0x2 | 0x4 | 0x100  # MS_NOSUID, MS_NODEV, MS_NOSYMFOLLOW
+# Nobody but daemon, server and agent opens these, by names of their own.
+LOG_FLAGS = FLAGS | 0x8  # MS_NOEXEC
+LOG_MODE = 0o755
+LOG_BYTES = 16 << 20  # an agent empties each log at 4 MiB
+LOG_BYTES_KEPT = 1 << 20
+MOST_LOGS = 16
 # A file takes about a KiB of the kernel's own memory, however small it is.
 BYTES_FOR_FILE = 16 << 10
 
@@ -25,16 +37,53 @@ def prepare(folders: Directories, size: int) -> str | None:
     """
     if folders.shm.is_mount():
         return limit(folders, size)
-    problem = _mount(folders.shm, 0, size)
-    if problem is None and not _seen_by_host(folders.shm):
-        unmount(folders.shm)
-        problem = (
-            "a tmpfs mounted here does not reach the host: give the run folder mountPropagation Bidirectional"
-        )
+    problem = _mounted(folders.shm, size, FLAGS, MODE)
     if problem is None:
         return None
     folders.shm.chmod(0o1777)
     return f"{problem}; pods can fill the run folder"
+
+
+def bound_logs(folder: Path) -> str | None:
+    """Have a tmpfs for a daemon's logs, since every client may write there. Why that cannot be, or None.
+
+    Only while no daemon runs. The ends of logs that are there already are taken along.
+    """
+    if folder.is_mount():
+        return None
+    problem = _mounted(folder, LOG_BYTES, LOG_FLAGS, LOG_MODE)
+    if problem is None:
+        unmount(folder)  # it can be had: now the logs that it would hide, and that would take room below it
+        kept = _taken_out(folder)
+        problem = _mounted(folder, LOG_BYTES, LOG_FLAGS, LOG_MODE)
+        _put(folder, kept)
+    return f"{problem}; clients can fill the run folder by its logs while no agent runs" if problem else None
+
+
+def release_logs(folder: Path) -> None:
+    """Take that tmpfs away; the ends of the logs stay for diagnosis."""
+    if folder.is_mount():
+        kept = _taken_out(folder)
+        unmount(folder)
+        _put(folder, kept)
+
+
+def _taken_out(folder: Path) -> Mapping[str, bytes]:
+    """The ends of the logs in a folder, by name, which it has no more."""
+    kept: dict[str, bytes] = {}
+    with suppress(OSError), trees.opened(folder) as descriptor:
+        for name in trees.names(descriptor, MOST_LOGS):
+            with suppress(OSError), (folder / name).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES_KEPT))
+                kept[name] = file.read(LOG_BYTES_KEPT)
+        trees.empty(descriptor)
+    return kept
+
+
+def _put(folder: Path, logs: Mapping[str, bytes]) -> None:
+    for name, text in logs.items():
+        with suppress(OSError):
+            (folder / name).write_bytes(text)
 
 
 def limit(folders: Directories, size: int) -> str | None:
@@ -42,8 +91,22 @@ def limit(folders: Directories, size: int) -> str | None:
     found = os.statvfs(folders.shm)
     if found.f_blocks * found.f_frsize == size // found.f_frsize * found.f_frsize:
         return None
-    problem = _mount(folders.shm, MS_REMOUNT, size)
+    problem = _mount(folders.shm, size, FLAGS | MS_REMOUNT, MODE)
     return f"its size stays at {found.f_blocks * found.f_frsize} bytes: {problem}" if problem else None
+
+
+def restore(folder: Path) -> bool:
+    """Have everybody get at it again. Whether somebody had closed it: root of any container owns it."""
+    with trees.opened(folder) as descriptor:
+        found = os.fstat(descriptor)
+        acls = [name for name in os.listxattr(descriptor) if name in ACLS]
+        wrong = stat.S_IMODE(found.st_mode) != MODE or (found.st_uid, found.st_gid) != (0, 0) or bool(acls)
+        if wrong:
+            for name in acls:
+                os.removexattr(descriptor, name)
+            os.fchown(descriptor, 0, 0)
+            os.fchmod(descriptor, MODE)
+    return wrong
 
 
 def unmount(folder: Path) -> None:
@@ -64,11 +127,21 @@ def _same(one: str, other: Path) -> bool:
         return False
 
 
-def _mount(folder: Path, flags: int, size: int) -> str | None:
-    """The problem, in words; None: there is none."""
+def _mounted(folder: Path, size: int, flags: int, mode: int) -> str | None:
+    """The problem of a tmpfs that the host is to see, in words; None: there is none."""
+    problem = _mount(folder, size, flags, mode)
+    if problem is None and not _seen_by_host(folder):
+        unmount(folder)
+        problem = (
+            "a tmpfs mounted here does not reach the host: give the run folder mountPropagation Bidirectional"
+        )
+    return problem
+
+
+def _mount(folder: Path, size: int, flags: int, mode: int) -> str | None:
     libc = ctypes.CDLL(None, use_errno=True)
-    data = f"mode=1777,size={size},nr_inodes={max(1024, size // BYTES_FOR_FILE)}".encode()
-    if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(FLAGS | flags), data):
+    data = f"mode={mode:o},size={size},nr_inodes={max(1024, size // BYTES_FOR_FILE)}".encode()
+    if libc.mount(b"gpu-node-agent", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), data):
         return f"it cannot be mounted with {size} bytes: {os.strerror(ctypes.get_errno())}"
     return None
 

@@ -5,24 +5,43 @@ of a container that has this /dev/shm, began before the file last changed, and h
 maker. When a file last changed cannot be forged (st_ctime). All of it blocks.
 """
 
+import ctypes
+import math
 import os
+import platform
+import re
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cmp_to_key
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 from agent.kit import trees
+from agent.model.cgroup import container_of
 from agent.mps import processes
+
+PROC = Path("/proc")
 
 MOUNTED_AT = "/dev/shm"  # noqa: S108  where containers have it
 YOUNG_SECONDS = 60.0  # a file that changed since is left alone; so much may the clock be off, too
 BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 MOST_FILES = 50_000  # of one look
+# For each container: a process with more of either harms its own container alone.
+MOST_ENTRIES, MOST_SECONDS = 50_000, 1.0
+MAPPINGS_FOR_ENTRY = 8  # reading a mapping takes so much less than a descriptor
+ALL_SECONDS = 5.0  # of one look
+MOST_BYTES = 16 << 20  # of a file of /proc: 100,000 mounts or mappings
+MOST_NAMED = 3
+_KCMP, _KCMP_FILES = {"x86_64": 312, "aarch64": 272}, 2
 DEEPEST = 16  # folders deeper than this are left until the GPU's tmpfs goes
+
+
+class Exhausted(Exception):
+    """The look at who uses a shared memory took too long; nothing of it is known then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +51,6 @@ class User:
     began: float  # seconds since the epoch
     users: frozenset[int]  # real, effective, saved and file system user ID
 
-    def may_have_made(self, file: os.stat_result) -> bool:
-        """Whether a file could be this process's, or its children's."""
-        owns = file.st_uid == 0 or 0 in self.users or file.st_uid in self.users
-        return owns and self.began - YOUNG_SECONDS <= file.st_ctime
-
 
 @dataclass
 class Usage:
@@ -44,10 +58,33 @@ class Usage:
 
     users: list[User] = field(default_factory=list)
     inodes: set[int] = field(default_factory=set)
+    cut_short: set[str] = field(default_factory=set)  # containers of which not all descriptors were looked at
+
+    def may_have_made(self) -> Callable[[os.stat_result], bool]:
+        """Whether a file could be one of these processes', or their children's."""
+        # There may be thousands of processes, and of files: each file is compared with its user's oldest.
+        first: dict[int, float] = {}
+        for each in self.users:
+            for user in each.users:
+                first[user] = min(first.get(user, math.inf), each.began)
+        eldest, root = min(first.values(), default=math.inf), first.get(0, math.inf)
+
+        def judge(file: os.stat_result) -> bool:
+            began = eldest if file.st_uid == 0 else min(root, first.get(file.st_uid, math.inf))
+            return began - YOUNG_SECONDS <= file.st_ctime
+
+        return judge
 
 
-def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple[int, int]:
-    """Remove what is left over in a folder; how many files, and bytes. Raises OSError.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    files: int = 0
+    bytes: int = 0
+    problem: str | None = None  # what was not looked at, in words
+
+
+def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> Swept:
+    """Remove what is left over in a folder. Raises OSError.
 
     `own` are the PIDs of daemon and servers, which live longer than any container. Where no process is seen
     to have the folder, nothing goes unless the GPU is `unheld`: an agent may not see the processes of pods.
@@ -62,16 +99,28 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple
 
         _walk(descriptor, judge, MOST_FILES)
         if not old:
-            return 0, 0
-        seen = look(os.fstat(descriptor).st_dev, own, proc)
+            return Swept()
+        try:
+            seen = look(os.fstat(descriptor).st_dev, own, proc)
+        except Exhausted as error:
+            return Swept(problem=str(error))
+        problem = None
+        if seen.cut_short:
+            named = ", ".join(sorted(seen.cut_short)[:MOST_NAMED])
+            problem = (
+                f"not all descriptors of {named} were looked at, more than {MOST_ENTRIES} or "
+                f"{MOST_SECONDS:g} s of them: a file of others that one has "
+                "open may be removed, and stays usable to it"
+            )
         if not seen.users and not unheld:
-            return 0, 0
+            return Swept(problem=problem)
+        made = seen.may_have_made()
         swept: list[int] = []
 
         def visit(parent: int, name: str, status: os.stat_result) -> None:
             if status.st_ctime > newest or status.st_ino in seen.inodes:
                 return
-            if any(user.may_have_made(status) for user in seen.users):
+            if made(status):
                 return
             with suppress(OSError):  # it is gone, or a folder with something in it
                 if stat.S_ISDIR(status.st_mode):
@@ -81,71 +130,158 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> tuple
                     swept.append(status.st_blocks * BLOCK_BYTES)
 
         _walk(descriptor, visit, MOST_FILES)
-    return len(swept), sum(swept)
+    return Swept(len(swept), sum(swept), problem)
+
+
+@dataclass
+class _Share:
+    """The most that looking at one container may cost: descriptors, mappings and seconds."""
+
+    entries: int
+    seconds: float
+
+    @property
+    def used_up(self) -> bool:
+        return self.entries <= 0 or self.seconds <= 0
 
 
 def look(device: int, own: Collection[int], proc: Path) -> Usage:
-    """Which processes, `own` aside, have a file system as their /dev/shm, and what of it anybody uses."""
+    """Which processes, `own` aside, have a file system as their /dev/shm, and what of it anybody uses.
+
+    One that opens thousands of files uses up the share of its own container and no other's. Raises Exhausted
+    where all together take too long.
+    """
     found = Usage()
-    number = f"{os.major(device)}:{os.minor(device)}"
+    until = time.monotonic() + ALL_SECONDS
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")
-    mounts: dict[str, set[str]] = {}  # IDs of its mounts, by mount namespace that has it as /dev/shm
-    having: list[Path] = []
-    for folder in processes.folders(proc):
+    having, mounts = _having(device, proc, until)
+    shares: dict[str, _Share] = defaultdict(lambda: _Share(MOST_ENTRIES, MOST_SECONDS))
+    tables = {folder for group in _by_table(list(having), proc) for folder in group[:1]}
+    for folder, container in having.items():
+        began = _checked(until)
         with suppress(OSError):  # it has ended
-            namespace = str((folder / "ns" / "mnt").readlink())
-            if namespace not in mounts:
-                mounts[namespace] = _mounts(folder / "mountinfo", number)
-            if mounts[namespace]:
-                having.append(folder)
-    every = set().union(*mounts.values())  # a file may have been handed over from another container
-    for folder in having:
-        with suppress(OSError):  # it has ended
-            found.inodes |= _mapped(folder / "maps", device) | _opened(folder, device, every)
+            share = shares[container]
+            if folder in tables and not share.used_up:
+                _add_opened(found.inodes, folder, device, mounts, share)
+            if not share.used_up:
+                _add_mapped(found.inodes, folder / "maps", device, share)
             pid = int(folder.name)
             if pid not in own and (process := processes.identify(pid, proc)):
                 users = frozenset(processes.user_ids(pid, proc))
                 found.users.append(User(boot + process.started / ticks, users))
+        shares[container].seconds -= time.monotonic() - began
+    found.cut_short = {container for container, share in shares.items() if share.used_up}
     return found
 
 
-def _lines(file: Path) -> TextIO:
-    """A file of /proc: the kernel keeps line feeds out of names, but no other end of a line."""
-    return file.open(errors="replace", newline="\n")
+def _checked(until: float) -> float:
+    """The time. Raises Exhausted."""
+    now = time.monotonic()
+    if now > until:
+        raise Exhausted(
+            f"who uses the shared memory was not found out within {ALL_SECONDS:g} s, since there are so many "
+            "processes: what ended containers left stays"
+        )
+    return now
 
 
-def _mounts(mountinfo: Path, number: str) -> set[str]:
+def _having(device: int, proc: Path, until: float) -> tuple[dict[Path, str], frozenset[bytes]]:
+    """Processes that have the file system as their /dev/shm, with their containers; IDs of its mounts.
+
+    Raises Exhausted.
+    """
+    mounts: dict[str, frozenset[bytes]] = {}  # by mount namespace that has it as /dev/shm
+    having: dict[Path, str] = {}
+    for folder in list(processes.folders(proc)):
+        _checked(until)
+        with suppress(OSError):  # it has ended
+            namespace = str((folder / "ns" / "mnt").readlink())
+            if namespace not in mounts:
+                mounts[namespace] = _mounts(folder / "mountinfo", device)
+            if mounts[namespace]:
+                having[folder] = _container(folder, namespace)
+    return having, frozenset().union(*mounts.values())  # a file may have been handed over from another
+
+
+def _container(folder: Path, namespace: str) -> str:
+    """By its cgroup, since any process may make itself a mount namespace."""
+    try:
+        found = container_of((folder / "cgroup").read_bytes().decode(errors="replace"))
+    except OSError:
+        found = None
+    return f"container {found.container_id} of pod {found.pod_uid}" if found else f"processes in {namespace}"
+
+
+def _by_table(having: list[Path], proc: Path) -> list[list[Path]]:
+    """The processes in groups that share a descriptor table, as children of clone(2) with CLONE_FILES do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = _KCMP.get(platform.machine())
+    if number is None or not os.path.samestat(proc.stat(), PROC.stat()):
+        return [[each] for each in having]
+
+    def compare(one: Path, other: Path) -> int:
+        found: int = libc.syscall(number, int(one.name), int(other.name), _KCMP_FILES, 0, 0)
+        return {0: 0, 1: -1}.get(found, 1)  # where the kernel does not say, they are two
+
+    groups: list[list[Path]] = []
+    for each in sorted(having, key=cmp_to_key(compare)):
+        if groups and compare(groups[-1][0], each) == 0:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb", buffering=0) as opened:
+        found = b""
+        while len(found) < MOST_BYTES and (data := opened.read(1 << 16)):
+            found += data
+        return found
+
+
+def _mounts(mountinfo: Path, device: int) -> frozenset[bytes]:
     """IDs of the mounts of a file system, if one of them is /dev/shm."""
-    with _lines(mountinfo) as lines:
-        found = {words[0]: words[4] for line in lines if (words := line.split())[2] == number}
-    return set(found) if MOUNTED_AT in found.values() else set()
+    # The kernel keeps line feeds out of names, but no other end of a line.
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    found = re.findall(rb"^(\d+) \d+ " + number + rb" [^ \n]+ ([^ \n]+) ", _read(mountinfo), re.MULTILINE)
+    at = os.fsencode(MOUNTED_AT)
+    return frozenset(mount for mount, _ in found) if any(where == at for _, where in found) else frozenset()
 
 
-def _mapped(maps: Path, device: int) -> set[int]:
-    number = f"{os.major(device):02x}:{os.minor(device):02x}"
-    with _lines(maps) as lines:
-        return {
-            int(words[4]) for line in lines if len(words := line.split(maxsplit=5)) > 4 and words[3] == number
-        }
+def _add_mapped(found: set[int], maps: Path, device: int, share: _Share) -> None:
+    number = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+    text = _read(maps)
+    share.entries -= text.count(b"\n") // MAPPINGS_FOR_ENTRY
+    fields = rb"^\S+ \S+ \S+ " + number + rb" (\d+)"
+    found.update(int(inode) for inode in re.findall(fields, text, re.MULTILINE))
 
 
-def _opened(process: Path, device: int, mounts: Collection[str]) -> set[int]:
-    found = set()
-    for link in (process / "fd").iterdir():
-        with suppress(OSError):
-            if f"{MOUNTED_AT}/" not in str(link.readlink()):
-                continue
-            # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
-            if _mount(process / "fdinfo" / link.name) in mounts and (status := link.stat()).st_dev == device:
-                found.add(status.st_ino)
-    return found
-
-
-def _mount(fdinfo: Path) -> str:
-    """The ID of the mount that an open file is on; empty: the kernel does not say."""
-    with _lines(fdinfo) as lines:
-        return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
+def _add_opened(
+    found: set[int], process: Path, device: int, mounts: Collection[bytes], share: _Share
+) -> None:
+    """Add what a process has open, as far as its container's share goes."""
+    until = time.monotonic() + share.seconds
+    seen: set[str] = set()  # one name, open a thousand times
+    top = str(process)
+    with os.scandir(process / "fd") as links:
+        for link in islice(links, share.entries):
+            share.entries -= 1
+            if time.monotonic() > until:
+                share.entries = 0
+                return
+            with suppress(OSError):
+                name = os.readlink(link.path)  # noqa: PTH115  thousands of them
+                if f"{MOUNTED_AT}/" not in name or name in seen:
+                    continue
+                info = _read(Path(top, "fdinfo", link.name))
+                # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
+                mount = re.search(rb"^mnt_id:\s*(\d+)", info, re.MULTILINE)
+                if mount and mount[1] in mounts and (status := link.stat()).st_dev == device:
+                    found.add(status.st_ino)
+                    if status.st_nlink:  # of those that have no name any more, several had the same
+                        seen.add(name)
 
 
 def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: int, depth: int = 1) -> int:

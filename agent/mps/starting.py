@@ -6,13 +6,14 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.mps import launch, processes
+from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
+from agent.mps.server_users import use_of
 
 log = structlog.get_logger()
 
@@ -55,6 +56,9 @@ class Starter:
             )
         )
         log.info("mps_daemon_adopted", gpu=uuid, pid=process.pid)
+        if not await anyio.to_thread.run_sync(self._parts.folders.log.is_mount):
+            problem = "its logs have no bound while no agent runs, until it is started again"
+            log.warning("mps_daemon_degraded", gpu=uuid, lacks="log", problem=problem)
         return process
 
     async def started(self) -> Process:
@@ -67,6 +71,8 @@ class Starter:
         await anyio.to_thread.run_sync(self._parts.folders.make)
         await self._no_orphans()
         await anyio.to_thread.run_sync(self._parts.folders.clear)
+        if problem := await anyio.to_thread.run_sync(shared_memory.bound_logs, self._parts.folders.log):
+            log.warning("mps_daemon_degraded", gpu=uuid, lacks="log", problem=problem)
         await self._parts.logs.skip()
         await self._parts.exclusive.hold(inherited=inherited)
         variables = environment(self._program, self._parts.folders) | {"CUDA_VISIBLE_DEVICES": uuid}
@@ -123,6 +129,7 @@ class Starter:
         log.warning(
             "mps_orphans_ended",
             gpu=self._parts.publisher.uuid,
+            used=await use_of(self._parts, orphans),
             waited_seconds=self._parts.options.orphan_seconds,
         )
         await processes.end(orphans)

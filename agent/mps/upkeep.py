@@ -39,6 +39,7 @@ class Upkeep:
         self._held = held
         self._proc = proc
         self._problems: dict[str, str] = {}  # that were logged last
+        self._unswept: dict[str, str | None] = {}  # what the last sweep did not look at
 
     async def run(self) -> None:
         look = 0
@@ -84,9 +85,12 @@ class Upkeep:
         if not folders.shm.is_mount():
             return None  # that was reported when its daemon started
         problem = shared_memory.limit(folders, self._size)
+        if shared_memory.restore(folders.shm):
+            log.warning("mps_shared_memory_opened", gpu=uuid, remedy="a pod closed it to the others")
         if sweeping:
             own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}
-            files, size = sweep(folders.shm, own, self._held(uuid) is False, self._proc)
-            if files:
-                log.info("mps_shared_memory_swept", gpu=uuid, files=files, bytes=size)
-        return problem
+            swept = sweep(folders.shm, own, self._held(uuid) is False, self._proc)
+            if swept.files:
+                log.info("mps_shared_memory_swept", gpu=uuid, files=swept.files, bytes=swept.bytes)
+            self._unswept[uuid] = swept.problem
+        return problem or self._unswept.get(uuid)

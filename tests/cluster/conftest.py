@@ -14,16 +14,6 @@ from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import REPOSITORY, Cluster
 from tests.cluster.waiting import RigError
 
-# The scenarios are imported, not collected, so pytest would not explain their assertions.
-pytest.register_assert_rewrite(
-    "tests.scenarios.skeleton",
-    "tests.scenarios.modes",
-    "tests.scenarios.mode_streams",
-    "tests.scenarios.holders",
-    "tests.scenarios.load",
-    "tests.scenarios.init_holders",
-)
-
 DEFAULT_TICK_SECONDS = 10.0
 LIMIT = 180
 """Seconds for the body of one test, unless its module has another LIMIT; every wait has a shorter one."""

@@ -90,7 +90,7 @@ class Run:
 
         def get() -> tuple[int, str]:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=scaled(5)) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()

@@ -20,7 +20,9 @@ CUresult current(struct context **context) {
     if (depth == 0 || stack[depth - 1] == NULL) {
         return CUDA_ERROR_INVALID_CONTEXT;
     }
-    *context = find((CUcontext)stack[depth - 1]);
+    objects_lock();
+    *context = object_lives(stack[depth - 1], CONTEXT) ? stack[depth - 1] : NULL;
+    objects_unlock();
     return *context == NULL ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_SUCCESS;
 }
 
@@ -72,9 +74,8 @@ static void free_if_of(struct object *object, void *data) {
 /* The object lock is held. */
 static void unmake(struct context *context) {
     objects_each(MEMORY, free_if_of, context);
-    object_remove(&context->base);
+    object_retire(&context->base);
     discharge(context->base.device, SIM_CUDA_MEMORY_CONTEXT, cuda_machine->devices[context->base.device].context_bytes);
-    free(context);
 }
 
 static CUresult create(CUcontext *pctx, unsigned int flags, CUdevice dev) {
@@ -163,6 +164,7 @@ static CUresult release(CUdevice dev, int reset) {
         retained[index] -= !reset && retained[index] > 0;
     } else if (reset || --primary[index]->references == 0) {
         retained[index] = reset ? primary[index]->references : 0;
+        pools_reset(index);
         unmake(primary[index]);
         primary[index] = NULL;
     }

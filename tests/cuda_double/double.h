@@ -67,7 +67,7 @@ void share_drop(uint32_t number);
 
 /* --- objects.c: handles and addresses of this process -------------------------------------------------- */
 enum object_kind { CONTEXT = 1, MEMORY, RESERVATION, MAPPING, HANDLE, POOL, ARRAY, STREAM, EVENT, MODULE, FUNCTION, LIBRARY,
-                   GRAPH, NODE, EXEC, HOST };
+                   GRAPH, NODE, EXEC, HOST, STALE = 0x100 };
 
 struct object {
     uint64_t key;
@@ -83,6 +83,9 @@ void object_add(struct object *object, enum object_kind kind, uint64_t key);
 struct object *object_find(uint64_t key, enum object_kind kind);
 struct object *object_find_handle(const void *handle, enum object_kind kind);
 void object_remove(struct object *object);
+/* Its handle must not be used any more: to look for it ends the program. Never freed, so that no other one gets the handle. */
+void object_retire(struct object *object);
+int object_lives(const void *handle, enum object_kind kind); /* without ending the program */
 /* Call `visit` for every object of a kind; it may remove and free the one that it is given. */
 void objects_each(enum object_kind kind, void (*visit)(struct object *, void *), void *data);
 /* A new range of device addresses. */
@@ -130,12 +133,14 @@ CUresult location_index(const CUmemLocation *location, uint32_t *index, int *on_
 struct pool {
     struct object base;
     uint32_t own; /* the device's default pool */
+    uint32_t is_gone; /* destroyed, and some of its memory is not freed yet */
     uint64_t reserved, reserved_high, used, used_high, threshold, maximum;
     int settings[4];
 };
 void pools_trim(uint32_t device);  /* at a synchronisation */
 void pools_squeeze(uint32_t device); /* before memory runs out: keep nothing that is not used */
 void pool_give_back(struct memory *memory);
+void pools_reset(uint32_t device); /* with the primary context */
 
 /* --- stream.c ---------------------------------------------------------------------------------------- */
 struct graph;

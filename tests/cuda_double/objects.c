@@ -2,6 +2,8 @@
 #include "double.h"
 
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #define BUCKETS 8192u
 static struct object *buckets[BUCKETS];
@@ -29,13 +31,30 @@ void object_add(struct object *object, enum object_kind kind, uint64_t key) {
     *bucket = object;
 }
 
-struct object *object_find(uint64_t key, enum object_kind kind) {
-    for (struct object *object = *bucket_of(key); object != NULL; object = object->next) {
-        if (object->key == key && object->kind == kind) {
-            return object;
-        }
+static struct object *find(uint64_t key, unsigned kind) {
+    struct object *object = *bucket_of(key);
+    while (object != NULL && (object->key != key || object->kind != kind)) {
+        object = object->next;
     }
-    return NULL;
+    return object;
+}
+
+/* To use a handle of what is gone is undefined behaviour of the driver: here it ends the program. */
+struct object *object_find(uint64_t key, enum object_kind kind) {
+    struct object *found = find(key, kind);
+    if (found == NULL && find(key, kind | STALE) != NULL) {
+        fprintf(stderr, "cuda double: a stale handle, of a %s\n", kind == POOL ? "memory pool" : "context");
+        abort();
+    }
+    return found;
+}
+
+int object_lives(const void *handle, enum object_kind kind) {
+    return find((uint64_t)(uintptr_t)handle, kind) != NULL;
+}
+
+void object_retire(struct object *object) {
+    object->kind |= STALE;
 }
 
 struct object *object_find_handle(const void *handle, enum object_kind kind) {

@@ -92,8 +92,50 @@ static CUresult allocate(CUdeviceptr *dptr, uint64_t bytes, struct pool *pool) {
     return CUDA_SUCCESS;
 }
 
+/* "If any pointers obtained from this pool haven't been freed [...] when cuMemPoolDestroy is invoked, the function will
+ * return immediately and the resources associated with the pool will be released automatically once there are no more
+ * outstanding allocations": CUDA Driver API, Stream Ordered Memory Allocator, cuMemPoolDestroy. */
+static void retire(struct pool *pool) {
+    uint32_t device = pool->base.device;
+    if (chosen_pool[device] == pool) {
+        chosen_pool[device] = NULL; /* "sets the default mempool as the current mempool for that device": the same */
+    }
+    pool->is_gone = 1;
+    if (pool->used == 0) {
+        discharge(device, SIM_CUDA_MEMORY_POOL, pool->reserved);
+        pool->reserved = 0;
+    }
+    object_retire(&pool->base);
+}
+
 void pool_give_back(struct memory *memory) {
-    memory->pool->used -= round_up(memory->size, 512);
+    struct pool *pool = memory->pool;
+    pool->used -= round_up(memory->size, 512);
+    if (pool->is_gone && pool->used == 0) {
+        discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved);
+        pool->reserved = 0;
+    }
+}
+
+static void free_of_device(struct object *object, void *data) {
+    struct memory *memory = (struct memory *)object;
+    if (memory->pool != NULL && object->device == *(uint32_t *)data) {
+        memory_free(memory);
+    }
+}
+
+static void retire_of_device(struct object *object, void *data) {
+    if (object->device == *(uint32_t *)data) {
+        retire((struct pool *)object);
+    }
+}
+
+/* "Explicitly destroys and cleans up all resources associated with the current device in the current process": CUDA Driver
+ * API, Primary Context Management, cuDevicePrimaryCtxReset. */
+void pools_reset(uint32_t device) {
+    objects_each(MEMORY, free_of_device, &device);
+    objects_each(POOL, retire_of_device, &device);
+    default_pool[device] = NULL;
 }
 
 CUresult model_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {
@@ -148,26 +190,12 @@ CUresult model_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolPro
     return CUDA_SUCCESS;
 }
 
-static void forget_pool(struct object *object, void *data) {
-    struct memory *memory = (struct memory *)object;
-    if (memory->pool == data) {
-        object_remove(object);
-        free(memory);
-    }
-}
-
 CUresult model_cuMemPoolDestroy(CUmemoryPool pool) {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     objects_lock();
     struct pool *known = (struct pool *)object_find_handle(pool, POOL);
     if (known != NULL && !known->own) {
-        objects_each(MEMORY, forget_pool, known);
-        discharge(known->base.device, SIM_CUDA_MEMORY_POOL, known->reserved);
-        if (chosen_pool[known->base.device] == known) {
-            chosen_pool[known->base.device] = NULL;
-        }
-        object_remove(&known->base);
-        free(known);
+        retire(known);
         result = CUDA_SUCCESS;
     }
     objects_unlock();

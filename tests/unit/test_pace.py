@@ -1,6 +1,8 @@
 """Deadlines of tests fit the machine, those of the agent stay as they are."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,8 +13,8 @@ from tests import pace
 
 
 @pytest.fixture
-def four_times_slower(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(pace.VARIABLE, "4")
+def forty_times_slower(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(pace.VARIABLE, "40")
     pace.pace.cache_clear()
     yield
     pace.pace.cache_clear()
@@ -27,17 +29,27 @@ def delay_in(module: str) -> float:
     return seconds
 
 
-async def test_deadlines_of_tests_are_scaled_and_those_of_the_agent_are_not(four_times_slower: None) -> None:
-    assert delay_in("tests.component.anything") == pytest.approx(40, abs=5)
+async def test_deadlines_of_tests_are_scaled_and_those_of_the_agent_are_not(forty_times_slower: None) -> None:
+    assert delay_in("tests.component.anything") == pytest.approx(400, abs=50)
     assert delay_in("agent.kubelet.anything") == pytest.approx(10, abs=5)
-    assert pace.scaled(3) == 12
+    assert pace.scaled(3) == 120
 
 
-@pytest.mark.timeout(100)
+def test_what_tests_wait_for_may_take_longer(forty_times_slower: None) -> None:
+    """Of the deadlines that are too short for the program without that."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(0.6)"]
+    assert subprocess.run(sleeps, timeout=0.5, check=False).returncode == 0
+    with subprocess.Popen(sleeps) as process:
+        assert process.wait(timeout=0.5) == 0
+    with subprocess.Popen(sleeps, stdout=subprocess.PIPE) as process:
+        assert process.communicate(timeout=0.5) == (b"", None)
+
+
+@pytest.mark.timeout(100, func_only=True)
 def test_a_test_s_own_time_is_scaled(request: pytest.FixtureRequest) -> None:
     marker = request.node.get_closest_marker("timeout")
     assert marker is not None
-    assert marker.args == (pace.scaled(100),)
+    assert (marker.args, marker.kwargs) == ((pace.scaled(100),), {"func_only": True})
 
 
 def test_the_usual_time_is_scaled(request: pytest.FixtureRequest) -> None:

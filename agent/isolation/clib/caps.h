@@ -51,7 +51,7 @@ void gna_leave(struct gna_mutex *mutex);
 
 enum gna_kind {
     GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
-    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_OPENED,
+    GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_OPENED, GNA_NODE,
     GNA_KINDS
 };
 struct gna_entry {
@@ -123,10 +123,12 @@ void gna_reclaim(int record);
 void gna_reclaim_locked(int record, CUstream stream, bool wait);
 void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
 void gna_pools_forget(void);
+void gna_pools_gone(CUdevice device); /* the lock is held */
 void gna_graphs_reclaim(int record);
 void gna_graphs_forget(void);
 bool gna_capturing(CUstream stream, CUgraph *graph);
-void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes);
+void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes, CUdeviceptr pointer);
+CUresult gna_graph_frees(CUdeviceptr pointer, CUstream stream); /* if that is captured */
 
 /* --- imports.c -------------------------------------------------------------------------------------------- */
 void gna_exported(const void *handle, size_t bytes);

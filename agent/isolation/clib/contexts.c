@@ -141,6 +141,9 @@ static void dropped(CUdevice dev, bool reset) {
     if (!gna_take(GNA_CONTEXT, primary_key(dev), &entry)) {
         return;
     }
+    if (reset || entry.count <= 1) {
+        gna_pools_gone(dev);
+    }
     if (reset) {
         /* What was allocated in it is gone. It is still retained as often, says cuda.h, and the next retain gives it
          * back: released as if it were gone, it would be missing from the books while it is used. */
@@ -161,10 +164,12 @@ static void dropped(CUdevice dev, bool reset) {
 #define DROP(symbol, dev, reset)                 \
     gna_enter(&primary_lock);                    \
     gna_attach();                                \
+    gna_enter(&gna_pools_lock); /* or another thread would ask for pools that are gone */ \
     CUresult result = REAL(symbol)(dev);         \
     if (result == CUDA_SUCCESS) {                \
         dropped(dev, reset);                     \
     }                                            \
+    gna_leave(&gna_pools_lock);                  \
     gna_leave(&primary_lock);                    \
     return result
 

@@ -1,5 +1,6 @@
-/* Memory of graphs: a node that allocates costs nothing until its graph is uploaded or launched. Then the most that it
- * may need is reserved first, and afterwards the charge becomes what the driver says graphs have reserved. */
+/* Memory of graphs: a node that allocates costs nothing until its graph is uploaded or launched. Then the most that its
+ * nodes have at once is reserved first, and afterwards the charge becomes what the driver says graphs have reserved. Where
+ * that much does not fit, the driver may need less, since graphs on one stream share memory: it is asked by an upload. */
 #include "caps.h"
 
 #include <string.h>
@@ -8,6 +9,7 @@ static _Atomic unsigned graphs_with_memory;
 static uint64_t charged[GNA_MAX_DEVICES];      /* guarded by gna_pools_lock */
 static uint32_t generation[GNA_MAX_DEVICES];   /* raised when the driver gave back what graphs do not use */
 static int devices[GNA_MAX_DEVICES];           /* the device of a record, as this process numbers it */
+static _Thread_local char own __attribute__((tls_model("initial-exec"))); /* a thread's own stream, by its address */
 
 void gna_graphs_forget(void) {
     memset(charged, 0, sizeof(charged));
@@ -33,24 +35,52 @@ static uint64_t key_of(const void *handle, int record) {
     return (uintptr_t)handle + (unsigned)record;
 }
 
-static void grow(const void *handle, int record, uint64_t bytes) {
+/* `bytes` at once, of which `left` stay. A graph's entry: `bytes` is its peak, `other` what its nodes have not freed. Nodes
+ * are added in an order in which they may run. */
+static void grow(const void *handle, int record, uint64_t bytes, uint64_t left) {
     struct gna_entry entry;
     if (!gna_get(GNA_GRAPH, key_of(handle, record), &entry)) {
         entry = (struct gna_entry){.kind = GNA_GRAPH, .key = key_of(handle, record), .record = record};
     }
-    entry.bytes += bytes;
+    entry.bytes = entry.other + bytes > entry.bytes ? entry.other + bytes : entry.bytes;
+    entry.other += left;
     gna_put(&entry);
 }
 
-void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes) {
+void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes, CUdeviceptr pointer) {
     gna_attach();
     if (record >= 0) {
+        struct gna_entry node = {.kind = GNA_NODE, .key = pointer, .bytes = bytes, .record = record, .other = (uintptr_t)graph};
         gna_enter(&gna_pools_lock);
         devices[record] = device;
         atomic_fetch_add(&graphs_with_memory, 1);
-        grow(graph, record, gna_round_up(bytes, GNA_GRANULE));
+        grow(graph, record, bytes, bytes);
+        gna_put(&node);
         gna_leave(&gna_pools_lock);
     }
+}
+
+/* Of what another graph allocated nothing is known here, and a launch settles it. */
+static CUresult shrunk(CUresult result, CUgraph graph, CUdeviceptr pointer) {
+    struct gna_entry node, entry;
+    gna_enter(&gna_pools_lock);
+    if (result == CUDA_SUCCESS && gna_get(GNA_NODE, pointer, &node) && node.other == (uintptr_t)graph && gna_take(GNA_NODE, pointer, &node) &&
+        gna_get(GNA_GRAPH, key_of(graph, node.record), &entry)) {
+        entry.other -= node.bytes < entry.other ? node.bytes : entry.other;
+        gna_put(&entry);
+    }
+    gna_leave(&gna_pools_lock);
+    return result;
+}
+
+CUresult gna_graph_frees(CUdeviceptr pointer, CUstream stream) {
+    CUgraph graph;
+    bool may_be = atomic_load_explicit(&graphs_with_memory, memory_order_relaxed) > 0;
+    return may_be && gna_capturing(stream, &graph) ? shrunk(CUDA_SUCCESS, graph, pointer) : CUDA_SUCCESS;
+}
+
+HOOK(cuGraphAddMemFreeNode)(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUdeviceptr dptr) {
+    return shrunk(REAL(cuGraphAddMemFreeNode)(phGraphNode, hGraph, dependencies, numDependencies, dptr), hGraph, dptr);
 }
 
 /* What one graph has, another gets too: by a clone, as a child, as an executable. */
@@ -68,9 +98,11 @@ static void inherit(const void *from, const void *to, bool executable) {
             entry.kind = GNA_EXEC;
             entry.key = key_of(to, record);
             entry.count = UINT32_MAX; /* not backed by memory yet */
+            entry.flag = entry.other > 0;
+            entry.bytes = gna_round_up(entry.bytes, GNA_GRANULE);
             gna_put(&entry);
         } else {
-            grow(to, record, entry.bytes);
+            grow(to, record, entry.bytes, entry.other);
         }
     }
     gna_leave(&gna_pools_lock);
@@ -84,18 +116,20 @@ static void forget(enum gna_kind kind, const void *handle) {
     }
 }
 
-/* The lock is held. */
-static void settle(int record) {
+/* The lock is held. False: graphs have more than fits. */
+static bool settle(int record) {
     cuuint64_t reserved;
     if (REAL(cuDeviceGetGraphMemAttribute)(devices[record], CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &reserved) != CUDA_SUCCESS) {
-        return;
+        return true;
+    }
+    if (reserved > charged[record] && gna_reserve(record, reserved - charged[record]) != CUDA_SUCCESS) {
+        return false;
     }
     if (reserved < charged[record]) {
         gna_release(record, charged[record] - reserved);
-        charged[record] = reserved;
-    } else if (reserved > charged[record] && gna_reserve(record, reserved - charged[record]) == CUDA_SUCCESS) {
-        charged[record] = reserved;
     }
+    charged[record] = reserved;
+    return true;
 }
 
 /* The lock is held. */
@@ -109,26 +143,52 @@ void gna_graphs_reclaim(int record) {
 }
 
 /* What an executable had on one stream the driver may not use on another, and each thread has a default stream. */
-static bool is_backed(const struct gna_entry *entry, CUstream stream) {
-    return entry->count == generation[entry->record] && entry->other == (uintptr_t)stream && stream != CU_STREAM_PER_THREAD;
+static uint64_t place_of(CUstream stream) {
+    return stream == CU_STREAM_PER_THREAD ? (uintptr_t)&own : (uintptr_t)stream;
+}
+
+typedef CUresult run_t(CUgraphExec exec, CUstream stream);
+
+/* The lock is held. Whether the driver can back the graph with what graphs have, and what more of it fits. */
+static bool uploads(run_t *upload, const struct gna_entry *entry, CUgraphExec exec, CUstream given) {
+    int record = entry->record;
+    /* What outlives the launch, by the flag, is shared with no other graph. */
+    uint64_t shared = entry->flag ? 0 : charged[record], more = entry->bytes > shared ? entry->bytes - shared : 0;
+    if (gna_reserve(record, more) != CUDA_SUCCESS) {
+        return false; /* all of its peak has to be there */
+    }
+    charged[record] += more;
+    bool fits = upload(exec, given) == CUDA_SUCCESS;
+    fits = settle(record) && fits;
+    if (!fits) {
+        gna_graphs_reclaim(record);
+    }
+    return fits;
 }
 
 /* The lock is held. */
-static CUresult reserve(CUgraphExec exec, CUstream stream) {
+static CUresult reserve(CUgraphExec exec, run_t *upload, CUstream given, CUstream stream) {
     struct gna_entry entry;
+    CUgraph graph;
     for (int record = 0; record < (int)gna_records(); record++) {
-        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry) || is_backed(&entry, stream)) {
+        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry) || (entry.count == generation[record] && entry.other == place_of(stream))) {
             continue;
         }
-        CUresult result = gna_reserve(record, entry.bytes);
-        for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 2; attempt++) {
+        if (gna_reserve(record, entry.bytes) == CUDA_SUCCESS) {
+            charged[record] += entry.bytes;
+            continue;
+        }
+        if (gna_capturing(stream, &graph)) {
+            continue; /* it becomes a part of another one, and takes nothing now */
+        }
+        bool done = uploads(upload, &entry, exec, given);
+        for (unsigned attempt = 0; !done && attempt < 2; attempt++) {
             gna_reclaim_locked(record, stream, attempt == 1);
-            result = gna_reserve(record, entry.bytes);
+            done = uploads(upload, &entry, exec, given);
         }
-        if (result != CUDA_SUCCESS) {
-            return result;
+        if (!done) {
+            return CUDA_ERROR_OUT_OF_MEMORY;
         }
-        charged[record] += entry.bytes;
     }
     return CUDA_SUCCESS;
 }
@@ -140,21 +200,19 @@ static void settle_exec(CUgraphExec exec, CUstream stream, bool backed) {
         if (gna_get(GNA_EXEC, key_of(exec, record), &entry)) {
             settle(record);
             entry.count = backed ? generation[record] : entry.count;
-            entry.other = backed ? (uintptr_t)stream : entry.other;
+            entry.other = backed ? place_of(stream) : entry.other;
             gna_put(&entry);
         }
     }
 }
 
-typedef CUresult run_t(CUgraphExec exec, CUstream stream);
-
-static CUresult back_and_run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream) {
+static CUresult back_and_run(run_t *call, run_t *upload, CUgraphExec exec, CUstream given, CUstream stream) {
     if (__builtin_expect(atomic_load_explicit(&graphs_with_memory, memory_order_relaxed) == 0, 1)) {
         return call(exec, given);
     }
     gna_attach();
     gna_enter(&gna_pools_lock);
-    CUresult result = reserve(exec, stream);
+    CUresult result = reserve(exec, upload, given, stream);
     if (result == CUDA_SUCCESS) {
         result = call(exec, given);
     }
@@ -163,37 +221,37 @@ static CUresult back_and_run(run_t *call, CUgraphExec exec, CUstream given, CUst
     return result;
 }
 
-static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream, bool launches) {
+static CUresult run(run_t *call, run_t *upload, CUgraphExec exec, CUstream given, CUstream stream) {
     struct gna_turn turn;
-    if (!launches) {
-        return back_and_run(call, exec, given, stream);
+    if (call == upload) {
+        return back_and_run(call, upload, exec, given, stream);
     }
     gna_count_launch();
     if (gna_gate_open()) {
-        return back_and_run(call, exec, given, stream);
+        return back_and_run(call, upload, exec, given, stream);
     }
     gna_share_wait(&turn, exec, stream);
-    CUresult result = back_and_run(call, exec, given, stream);
+    CUresult result = back_and_run(call, upload, exec, given, stream);
     gna_share_done(&turn, result);
     return result;
 }
 
-#define RUN(symbol, stream, launches) return run((run_t *)gna_real(GNA_ID_##symbol), hGraph, hStream, stream, launches)
+#define RUN(symbol, upload, stream) return run(REAL(symbol), REAL(upload), hGraph, hStream, stream)
 
 HOOK(cuGraphLaunch)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphLaunch, hStream, true);
+    RUN(cuGraphLaunch, cuGraphUpload, hStream);
 }
 
 HOOK(cuGraphLaunch_ptsz)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphLaunch_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream, true);
+    RUN(cuGraphLaunch_ptsz, cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
 }
 
 HOOK(cuGraphUpload)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphUpload, hStream, false);
+    RUN(cuGraphUpload, cuGraphUpload, hStream);
 }
 
 HOOK(cuGraphUpload_ptsz)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream, false);
+    RUN(cuGraphUpload_ptsz, cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
 }
 
 /* An instantiation that uploads at once reserves as a launch does. */
@@ -227,7 +285,7 @@ static CUresult with_params(CUresult (*call)(CUgraphExec *, CUgraph, CUDA_GRAPH_
     params->flags |= CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
     if (result == CUDA_SUCCESS) {
         CUstream stream = params->hUploadStream == NULL ? otherwise : params->hUploadStream;
-        result = run(upload, *exec, params->hUploadStream, stream, false);
+        result = run(upload, upload, *exec, params->hUploadStream, stream);
         if (result != CUDA_SUCCESS) {
             forget(GNA_EXEC, *exec);
             REAL(cuGraphExecDestroy)(*exec);
@@ -303,7 +361,7 @@ HOOK(cuGraphAddMemAllocNode)(CUgraphNode *phGraphNode, CUgraph hGraph, const CUg
     bool on_device;
     if (result == CUDA_SUCCESS) {
         int record = gna_location_record(&nodeParams->poolProps.location, &on_device);
-        gna_graph_grows(hGraph, record, nodeParams->poolProps.location.id, nodeParams->bytesize);
+        gna_graph_grows(hGraph, record, nodeParams->poolProps.location.id, nodeParams->bytesize, nodeParams->dptr);
     }
     return result;
 }
@@ -312,7 +370,9 @@ static CUresult added(CUresult result, CUgraph graph, const CUgraphNodeParams *p
     bool on_device;
     if (result == CUDA_SUCCESS && params->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC) {
         int record = gna_location_record(&params->alloc.poolProps.location, &on_device);
-        gna_graph_grows(graph, record, params->alloc.poolProps.location.id, params->alloc.bytesize);
+        gna_graph_grows(graph, record, params->alloc.poolProps.location.id, params->alloc.bytesize, params->alloc.dptr);
+    } else if (result == CUDA_SUCCESS && params->type == CU_GRAPH_NODE_TYPE_MEM_FREE) {
+        shrunk(result, graph, params->free.dptr);
     } else if (result == CUDA_SUCCESS && params->type == CU_GRAPH_NODE_TYPE_GRAPH) {
         inherit(params->graph.graph, graph, false);
     }

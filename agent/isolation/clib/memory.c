@@ -230,11 +230,11 @@ HOOK(cuMemFree)(CUdeviceptr_v1 dptr) {
 
 /* Of what cuMemAlloc gave: it is free when the stream gets there, so it stays charged until an event behind it is over.
  * The call itself does not wait: what the stream waits for may be this thread's to submit. */
-static CUresult freed_async(CUresult result, bool known, struct gna_entry *entry, CUstream stream) {
+static CUresult freed_async(CUresult result, CUdeviceptr pointer, bool known, struct gna_entry *entry, CUstream stream) {
     CUgraph graph;
     CUevent event;
     if (!known) {
-        return result;
+        return result == CUDA_SUCCESS ? gna_graph_frees(pointer, stream) : result;
     }
     if (result != CUDA_SUCCESS || gna_capturing(stream, &graph) || REAL(cuEventCreate)(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS) {
         gna_put(entry);
@@ -283,11 +283,11 @@ void gna_freed_settle(bool wait, CUcontext gone) {
 HOOK(cuMemFreeAsync)(CUdeviceptr dptr, CUstream hStream) {
     struct gna_entry entry;
     bool known = take(dptr, &entry);
-    return freed_async(REAL(cuMemFreeAsync)(dptr, hStream), known, &entry, hStream);
+    return freed_async(REAL(cuMemFreeAsync)(dptr, hStream), dptr, known, &entry, hStream);
 }
 
 HOOK(cuMemFreeAsync_ptsz)(CUdeviceptr dptr, CUstream hStream) {
     struct gna_entry entry;
     bool known = take(dptr, &entry);
-    return freed_async(REAL(cuMemFreeAsync_ptsz)(dptr, hStream), known, &entry, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+    return freed_async(REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr, known, &entry, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
 }

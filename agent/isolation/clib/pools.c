@@ -1,13 +1,14 @@
 /* Stream-ordered memory: a pool is charged with what it has reserved from the GPU, whatever of it is in use.
  *
- * Before an allocation the most that the pool may grow by is reserved; after it the charge becomes what the driver says
- * the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
+ * Before an allocation the most that the pool may grow by is reserved, what it has and nobody uses being free to use; after
+ * it the charge becomes what the driver says the pool has. Both happen under one lock, so that two threads that grow one pool do not pay for one growth. */
 #include "caps.h"
 
 #include <time.h>
 
 struct gna_mutex gna_pools_lock;
 static _Atomic unsigned pools;
+enum { DESTROYED = 1 }; /* by the application, which has memory of it left: the driver destroys it when that is freed */
 
 void gna_pools_forget(void) {
     atomic_store(&pools, 0);
@@ -31,10 +32,19 @@ static bool entry_of(CUmemoryPool pool, CUdevice device, struct gna_entry *entry
 /* The lock is held. Memory that came along behind the library's back is charged, where it fits; false where not. */
 static bool settle(struct gna_entry *pool) {
     cuuint64_t reserved;
+    if (pool->flag == DESTROYED) {
+        REAL(cuMemPoolTrimTo)((CUmemoryPool)(uintptr_t)pool->key, 0);
+    }
     if (REAL(cuMemPoolGetAttribute)((CUmemoryPool)(uintptr_t)pool->key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &reserved) != CUDA_SUCCESS) {
         return true;
     }
     bool fits = true;
+    if (pool->flag == DESTROYED && reserved == 0) {
+        REAL(cuMemPoolDestroy)((CUmemoryPool)(uintptr_t)pool->key);
+        gna_release(pool->record, pool->bytes);
+        atomic_fetch_sub(&pools, 1);
+        return !gna_take(GNA_POOL, pool->key, pool);
+    }
     if (reserved < pool->bytes) {
         gna_release(pool->record, pool->bytes - reserved);
         pool->bytes = reserved;
@@ -90,14 +100,25 @@ static uint64_t growth(uint64_t bytes) {
     return gna_round_up(bytes, UINT64_C(32) << 20);
 }
 
-/* The lock is held. */
-static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream) {
-    uint64_t least = gna_round_up(bytes, GNA_GRANULE), wanted = growth(bytes);
+static uint64_t missing(const struct gna_entry *pool, uint64_t bytes, bool whole) {
+    cuuint64_t used;
+    CUmemoryPool handle = (CUmemoryPool)(uintptr_t)pool->key;
+    if (whole || REAL(cuMemPoolGetAttribute)(handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &used) != CUDA_SUCCESS) {
+        return bytes;
+    }
+    uint64_t spare = used < pool->bytes ? pool->bytes - used : 0;
+    return bytes > spare ? bytes - spare : 0;
+}
+
+/* The lock is held. `whole`: what the pool has spare was in pieces that are too small. */
+static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream, bool whole) {
+    uint64_t least = gna_round_up(missing(pool, bytes, whole), GNA_GRANULE), wanted = growth(least);
     CUresult result = gna_reserve(pool->record, wanted);
     for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 3; attempt++) {
         if (attempt > 0) {
             gna_reclaim_locked(pool->record, stream, attempt == 2);
             gna_get(GNA_POOL, pool->key, pool);
+            least = gna_round_up(missing(pool, bytes, whole), GNA_GRANULE);
         }
         wanted = least;
         result = gna_reserve(pool->record, wanted);
@@ -118,23 +139,25 @@ static CUresult allocate(call_t *call, CUdeviceptr *pointer, size_t bytes, CUmem
         /* No memory now: a node of a graph, which is charged when the graph runs. */
         CUresult result = call(pointer, bytes, pool, given);
         if (result == CUDA_SUCCESS) {
-            gna_graph_grows(graph, gna_record_of(device), device, bytes);
+            gna_graph_grows(graph, gna_record_of(device), device, bytes, *pointer);
         }
         return result;
     }
     gna_attach();
     gna_enter(&gna_pools_lock);
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (entry_of(pool, device, &entry)) {
-        result = reserve(&entry, bytes, stream);
-    }
-    if (result == CUDA_SUCCESS) {
-        result = call(pointer, bytes, pool, given);
-        if (!settle(&entry) && result == CUDA_SUCCESS) {
-            REAL(cuMemFreeAsync)(*pointer, stream);
-            gna_reclaim_locked(entry.record, stream, true);
-            result = CUDA_ERROR_OUT_OF_MEMORY;
+    for (unsigned attempt = 0; attempt < 2 && entry_of(pool, device, &entry); attempt++) {
+        result = reserve(&entry, bytes, stream, attempt > 0);
+        if (result != CUDA_SUCCESS) {
+            break;
         }
+        result = call(pointer, bytes, pool, given);
+        if (settle(&entry) || result != CUDA_SUCCESS) {
+            break;
+        }
+        REAL(cuMemFreeAsync)(*pointer, stream);
+        gna_reclaim_locked(entry.record, stream, true);
+        result = CUDA_ERROR_OUT_OF_MEMORY;
     }
     gna_leave(&gna_pools_lock);
     return result;
@@ -187,6 +210,9 @@ static CUresult from_pool(call_t *call, CUdeviceptr *dptr, size_t bytesize, CUme
         return call(dptr, bytesize, pool, given);
     }
     if (gna_get(GNA_POOL, key_of(pool), &entry)) {
+        if (entry.flag == DESTROYED) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
         device = (CUdevice)entry.other;
     } else {
         CUresult result = device_of(stream, &device);
@@ -277,17 +303,54 @@ HOOK(cuDeviceGetMemPool)(CUmemoryPool *pool, CUdevice dev) {
     return result;
 }
 
+/* Its memory stays until it is freed, says cuda.h, and after this call nobody could ask the driver how much that is. So a
+ * pool that has some is kept until it has none, and is destroyed for the application alone. */
+static bool outlives(CUmemoryPool pool, struct gna_entry *entry) {
+    CUmemoryPool other = NULL;
+    CUdevice device = (CUdevice)entry->other;
+    bool is_own = REAL(cuDeviceGetDefaultMemPool)(&other, device) == CUDA_SUCCESS && other == pool;
+    if (is_own || entry->record < 0) {
+        return false;
+    }
+    REAL(cuMemPoolTrimTo)(pool, 0);
+    settle(entry);
+    if (entry->bytes > 0 && other != NULL && REAL(cuDeviceGetMemPool)(&pool, device) == CUDA_SUCCESS && key_of(pool) == entry->key) {
+        REAL(cuDeviceSetMemPool)(device, other);
+    }
+    return entry->bytes > 0;
+}
+
 HOOK(cuMemPoolDestroy)(CUmemoryPool pool) {
     struct gna_entry entry;
+    CUresult result = CUDA_SUCCESS;
     gna_attach();
     gna_enter(&gna_pools_lock);
-    CUresult result = REAL(cuMemPoolDestroy)(pool);
-    if (result == CUDA_SUCCESS && gna_take(GNA_POOL, key_of(pool), &entry)) {
-        gna_release(entry.record, entry.bytes);
-        atomic_fetch_sub(&pools, 1);
+    bool is_known = gna_get(GNA_POOL, key_of(pool), &entry);
+    if (is_known && entry.flag == DESTROYED) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    } else if (is_known && outlives(pool, &entry)) {
+        entry.flag = DESTROYED;
+        gna_put(&entry);
+    } else {
+        result = REAL(cuMemPoolDestroy)(pool);
+        if (result == CUDA_SUCCESS && gna_take(GNA_POOL, key_of(pool), &entry)) {
+            gna_release(entry.record, entry.bytes);
+            atomic_fetch_sub(&pools, 1);
+        }
     }
     gna_leave(&gna_pools_lock);
     return result;
+}
+
+/* With the device's primary context. */
+void gna_pools_gone(CUdevice device) {
+    struct gna_entry pool;
+    for (size_t place = 0; gna_next(GNA_POOL, &place, &pool);) {
+        if (pool.other == (uint64_t)device && gna_take(GNA_POOL, pool.key, &pool)) {
+            gna_release(pool.record, pool.bytes);
+            atomic_fetch_sub(&pools, 1);
+        }
+    }
 }
 
 HOOK(cuMemPoolTrimTo)(CUmemoryPool pool, size_t minBytesToKeep) {

@@ -71,7 +71,6 @@ FORWARDED: Final = {
     "MemSetMemPool": "neither takes memory nor gives any back",
     "GetExportTable": "private tables: what they allocate is settled with the pool or found by the sweep",
     "DeviceSetGraphMemAttribute": "resets high-water marks only",
-    "GraphAddMemFreeNode": "the graph keeps its memory until it is trimmed or destroyed",
     "GraphDestroyNode": "what the node would have allocated stays an upper bound",
     "Graph": "takes no memory before the graph is launched",
     "Stream": "begins or ends a capture; what is captured is charged when the graph runs",

@@ -1,4 +1,4 @@
-"""Pools of the host and of managed memory, which the double has not: a driver of a few lines has them."""
+"""Memory of pools; those of the host and of managed memory by a driver of a few lines."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import shared
-from tests.cuda_double.machine import MIB
+from tests.cuda_double.machine import MIB, CudaMachine
+from tests.cuda_double.program import ProgramError
 
 DRIVER = """
 #include <string.h>
@@ -28,7 +29,7 @@ int cuMemPoolCreate(void **pool, const int *properties) {
     return cuMemGetDefaultMemPool(pool, properties + 2, properties[0]);
 }
 int cuMemPoolGetAttribute(void *pool, int attribute, u64 *value) {
-    *value = attribute == 5 ? reserved[(char *)pool - pools] : 0;
+    *value = attribute == 5 || attribute == 7 ? reserved[(char *)pool - pools] : 0;
     return 0;
 }
 int cuMemPoolTrimTo(void *pool, size_t least) { (void)pool; (void)least; return 0; }
@@ -49,6 +50,15 @@ def take(pool, megabytes):
 """
 
 
+OWN_POOL = """
+def own_pool(megabytes):
+    pool = out("cuMemPoolCreate", ctypes.byref(PoolProperties(1, 0, Location(1, 0))))
+    at = u64()
+    code = call("cuMemAllocFromPoolAsync", ctypes.byref(at), size(megabytes * MIB), u64(pool), u64())
+    return pool, at.value, code
+"""
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["made", "default"])
 def test_pools_of_the_host_are_free_and_those_of_managed_memory_are_not(
@@ -65,3 +75,62 @@ def test_pools_of_the_host_are_free_and_those_of_managed_memory_are_not(
     assert made.charged() == 768 * MIB
     assert program(f"take({way}(2, 2), 512)") == 2
     assert program(f"take({way}(1, 2), 4096)") == 0
+
+
+def test_destroyed_pool_stays_charged(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024, context=100)
+    machine.state.devices[0].context_bytes = 100 * MIB
+    program = programs(made, OWN_POOL, "init()", "pool, first, code = own_pool(800)")
+    program("check('cuDeviceSetMemPool', 0, u64(pool))", "check('cuMemPoolDestroy', u64(pool))")
+    assert program("code") == 0
+    assert program("call('cuMemPoolDestroy', u64(pool))") == 1
+    assert program("call('cuMemAllocFromPoolAsync', ctypes.byref(u64()), size(1), u64(pool), u64())") == 1
+    for _ in range(5):
+        assert program("own_pool(800)[2]") == 2
+        assert machine.used() == made.charged() == 900 * MIB
+    # Another pool is the device's now, and what is freed can be had again.
+    program("at = out('cuMemAllocAsync', size(100 * MIB), u64())")
+    program("check('cuMemFreeAsync', u64(first), u64()); check('cuCtxSynchronize')")
+    assert machine.used() == made.charged() == 200 * MIB
+    assert machine.calls("cuMemPoolDestroy") == 1
+    assert program("own_pool(800)[2]") == 0
+    assert machine.peak() <= 1024 * MIB
+
+
+@pytest.mark.parametrize("end", ["Reset_v2", "Release_v2"])
+def test_stale_handles_reach_nobody(
+    end: str, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(2048)
+    program = programs(made, OWN_POOL, "init()", "used, destroyed = own_pool(100), own_pool(200)")
+    program("at = out('cuMemAllocAsync', size(300 * MIB), u64()); check('cuMemFreeAsync', u64(at), u64())")
+    program("check('cuMemPoolDestroy', u64(destroyed[0]))", f"check('cuDevicePrimaryCtx{end}', 0)")
+    program("other = init()", "for _ in range(3): check('cuCtxSynchronize')")
+    assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(3 << 30))") == 2
+    program("at = out('cuMemAllocAsync', size(64 * MIB), u64())")
+    assert machine.used() == made.charged() == 364 * MIB
+    # The double ends a program that uses a handle of what is gone; so the library passed none.
+    with pytest.raises(ProgramError, match="ended with -6"):
+        program("call('cuMemPoolTrimTo', u64(used[0]), size(0))")
+
+
+@pytest.mark.parametrize("megabytes", [1000, 3000, 6000, 9000])
+def test_pools_are_not_trimmed_at_every_allocation(
+    megabytes: int, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(10240)
+    program = programs(made, "init()", "pool = out('cuDeviceGetDefaultMemPool', 0)")
+    program("keep = u64(1 << 62); check('cuMemPoolSetAttribute', u64(pool), 4, ctypes.byref(keep))")
+    program(
+        "for _ in range(20):\n"
+        f"    at = out('cuMemAllocAsync', size({megabytes} * MIB), u64())\n"
+        "    check('cuMemFreeAsync', u64(at), u64())\n"
+    )
+    assert machine.calls("cuMemPoolTrimTo") == machine.calls("cuStreamSynchronize") == 0
+    assert machine.used() == made.charged() == (megabytes + 300) * MIB
+    # What the pool keeps is given back for others, and its use is no way past the cap.
+    assert program(f"call('cuMemAlloc_v2', ctypes.byref(u64()), size({9940 - megabytes + 500} * MIB))") == 0
+    assert program(f"call('cuMemAllocAsync', ctypes.byref(u64()), size({megabytes} * MIB), u64())") == 2
+    assert machine.peak() <= 10240 * MIB

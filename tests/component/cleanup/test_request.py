@@ -16,6 +16,7 @@ from agent.cleanup.request import NOTHING, REPORT, REQUEST, Report, State, askin
 from agent.cluster.api import KubeApi
 from tests.component.cluster.server import client
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.pace import scaled
 from tests.scenarios.rig import GPU
 
 WITHIN = 30.0
@@ -60,7 +61,9 @@ class Asked:
     async def probe(self, path: str) -> tuple[int, str]:
         def get() -> tuple[int, str]:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port()}{path}", timeout=5) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.port()}{path}", timeout=scaled(5)
+                ) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()

@@ -12,6 +12,7 @@ from typing import Any, Self
 import grpc
 
 from tests.component import protos
+from tests.pace import scaled
 
 V1BETA1 = protos.load("deviceplugin")
 REGISTRY = protos.load("registration")
@@ -187,7 +188,7 @@ class PodResources:
 
     def held(self) -> dict[tuple[str, str], list[tuple[str, str]]]:
         """(pod, container) -> (resource, ID) of each entry of List."""
-        answer = self._stub.List(PODS.ListPodResourcesRequest(), timeout=5)
+        answer = self._stub.List(PODS.ListPodResourcesRequest(), timeout=scaled(5))
         return {
             (pod.name, container.name): [
                 (entry.resource_name, one) for entry in container.devices for one in entry.device_ids
@@ -199,11 +200,11 @@ class PodResources:
     def get(self, name: str, namespace: str = "default") -> Any:
         """Get."""
         request = PODS.GetPodResourcesRequest(pod_name=name, pod_namespace=namespace)
-        return self._stub.Get(request, timeout=5).pod_resources
+        return self._stub.Get(request, timeout=scaled(5)).pod_resources
 
     def allocatable(self) -> list[tuple[str, str]]:
         """(resource, ID) of GetAllocatableResources."""
-        answer = self._stub.GetAllocatableResources(PODS.AllocatableResourcesRequest(), timeout=5)
+        answer = self._stub.GetAllocatableResources(PODS.AllocatableResourcesRequest(), timeout=scaled(5))
         return [(entry.resource_name, one) for entry in answer.devices for one in entry.device_ids]
 
 

@@ -51,10 +51,10 @@ def run_folder() -> Iterator[Path]:
         for process in (*processes.daemons(pipe), *processes.servers(pipe)):
             left.append(process)
             process.send(signal.SIGKILL)
-    for shm in folder.glob("mps/*/shm"):
-        if shm.is_mount():
-            left.append(shm)
-            shared_memory.unmount(shm)
+    for mount in (*folder.glob("mps/*/shm"), *folder.glob("mps/*/log")):
+        if mount.is_mount():
+            left.append(mount)
+            shared_memory.unmount(mount)
     shutil.rmtree(folder)
     assert not left, "the test left these behind"
 

@@ -1,22 +1,28 @@
 """The /dev/shm of a GPU: its bound, and what ended containers leave in it."""
 
 import os
+import stat
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import pytest
 
+from agent.cleanup import this_node
 from agent.mps import launch, shared_memory
 from agent.mps import shm_sweep as sweep_module
 from agent.mps.binary import Program
 from agent.mps.control_commands import Survey
 from agent.mps.directories import Directories
-from agent.mps.shm_sweep import sweep
+from agent.mps.shm_sweep import Swept, sweep
 from agent.mps.upkeep import Upkeep
+from agent.settings import load
 from tests.component.mps.keeping import OPTIONS, UUID, Modes
 from tests.component.mps.pods import NOBODY, Container
 from tests.component.mps.test_daemon_manager import gpu, manager_of, running
@@ -113,13 +119,13 @@ def test_what_ended_containers_left_is_swept(folders: Directories, newest: Progr
         time.sleep(TICK_SECONDS)
         living.run("exec 9</dev/shm/open; mkdir /dev/shm/new; echo data >/dev/shm/new/kept")
         time.sleep(TICK_SECONDS)
-        files, size = sweep(folders.shm, (), False, PROC)
+        swept = sweep(folders.shm, (), False, PROC)
         assert names(folders.shm) == {"open", "new", "new/kept"}
-        assert (files, size > 0) == (3, True)
+        assert (swept.files, swept.bytes > 0, swept.problem) == (3, True, None)
     time.sleep(TICK_SECONDS)
     # Now nobody is seen: that is believed only where nobody holds shares.
-    assert sweep(folders.shm, (), False, PROC) == (0, 0)
-    assert sweep(folders.shm, (), True, PROC)[0] == 2
+    assert sweep(folders.shm, (), False, PROC) == Swept()
+    assert sweep(folders.shm, (), True, PROC).files == 2
     assert names(folders.shm) == set()
 
 
@@ -132,13 +138,118 @@ def test_leftovers_of_another_user_go_while_a_neighbour_lives(folders: Directori
         living.run("echo data >/dev/shm/own")
         (folders.shm / "of-root").touch()  # an entry point that was root, and is not any more
         time.sleep(TICK_SECONDS)
-        assert sweep(folders.shm, (), False, PROC)[0] == 1
+        assert sweep(folders.shm, (), False, PROC).files == 1
         assert names(folders.shm) == {"own", "of-root"}
+
+
+# Has a file of /dev/shm open many times, in several processes, with one table of descriptors or several.
+HOARDER = """
+import ctypes, os, resource, sys
+count, processes, flags = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + 50, count + 50))
+fd = os.open("/dev/shm/theirs", os.O_RDONLY)
+for _ in range(count):
+    os.dup(fd)
+libc = ctypes.CDLL(None)
+for _ in range(processes - 1):
+    if libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], flags | 17, 0, 0, 0, 0) == 0:
+        libc.pause()
+print("ready", flush=True)
+sys.stdin.read()
+os.killpg(0, 9)
+"""
+CLONE_FILES = 0x400
+
+
+@contextmanager
+def hoarding(folders: Directories, count: int, processes: int, flags: int) -> Iterator[None]:
+    """A container with these descriptors."""
+    script = 'mount --bind "$1" /dev/shm && shift && exec "$@"'
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(folders.shm)]
+    player = subprocess.Popen(
+        [*words, sys.executable, "-I", "-S", "-c", HOARDER, *map(str, (count, processes, flags))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert player.stdout
+        assert player.stdout.readline() == "ready\n"
+        yield
+    finally:
+        player.communicate(timeout=20)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_sweep_is_bounded(folders: Directories, newest: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look for each table of descriptors, of one container no more than its share."""
+    monkeypatch.setattr(sweep_module, "MOST_ENTRIES", 3000)
+    monkeypatch.setattr(sweep_module, "MOST_SECONDS", 60.0)  # the machine may be slow
+    for name in ("theirs", "neighbours", "left"):
+        (folders.shm / name).touch()
+    time.sleep(TICK_SECONDS)
+    device = folders.shm.stat().st_dev
+    with Container(newest, folders) as neighbour:
+        neighbour.run("exec 9</dev/shm/neighbours")
+        with hoarding(folders, 2000, 20, CLONE_FILES):
+            seen = sweep_module.look(device, (), PROC)
+            assert len(seen.users) == 21
+            assert not seen.cut_short
+            assert seen.inodes == {(folders.shm / name).stat().st_ino for name in ("theirs", "neighbours")}
+        with hoarding(folders, 2000, 20, 0):
+            swept = sweep(folders.shm, (), False, PROC)
+            assert "not all descriptors of processes in mnt:[" in (swept.problem or "")
+            assert names(folders.shm) == {"theirs", "neighbours"}
+            monkeypatch.setattr(sweep_module, "ALL_SECONDS", 0.0)
+            swept = sweep(folders.shm, (), False, PROC)
+            assert swept.files == 0
+            assert "was not found out within 0 s" in (swept.problem or "")
+
+
+def test_shm_is_put_right(folders: Directories) -> None:
+    """Root of a container owns it, and takes no capability to close it to the others."""
+    assert not shared_memory.restore(folders.shm)
+    folders.shm.chmod(0o700)
+    os.chown(folders.shm, NOBODY, NOBODY)
+    acl = struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", *entry)
+        for entry in (
+            (1, 7, 0xFFFFFFFF),
+            (2, 0, NOBODY),
+            (4, 7, 0xFFFFFFFF),
+            (16, 7, 0xFFFFFFFF),
+            (32, 7, 0xFFFFFFFF),
+        )
+    )
+    with suppress(OSError):  # a kernel whose tmpfs has none
+        os.setxattr(folders.shm, "system.posix_acl_access", acl)
+    assert shared_memory.restore(folders.shm)
+    status = folders.shm.stat()
+    assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o1777, 0, 0)
+    assert not os.listxattr(folders.shm)
+    assert not shared_memory.restore(folders.shm)
+
+
+def test_logs_that_were_left_mounted_are_removed_by_the_clean_up(run_folder: Path, tmp_path: Path) -> None:
+    """By 0.2.0, to which a node was rolled back: it does not know the mount."""
+    folders = Directories.of(run_folder, UUID)
+    folders.make()
+    (folders.log / "control.log").write_bytes(bytes(2 * shared_memory.LOG_BYTES_KEPT))
+    assert shared_memory.bound_logs(folders.log) is None
+    assert shared_memory.bound_logs(folders.log) is None
+    # What was there came along, its end alone.
+    assert (folders.log / "control.log").stat().st_size == shared_memory.LOG_BYTES_KEPT
+    folders.remove()
+    places = {"kubelet.root": "kubelet", "host.state": "state", "host.cdi": "cdi"}
+    words = [f"host.run={run_folder}", *(f"{key}={tmp_path}/{name}" for key, name in places.items())]
+    this_node.remove_files(load(None, {}, [*words, "cluster.access=off"]))
+    assert not list(run_folder.iterdir())
 
 
 def test_what_is_young_stays(folders: Directories) -> None:
     (folders.shm / "new").touch()
-    assert sweep(folders.shm, (), True, PROC) == (0, 0)
+    assert sweep(folders.shm, (), True, PROC) == Swept()
     assert names(folders.shm) == {"new"}
 
 
@@ -171,11 +282,13 @@ async def test_running_daemons_are_kept_up(
         (folders.pipe / "log").unlink()
         (folders.pipe / "log").symlink_to("/etc/passwd")
         (folders.shm / "left").touch()
+        folders.shm.chmod(0o700)
         await anyio.sleep(TICK_SECONDS)
         await upkeep.look(one.uuid, after, sweeping=True)
         for name in ("control", "log"):
             assert (folders.pipe / name).samefile(folders.own / name)
         assert not (folders.shm / "left").exists()
+        assert stat.S_IMODE(folders.shm.stat().st_mode) == 0o1777
         found = os.statvfs(folders.shm)
         assert found.f_blocks * found.f_frsize == 2 * OPTIONS.shared_memory
         await manager.tear_down(one)

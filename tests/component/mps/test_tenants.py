@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import pytest
+from structlog.testing import capture_logs
 
-from agent.mps import launch, probing, processes
+from agent.mps import daemon_logs, launch, probing, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
@@ -160,6 +162,71 @@ async def test_a_flood_of_forged_lines_does_no_harm(
         else:
             assert daemon.status.value.faults >= 1
             assert len(bench.reports.told) == 2 * daemon.status.value.faults <= 12
+    await daemon.stop()
+
+
+def flooded(fifo: Path, size: int) -> None:
+    """Write so many bytes into a daemon's log as a process of any tenant can."""
+    code = (
+        f"import os, sys\nos.setuid({TENANT})\nfd = os.open(sys.argv[1], os.O_WRONLY)\n"
+        f"for _ in range({size} // 3000):\n    os.write(fd, {message('x' * 2900)!r})\n"
+    )
+    subprocess.run([sys.executable, "-I", "-S", "-c", code, str(fifo)], check=True, timeout=60)
+
+
+def used(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+async def test_log_flood_is_bounded_without_the_agent(
+    program: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tmpfs bounds the logs; the agent that returns makes room first, and the daemon goes on."""
+    monkeypatch.setattr(shared_memory, "LOG_BYTES", 2 << 20)
+    monkeypatch.setattr(daemon_logs, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(daemon_logs, "KEPT_BYTES", 64 << 10)
+    bench = Bench(run_folder, program)
+    first = bench.daemon()
+    async with bench.kept(first):
+        before = await reached(first, DaemonState.SERVING)
+    log = first.folders.log
+    await anyio.to_thread.run_sync(flooded, first.folders.pipe / "log", 6 << 20)
+    assert await anyio.to_thread.run_sync(used, log) == 2 << 20
+    second = bench.daemon()
+    async with bench.kept(second):
+        after = await reached(second, DaemonState.SERVING, adopted=True)
+        assert after.pid == before.pid
+        await anyio.to_thread.run_sync(inject, second.folders.pipe / "log", FATAL)
+        await written(second)
+        assert await anyio.to_thread.run_sync(used, log) < 1 << 20
+        assert (await anyio.Path(log / "control.log.1").stat()).st_size == 64 << 10
+    assert await second.stop() is None
+    assert not await anyio.to_thread.run_sync(log.is_mount)
+    assert await anyio.Path(log / "control.log").exists()  # for diagnosis
+
+
+async def test_a_daemon_whose_logs_have_no_bound_is_told_of_and_gets_one_with_its_next_start(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As agents up to 0.2.0 started it: it writes into the run folder."""
+    bench = Bench(run_folder, newest)
+    before = bench.daemon()
+    log = before.folders.log
+    with monkeypatch.context() as earlier:
+        earlier.setattr(shared_memory, "bound_logs", lambda _: None)
+        async with bench.kept(before):
+            await reached(before, DaemonState.SERVING)
+    assert not await anyio.to_thread.run_sync(log.is_mount)
+    daemon = bench.daemon()
+    async with bench.kept(daemon):
+        with capture_logs() as said:
+            status = await reached(daemon, DaemonState.SERVING, adopted=True)
+        assert [each["lacks"] for each in said if each["event"] == "mps_daemon_degraded"] == ["log"]
+        assert status.pid
+        os.kill(status.pid, signal.SIGKILL)
+        await reached(daemon, DaemonState.SERVING, adopted=False)
+        assert await anyio.to_thread.run_sync(log.is_mount)
     await daemon.stop()
 
 

@@ -1,0 +1,321 @@
+"""Connections that keep a control daemon from everybody else, and their end.
+
+The daemon hears one connection at a time, and waits for its next message without a limit: a process that
+connects and says nothing stops all others. Whom it waits for the kernel shows, by the descriptor that its
+system call names (/proc/<pid>/task/<tid>/syscall). A client whose server is being started is never found so:
+meanwhile the daemon waits for its server, or in poll(2).
+
+Cut off is the connection alone, by shutdown(2) on a copy of the daemon's descriptor: for the daemon, its
+client has left.
+"""
+
+import ctypes
+import math
+import os
+import re
+import select
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.model.cgroup import ContainerRef, container_of
+from agent.mps import processes
+from agent.mps.control_commands import SESSIONS
+from agent.mps.daemon_parts import DaemonParts
+from agent.mps.daemon_status import EventReason
+from agent.mps.processes import Process
+
+log = structlog.get_logger()
+
+SUSPICION_SECONDS = 0.25  # after a sign that somebody connected, until it is looked who is waited for
+SILENT_SECONDS = 0.5  # a client sends its first message at once
+HOST_SECONDS = 30.0  # for root on the node, who may type
+AGAIN_SECONDS = 0.005  # for the next ones of a container that was silent a moment ago: hundreds may queue
+BETWEEN_SECONDS = 0.05  # the daemon goes on to the next connection
+KNOWN_SECONDS = 60.0  # so long that is remembered
+ROUND_SECONDS = 0.5  # in a thread at once
+REPORT_SECONDS = 60.0
+NOBODY = -1.0  # in place of a time: it waits for connections, and for none of them
+MOST_TASKS, MOST_NAMED = 16, 5
+_PIDFD_GETFD = 438  # on every architecture of Linux
+_SO_PEERPIDFD = 77  # since Linux 6.5
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who made a connection, as the kernel noted it then."""
+
+    pid: int
+    user: int
+    ended: bool = False  # the connection was handed on, or its process is about to go
+    container: ContainerRef | None = None
+
+    @property
+    def group(self) -> str:
+        """Its container, whose patience it uses up: a process is replaced in no time."""
+        return (
+            self.container.container_id or self.container.pod_uid if self.container else f"user {self.user}"
+        )
+
+    def __str__(self) -> str:
+        if self.ended:
+            return f"process {self.pid} of user {self.user}, which has ended,"
+        where = f"pod {self.container.pod_uid}" if self.container else "no pod"
+        return f"process {self.pid} of user {self.user} in {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    cut: tuple[Peer, ...]
+    again: float | None  # in so many seconds; None: the daemon waits for nobody
+
+
+@dataclass(frozen=True, slots=True)
+class _Sighting:
+    inode: int
+    since: float
+    peer: Peer
+    patience: float
+
+
+class SilentPeers:
+    """Looks at one daemon's connections. All of it blocks, and raises OSError where the kernel shows none."""
+
+    def __init__(self, pipe: Path) -> None:
+        self._pipe = pipe
+        self._seen: _Sighting | None = None
+        self._known: dict[str, float] = {}  # groups that were silent, and when
+        self._last = 0.0  # when somebody was cut off
+
+    def look(self, daemon: Process) -> Look:
+        """Cut off who has been waited for too long. Bounded."""
+        cut: list[Peer] = []
+        over: set[int] = set()
+        until = time.monotonic() + ROUND_SECONDS
+        descriptor = os.pidfd_open(daemon.pid)
+        try:
+            while daemon.alive():
+                held, now = _waited_for(daemon.pid), time.monotonic()
+                if held is None:
+                    if now > until or now - self._last > BETWEEN_SECONDS:
+                        break
+                    time.sleep(AGAIN_SECONDS / 10)
+                    continue
+                number, inode = held
+                left = AGAIN_SECONDS / 10  # one that was cut off is about to be let go of
+                if inode not in over:
+                    if self._seen is None or self._seen.inode != inode:
+                        self._seen = self._sighted(descriptor, daemon.pid, number, inode, now)
+                    if self._seen is None and now <= until:
+                        continue  # it waits for another one by now
+                    if self._seen is None or self._seen.patience == NOBODY:
+                        break
+                    left = self._seen.since + self._seen.patience - now
+                    if left <= 0:
+                        if _cut(descriptor, number, inode):
+                            cut.append(self._seen.peer)
+                            self._known[self._seen.peer.group] = self._last = now
+                        over.add(inode)
+                        self._seen = None
+                        continue
+                if left > 2 * AGAIN_SECONDS or now > until:
+                    return Look(tuple(cut), min(max(left, AGAIN_SECONDS), SILENT_SECONDS))
+                time.sleep(left)
+        finally:
+            os.close(descriptor)
+        self._seen = None
+        return Look(tuple(cut), BETWEEN_SECONDS if cut else None)
+
+    def _sighted(self, daemon: int, pid: int, number: int, inode: int, now: float) -> _Sighting | None:
+        with _taken(daemon, number, inode) as connection:
+            if connection is None:
+                return None
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return _Sighting(inode, now, Peer(pid, 0), NOBODY)
+            peer = _peer(connection)
+        return _Sighting(inode, now, peer, self._patience(peer, pid, now))
+
+    def _patience(self, peer: Peer, daemon: int, now: float) -> float:
+        if peer.ended:
+            return AGAIN_SECONDS
+        if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
+            return math.inf  # its server, or a session of ours, which has a deadline
+        if peer.container is None and any(peer.pid == each.pid for each in processes.servers(self._pipe)):
+            return math.inf
+        if peer.container is None and peer.user == 0:
+            return HOST_SECONDS
+        for group in [group for group, at in self._known.items() if now - at > KNOWN_SECONDS]:
+            del self._known[group]
+        return AGAIN_SECONDS if peer.group in self._known else SILENT_SECONDS
+
+
+class Guard:
+    """Cuts off silent peers of one daemon while `run` runs, and reports them."""
+
+    def __init__(self, parts: DaemonParts) -> None:
+        self._parts = parts
+        self._peers = SilentPeers(parts.folders.pipe)
+        self._sign = anyio.Event()
+        self._problem: str | None = None
+        self._unreported: list[Peer] = []
+        self._reported = -REPORT_SECONDS
+
+    def suspect(self) -> None:
+        """Somebody may have connected: the log grew, or a question is under way."""
+        self._sign.set()
+
+    async def run(self, daemon: Process) -> None:
+        while True:
+            await self._sign.wait()
+            self._sign = anyio.Event()
+            await anyio.sleep(SUSPICION_SECONDS)
+            while (again := await self._look(daemon)) is not None:
+                await anyio.sleep(again)
+
+    async def _look(self, daemon: Process) -> float | None:
+        try:
+            look = await anyio.to_thread.run_sync(self._peers.look, daemon)
+        except ProcessLookupError:
+            return None  # it has ended
+        except OSError as error:
+            problem = (
+                "connections that say nothing cannot be cut off, and one of them keeps all other clients "
+                f"waiting: {error.strerror}; it takes Linux 5.6 and an agent that may trace (privileged)"
+            )
+            if problem != self._problem:
+                log.warning("mps_connections_not_seen", gpu=self._parts.publisher.uuid, problem=problem)
+                self._problem = problem
+            self._parts.publisher.unguarded(problem)
+            return None
+        self._problem = None
+        self._parts.publisher.unguarded("")
+        if look.cut:
+            self._parts.control.prolong()
+            self._report(look.cut)
+        return look.again
+
+    def _report(self, cut: Collection[Peer]) -> None:
+        """Count each; name them once a minute."""
+        self._parts.publisher.cut(len(cut))
+        self._unreported = [*self._unreported, *cut][-1000:]
+        now = anyio.current_time()
+        if now - self._reported < REPORT_SECONDS:
+            return
+        self._reported = now
+        by_group = {peer.group: peer for peer in self._unreported}
+        named = list(by_group.values())[:MOST_NAMED]
+        more = f" and {len(by_group) - len(named)} more" if len(by_group) > len(named) else ""
+        self._parts.publisher.report(
+            EventReason.SILENT,
+            f"{'; '.join(map(str, named))}{more} connected to the MPS control daemon and said nothing, which "
+            f"keeps all other clients waiting: {len(self._unreported)} connections were cut off, and nothing "
+            "else was ended",
+            frozenset(peer.pid for peer in named),
+        )
+        self._unreported = []
+
+
+def peers_of(pid: int) -> frozenset[int]:
+    """PIDs of those who are connected to a process's sockets. Blocks. Raises OSError."""
+    found: set[int] = set()
+    descriptor = os.pidfd_open(pid)
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                number = int(link.name)
+                if (inode := _inode(pid, number)) is None:
+                    continue
+                with _taken(descriptor, number, inode) as connection:
+                    if connection and connection.family == socket.AF_UNIX:
+                        found.add(_peer(connection).pid)
+    finally:
+        os.close(descriptor)
+    return frozenset(found - {0, pid})
+
+
+def _waited_for(pid: int) -> tuple[int, int] | None:
+    """The socket that a process waits for in a system call: its descriptor and its inode."""
+    with os.scandir(f"/proc/{pid}/task") as tasks:
+        found = [entry.path for entry in islice(tasks, MOST_TASKS)]
+    for task in found:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            # The call's number and its arguments; a word alone, or -1, outside of one.
+            words = Path(task, "syscall").read_text().split()
+            if len(words) > 2 and (inode := _inode(pid, int(words[1], 16))) is not None:
+                return int(words[1], 16), inode
+    return None
+
+
+def _inode(pid: int, number: int) -> int | None:
+    """The inode of the socket that a descriptor is; None: it is no socket. Raises FileNotFoundError."""
+    found = _SOCKET.fullmatch(str(Path(f"/proc/{pid}/fd/{number}").readlink()))
+    return int(found[1]) if found else None
+
+
+@contextmanager
+def _taken(pidfd: int, number: int, inode: int) -> Iterator[socket.socket | None]:
+    """A copy of a process's socket while the context is open; None: it is another thing by now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    copy: int = libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+    if copy < 0:
+        code = ctypes.get_errno()
+        error = OSError(code, os.strerror(code))
+        if isinstance(error, ProcessLookupError) or code == 9:  # EBADF: it was closed meanwhile
+            yield None
+            return
+        raise error
+    try:
+        same = os.fstat(copy).st_ino == inode
+        if not same:
+            yield None
+            return
+        with socket.socket(fileno=os.dup(copy)) as found:
+            yield found
+    finally:
+        os.close(copy)
+
+
+def _cut(pidfd: int, number: int, inode: int) -> bool:
+    with _taken(pidfd, number, inode) as connection:
+        if connection is None:
+            return False
+        with suppress(OSError):  # it has left by itself
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _peer(connection: socket.socket) -> Peer:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    if _gone(connection):
+        return Peer(pid, user, ended=True)
+    try:
+        cgroups = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="replace")
+    except OSError:
+        return Peer(pid, user, ended=pid != 0)
+    return Peer(pid, user, container=container_of(cgroups))
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the process that connected has ended: its number may be another's by now."""
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)  # else a kernel before 6.5, which does not say
+    try:
+        watch = select.poll()
+        watch.register(pidfd, select.POLLIN)
+        return bool(watch.poll(0))
+    finally:
+        os.close(pidfd)

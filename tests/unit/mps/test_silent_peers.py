@@ -1,0 +1,134 @@
+"""The process that a daemon waits for, by the kernel: the daemon is played by one of the same shape."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.mps import processes, silent_peers
+from agent.mps.processes import Process
+from agent.mps.silent_peers import SilentPeers
+
+# Hears one connection at a time. On "start" it waits for the word of a server of its own.
+DAEMON = """
+import os, socket, sys, time
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+listener.listen(128)
+print("ready", flush=True)
+while True:
+    client, _ = listener.accept()
+    if client.recv(100) == b"start":
+        mine, servers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            sys.stdin.readline()
+            servers.send(b"ready")
+            os._exit(0)
+        mine.recv(100)
+        client.send(b"server")
+    client.close()
+"""
+
+
+class Daemon:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._player = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", DAEMON, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._player.stdout
+        assert self._player.stdout.readline() == "ready\n"
+        found = processes.identify(self._player.pid)
+        assert found
+        self.process: Process = found
+
+    def connected(self) -> socket.socket:
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(10)
+        one.connect(str(self.path))
+        return one
+
+    def serve(self) -> None:
+        """The server is up."""
+        assert self._player.stdin
+        self._player.stdin.write("\n")
+        self._player.stdin.flush()
+
+    def close(self) -> None:
+        self._player.kill()
+        self._player.communicate()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    found = Daemon(tmp_path / "control")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SilentPeers:
+    monkeypatch.setattr(silent_peers, "SILENT_SECONDS", 0.004)
+    monkeypatch.setattr(silent_peers, "HOST_SECONDS", 0.004)
+    return SilentPeers(tmp_path)
+
+
+def looked(peers: SilentPeers, daemon: Daemon) -> list[silent_peers.Peer]:
+    """Everybody who was cut off, until the daemon waits for nobody, or for one with all the time."""
+    cut: list[silent_peers.Peer] = []
+    for _ in range(40):
+        cut += peers.look(daemon.process).cut
+        time.sleep(0.005)
+    return cut
+
+
+def test_who_says_nothing_is_cut_off_and_who_waits_behind_is_heard(
+    peers: SilentPeers, daemon: Daemon
+) -> None:
+    with daemon.connected() as silent, daemon.connected() as other:
+        other.send(b"hello")
+        cut = looked(peers, daemon)
+        assert [each.pid for each in cut] == [os.getpid()]
+        assert silent.recv(1) == b""
+        assert other.recv(1) == b""  # it was heard to its end
+
+
+def test_a_client_that_waits_for_its_server_is_never_cut_off(peers: SilentPeers, daemon: Daemon) -> None:
+    with daemon.connected() as client:
+        client.send(b"start")
+        while peers._seen is None:
+            peers.look(daemon.process)
+        assert peers._seen.peer.pid == daemon.process.pid
+        assert looked(peers, daemon) == []
+        daemon.serve()
+        assert client.recv(100) == b"server"
+
+
+def test_a_connection_whose_process_has_ended_is_known_by_no_other(
+    peers: SilentPeers, daemon: Daemon
+) -> None:
+    """Its number may be a neighbour's by now: a tenant would have others blamed."""
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).connect(sys.argv[1])"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as handed_on:
+        number = handed_on.fileno()
+        words = [sys.executable, "-I", "-S", "-c", code, str(daemon.path), str(number)]
+        subprocess.run(words, pass_fds=(number,), check=True)
+        (peer,) = looked(peers, daemon)
+    assert peer.ended
+    assert "which has ended" in str(peer)
+
+
+def test_where_the_kernel_shows_nothing_it_is_said(
+    daemon: Daemon, peers: SilentPeers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silent_peers, "_PIDFD_GETFD", 1 << 20)
+    with daemon.connected(), pytest.raises(OSError, match="Function not implemented"):
+        looked(peers, daemon)
