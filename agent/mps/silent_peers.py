@@ -97,6 +97,7 @@ class SilentPeers:
         self._seen: _Sighting | None = None
         self._known: dict[str, float] = {}  # groups that were silent, and when
         self._last = 0.0  # when somebody was cut off
+        self._stranger: Process | None = None  # the last one outside of pods that was found to be no server
 
     def look(self, daemon: Process) -> Look:
         """Cut off who has been waited for too long. Bounded."""
@@ -151,13 +152,22 @@ class SilentPeers:
             return AGAIN_SECONDS
         if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
             return math.inf  # its server, or a session of ours, which has a deadline
-        if peer.container is None and any(peer.pid == each.pid for each in processes.servers(self._pipe)):
+        if peer.container is None and self._is_server(peer.pid):
             return math.inf
         if peer.container is None and peer.user == 0:
             return HOST_SECONDS
         for group in [group for group, at in self._known.items() if now - at > KNOWN_SECONDS]:
             del self._known[group]
         return AGAIN_SECONDS if peer.group in self._known else SILENT_SECONDS
+
+    def _is_server(self, pid: int) -> bool:
+        process = processes.identify(pid)
+        if process and process == self._stranger:
+            return False  # hundreds of its connections may queue, and servers are looked for in all of /proc
+        found = any(pid == each.pid for each in processes.servers(self._pipe))
+        if not found:
+            self._stranger = process
+        return found
 
 
 class Guard:
