@@ -101,13 +101,23 @@ def test_who_says_nothing_is_cut_off_and_who_waits_behind_is_heard(
         assert other.recv(1) == b""  # it was heard to its end
 
 
+def test_who_keeps_nobody_waiting_may_be_silent(peers: SilentPeers, daemon: Daemon) -> None:
+    """A version that hears others meanwhile has its clients' connections open for as long as they live."""
+    with daemon.connected() as silent:
+        assert looked(peers, daemon) == []
+        with daemon.connected():
+            assert len(looked(peers, daemon)) == 1
+        assert silent.recv(1) == b""
+
+
 def test_a_client_that_waits_for_its_server_is_never_cut_off(peers: SilentPeers, daemon: Daemon) -> None:
     with daemon.connected() as client:
         client.send(b"start")
         while peers._seen is None:
             peers.look(daemon.process)
         assert peers._seen.peer.pid == daemon.process.pid
-        assert looked(peers, daemon) == []
+        with daemon.connected():
+            assert looked(peers, daemon) == []
         daemon.serve()
         assert client.recv(100) == b"server"
 
@@ -121,7 +131,9 @@ def test_a_connection_whose_process_has_ended_is_known_by_no_other(
         number = handed_on.fileno()
         words = [sys.executable, "-I", "-S", "-c", code, str(daemon.path), str(number)]
         subprocess.run(words, pass_fds=(number,), check=True)
-        (peer,) = looked(peers, daemon)
+        with daemon.connected() as behind:
+            behind.send(b"hello")
+            (peer,) = looked(peers, daemon)
     assert peer.ended
     assert "which has ended" in str(peer)
 
