@@ -31,8 +31,8 @@ venv: ## make or update .venv with the tool chain
 venv-runtime:
 	@.ci/venv runtime
 
-demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
-	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
+demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens (PAGE=1: then its page, on localhost)
+	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200 $(if $(PAGE),--page)
 
 test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones
 	@mkdir -p build

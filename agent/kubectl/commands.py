@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import Kubectl, KubectlFailed, MissingRight, NotFound
 from agent.kubectl.text import (
     explained_end,
@@ -28,7 +29,6 @@ from agent.kubectl.view import (
     Document,
     Seen,
     asks,
-    cluster_view,
     cordons_of,
     node_view,
     read,

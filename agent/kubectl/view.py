@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import json
 import re
@@ -49,32 +48,6 @@ class Seen:
 def pod_name(pod: Document) -> str:
     meta = pod["metadata"]
     return f"{meta.get('namespace', '')}/{meta['name']}"
-
-
-def cluster_view(get: Get, namespace: str) -> Document:
-    """All nodes with GPUs, with what is free of them, who holds them, and who waits. Raises KubectlFailed."""
-    missing: list[str] = []
-    seen = visible_pods(get, namespace, missing)
-    nodes: list[Document] | None
-    try:
-        nodes = get("/api/v1/nodes")["items"]
-    except MissingRight as error:
-        nodes = None
-        missing.insert(0, str(error))
-    found = [view for node in nodes or () if (view := node_view(node, seen))]
-    return {
-        "at": dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "nodesKnown": nodes is not None,
-        "nodes": sorted(found, key=lambda each: each["name"]),
-        "bound": [
-            {"pod": pod_name(pod), "node": node}
-            for pod in seen.pods
-            if (node := pod.get("spec", {}).get("nodeName")) and asks(pod)
-        ],
-        "waiting": [waiting(pod) for pod in seen.pods if is_waiting(pod)],
-        "events": last_events(get, seen, missing),
-        "missing": missing,
-    }
 
 
 def visible_pods(get: Get, namespace: str, missing: list[str]) -> Seen:
@@ -195,12 +168,6 @@ def is_waiting(pod: Document) -> bool:
     return not pod.get("spec", {}).get("nodeName") and status.get("phase") == "Pending" and asks(pod)
 
 
-def waiting(pod: Document) -> Document:
-    conditions = pod.get("status", {}).get("conditions") or []
-    scheduled: Document = next((each for each in conditions if each.get("type") == "PodScheduled"), {})
-    return {"pod": pod_name(pod), "reason": " ".join(str(scheduled.get("message", "")).split())}
-
-
 def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
     """The newest events of the agents on nodes."""
     selector = quote("involvedObject.kind=Node,source=gpu-node-agent", safe="")
@@ -212,6 +179,7 @@ def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
     except KubectlFailed as error:
         missing.append(f"events cannot be read: {error}")
         return []
+    items = [each for each in items if each["involvedObject"].get("kind") == "Node"]
     items.sort(key=lambda each: str(each.get("lastTimestamp") or ""), reverse=True)
     return [
         {

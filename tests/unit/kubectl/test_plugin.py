@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import MissingRight, failure
 from agent.kubectl.main import plugin_main
 from agent.kubectl.text import explained_running, explained_waiting, overview, top
-from agent.kubectl.view import CORDON, Seen, cluster_view, node_view
+from agent.kubectl.view import CORDON, Seen, node_view
 from tests import plugin_file
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
