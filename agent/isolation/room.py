@@ -52,13 +52,14 @@ class Isolation:
         clock: Callable[[], float] = anyio.current_time,
         *,
         compute: bool = False,
+        expected: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`source`: the image's library. `namespaces` answers what a namespace has of its own.
 
-        `compute`: containers that start are held to a share of compute.
+        `compute`: containers that start are held to a share of compute. `expected`: see `Contexts`.
         """
         self.folders = folders
-        self.contexts = Contexts()
+        self.contexts = Contexts(expected)
         self._copies = Copies(state)
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
         # Why containers get no library; None: they do.

@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
+from agent.isolation.context_table import context_bytes
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import Policy
 from agent.isolation.resize import replace_about
@@ -25,9 +26,16 @@ UNITS = tuple(f"{GPU}::m{number}" for number in range(4))
 CAP = len(UNITS) * VGPU.block_bytes
 
 
-def room(root: Path, library: Path) -> Isolation:
+def room(root: Path, library: Path, product: str = "") -> Isolation:
     record: Cell[PodList | None] = Cell(None)
-    return Isolation(LimitFolders(root / "run"), library, root / "state", Policy.STRICT, record)
+    return Isolation(
+        LimitFolders(root / "run"),
+        library,
+        root / "state",
+        Policy.STRICT,
+        record,
+        expected=lambda _: context_bytes(product),
+    )
 
 
 def mounted(root: Path, mounts: tuple[Mount, ...]) -> Container:
@@ -78,3 +86,23 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     await anyio.to_thread.run_sync(partial(later.folders.change, key, unseen_bytes=64 * MIB))
     await later.resize(key, replace_about(about, CAP + 3 * VGPU.block_bytes, grown.grown))
     assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB
+
+
+@pytest.mark.timeout(600)
+async def test_contexts_count_by_default(
+    tmp_path: Path, library: Path, machine: CudaMachine, programs: Programs
+) -> None:
+    """Nobody measures anything, as in the default chart: the table counts."""
+    machine.state.devices[0].context_bytes = 210 * MIB
+    agent = room(tmp_path, library, "NVIDIA A10")
+    await agent.start()
+    admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
+    start = partial(programs, container, "check('cuInit', 0)")
+    for _ in range(3):
+        program = await anyio.to_thread.run_sync(start)
+        await anyio.to_thread.run_sync(program, "init()", "alloc(100)")
+    program = await anyio.to_thread.run_sync(start)
+    code = "call('cuDevicePrimaryCtxRetain', ctypes.byref(u64()), 0)"
+    assert await anyio.to_thread.run_sync(program, code) == 2
+    assert machine.used() <= container.charged() <= CAP
