@@ -15,6 +15,7 @@ from agent.model.cgroup import ContainerRef
 from agent.modes.withheld import Withheld
 
 LOOK_SECONDS = 2.0  # between looks at processes that have stayed
+IDLE_SECONDS = 30.0  # a namesake that holds the same changes the record, and nothing is published
 # A GPU whose processes cannot be read is sick, or gone: its health keeps it off the lists.
 MOST_FAILURES = 5
 
@@ -56,7 +57,7 @@ class Lingering:
         while True:
             seen = self._record.version
             await self.look()
-            with anyio.move_on_after(LOOK_SECONDS if self._left else None):
+            with anyio.move_on_after(LOOK_SECONDS if self._left else IDLE_SECONDS):
                 await self._record.wait_change(seen)
 
     async def look(self) -> None:
