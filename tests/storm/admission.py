@@ -167,7 +167,7 @@ class Judged:
 
 
 def _needs(spec: PodSpec) -> Counter[str] | None:
-    """What one GPU has to have for the pod to fit whatever is chosen for each container; None: not judged."""
+    """Room that one GPU needs for the pod to fit whatever is chosen for each container; None: not judged."""
     plain = [each for each in spec.init_containers if not each.restartable]
     limits: Counter[str] = Counter()
     if not plain:

@@ -1,4 +1,4 @@
-"""What excuses units that are not offered and pods that are refused: by cause, by GPU, for a time.
+"""Excuses for units that are not offered and pods that are refused: by cause, by GPU, for a time.
 
 A cause excuses what it reaches and nothing else: a hung MPS daemon the shares of its own GPU, an API server
 that is away only shares (whole GPUs are granted without it), and each only for as long as the agent may need
@@ -115,7 +115,7 @@ class Excuses:
         """For how many seconds a cause excuses something."""
         began = self._begun.get(kind, LONG)
         if kind == "api" and any(self._last.get(each, -LONG) >= began for each in ("agent", "kubelet")):
-            return LONG  # who has just started knows of no end that only the API server tells
+            return LONG  # who has just started knows of no end that the API server alone has seen
         return LASTS.get(kind, LONG)
 
     def applies(self, uuid: str) -> bool:

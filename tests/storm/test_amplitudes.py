@@ -1,4 +1,4 @@
-"""What storms do lasts longer than all that the agent waits for: its constants are read from its code."""
+"""Acts of storms last longer than all that the agent waits for: its constants are read from its code."""
 
 import ast
 from pathlib import Path

@@ -198,7 +198,7 @@ class Life:
     def _drop_removed(self) -> None:
         """Know no more of pods that were deleted by force; their processes take their time to end.
 
-        What was removed is told before what was added (`pkg/kubelet/config/config.go`, `Merge`).
+        Removals come before additions (`pkg/kubelet/config/config.go`, `Merge`).
         """
         known = (self._api.pods, self._api.manifests)
         for pod in self._taken_up():
