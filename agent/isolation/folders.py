@@ -235,8 +235,15 @@ class LimitFolders:
                 os.close(descriptor)
 
     def _hold(self, folder: int, key: str) -> None:
+        """Each is asked for, whatever the others do: leases on several files are waited for at once."""
+        failed: OSError | AccessRefused | None = None
         for name in MODES:
-            os.close(self._descriptor(folder, key, name))
+            try:
+                os.close(self._descriptor(folder, key, name))
+            except (OSError, AccessRefused) as error:
+                failed = failed or error
+        if failed:
+            raise failed
 
     def _descriptor(self, folder: int, key: str, name: str) -> int:
         if name not in MODES:  # no container has it

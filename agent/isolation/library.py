@@ -190,12 +190,18 @@ def install(source: Path, state: Path) -> Original:
 
 
 def hold(held: Held, library: Library) -> None:
-    """Have both files of a copy open. Raises OSError."""
+    """Have both files of a copy open; each is asked for, whatever the other does. Raises OSError."""
     if held.has(library.build, library.names):
         return
+    failed: OSError | None = None
     with trees.opened(library.folder) as folder:
         for name in library.names:
-            os.close(held.get(library.build, name, folder, os.O_RDONLY))
+            try:
+                os.close(held.get(library.build, name, folder, os.O_RDONLY))
+            except OSError as error:
+                failed = failed or error
+    if failed:
+        raise failed
 
 
 def settle(held: Held, library: Library) -> None:
