@@ -198,7 +198,7 @@ class Guard:
     async def _look(self, daemon: Process) -> float | None:
         try:
             look = await anyio.to_thread.run_sync(self._peers.look, daemon)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             return None  # it has ended
         except OSError as error:
             problem = (
