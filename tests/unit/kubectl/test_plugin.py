@@ -199,6 +199,21 @@ def test_each_command_has_kubectl_get_label_or_annotate(
     assert {tuple(each[:2]) for each in asked(fake)} <= ALLOWED
 
 
+def test_cordons_that_cannot_be_read_are_not_written_over(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fake / "api_v1_nodes_a"
+    found = json.loads(file.read_text())
+    found["metadata"]["annotations"][CORDON] = '{"GPU-a-0": '
+    file.write_text(json.dumps(found))
+    assert plugin_main(["cordon", "a/1"]) == 1
+    assert "mend or remove it first" in capsys.readouterr().err
+    found["metadata"]["annotations"][CORDON] = "0=fan, 1"
+    file.write_text(json.dumps(found))
+    assert plugin_main(["uncordon", "a/1"]) == 0
+    assert asked(fake)[-1][3] == f'{CORDON}={{"0":{{"reason":"fan"}}}}'
+
+
 def test_flags_of_kubectl_are_passed_on(fake: Path) -> None:
     assert plugin_main(["top", "--once", "--context=c", "--as=eve", "-n", "team"]) == 0
     assert asked(fake)[0][:2] == ["--context=c", "--as=eve"]
