@@ -72,7 +72,8 @@ def plain(line: str) -> str:
 
 
 def do_overview(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    shown(options, lambda: cluster_view(kubectl.get, options.namespace), overview)
+    names = options.output == "json"
+    shown(options, lambda: cluster_view(kubectl.get, options.namespace, names), overview)
     return 0
 
 

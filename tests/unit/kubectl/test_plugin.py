@@ -66,6 +66,24 @@ def test_an_administrator_sees_all() -> None:
     assert "foe/secret" in "\n".join(top(view))
 
 
+def test_the_overview_asks_for_no_list_of_all_pods_but_while_a_switch_waits() -> None:
+    nodes, pods = cluster()
+    asked_for: list[str] = []
+
+    def get(path: str) -> Any:
+        asked_for.append(path)
+        return viewer(nodes, pods)(path)
+
+    cluster_view(get, "x", names=False)
+    assert [each for each in asked_for if "/pods" in each] == [
+        "/api/v1/pods?fieldSelector=spec.nodeName%3D%2Cstatus.phase%3DPending"
+    ]
+    nodes.append(node("c", gpu(0, node="c"), state={"state": "switching", "message": "waits for foe/big"}))
+    view = cluster_view(get, "x", names=False)
+    assert "phase%21%3DFailed" in asked_for[-2]
+    assert "foe/big" in "\n".join(overview(view))
+
+
 def test_a_tenant_sees_own_names_and_the_missing_right() -> None:
     view = cluster_view(viewer(*cluster(), own="team"), "team")
     assert "foe" not in json.dumps(view)
