@@ -56,7 +56,7 @@ def cluster_view(get: Get, namespace: str, names: bool = True) -> Document:
 def applied(node: Document) -> bool:
     """Whether the node has the mode that it is to have; also where it has no agent."""
     notes = node["metadata"].get("annotations") or {}
-    return read(notes.get(STATE)).get("state", "applied") == "applied"
+    return bool(read(notes.get(STATE)).get("state", "applied") == "applied")
 
 
 def waiting(pod: Document, nodes: list[Document]) -> Document:
