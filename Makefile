@@ -34,8 +34,9 @@ venv-runtime:
 demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens (PAGE=1: then its page, on localhost)
 	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200 $(if $(PAGE),--page)
 
-test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones
+test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones (installs Debian's Chromium if missing)
 	@mkdir -p build
+	@$(PYTHON_IN_VENV) -m tests.pictures.chromium || [ -z "$$CI" ]
 	@code=0; \
 	nice $(TOGETHER) ruff types contracts > build/lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$lint 2>/dev/null || :' EXIT; \

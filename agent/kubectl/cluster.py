@@ -7,19 +7,35 @@ from collections import Counter
 
 from agent.kubectl.fit import lacks
 from agent.kubectl.kube import Get, MissingRight
-from agent.kubectl.view import Document, asks, is_waiting, last_events, node_view, pod_name, visible_pods
+from agent.kubectl.view import (
+    STATE,
+    UNBOUND,
+    UNFINISHED,
+    Document,
+    asks,
+    is_waiting,
+    last_events,
+    node_view,
+    pod_name,
+    read,
+    visible_pods,
+)
 
 
-def cluster_view(get: Get, namespace: str) -> Document:
-    """All nodes with GPUs, with what is free of them, who holds them, and who waits. Raises KubectlFailed."""
+def cluster_view(get: Get, namespace: str, names: bool = True) -> Document:
+    """All nodes with GPUs, with what is free of them, who holds them, and who waits. Raises KubectlFailed.
+
+    `names` False: holders are not named, which saves the list of all pods, unless a switch waits for some.
+    """
     missing: list[str] = []
-    seen = visible_pods(get, namespace, missing)
     nodes: list[Document] | None
     try:
         nodes = get("/api/v1/nodes")["items"]
     except MissingRight as error:
         nodes = None
         missing.insert(0, str(error))
+    quiet = not names and nodes is not None and all(applied(node) for node in nodes)
+    seen = visible_pods(get, namespace, missing, UNBOUND if quiet else UNFINISHED)
     found = [view for node in nodes or () if (view := node_view(node, seen))]
     sorted_nodes = sorted(found, key=lambda each: str(each["name"]))
     return {
@@ -35,6 +51,12 @@ def cluster_view(get: Get, namespace: str) -> Document:
         "events": last_events(get, seen, missing),
         "missing": missing,
     }
+
+
+def applied(node: Document) -> bool:
+    """Whether the node has the mode that it is to have; also where it has no agent."""
+    notes = node["metadata"].get("annotations") or {}
+    return bool(read(notes.get(STATE)).get("state", "applied") == "applied")
 
 
 def waiting(pod: Document, nodes: list[Document]) -> Document:

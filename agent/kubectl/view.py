@@ -23,6 +23,7 @@ PAIRS = {
 }
 RESOURCES = {*WHOLE, *(name for pair in PAIRS.values() for name in pair)}
 UNFINISHED = quote("status.phase!=Succeeded,status.phase!=Failed", safe="")
+UNBOUND = quote("spec.nodeName=,status.phase=Pending", safe="")
 # namespace/name of a pod in a sentence; domains and paths are none.
 POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?)")
 
@@ -50,11 +51,11 @@ def pod_name(pod: Document) -> str:
     return f"{meta.get('namespace', '')}/{meta['name']}"
 
 
-def visible_pods(get: Get, namespace: str, missing: list[str]) -> Seen:
+def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> Seen:
     """Pods of the cluster, else those of the namespace, else none; what was missing is added to `missing`."""
     for path in ("/api/v1/pods", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"):
         try:
-            return Seen(get(f"{path}?fieldSelector={UNFINISHED}")["items"])
+            return Seen(get(f"{path}?fieldSelector={which}")["items"])
         except MissingRight as error:
             missing.append(str(error))
     return Seen([])

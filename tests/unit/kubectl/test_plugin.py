@@ -66,6 +66,24 @@ def test_an_administrator_sees_all() -> None:
     assert "foe/secret" in "\n".join(top(view))
 
 
+def test_the_overview_asks_for_no_list_of_all_pods_but_while_a_switch_waits() -> None:
+    nodes, pods = cluster()
+    asked_for: list[str] = []
+
+    def get(path: str) -> Any:
+        asked_for.append(path)
+        return viewer(nodes, pods)(path)
+
+    cluster_view(get, "x", names=False)
+    assert [each for each in asked_for if "/pods" in each] == [
+        "/api/v1/pods?fieldSelector=spec.nodeName%3D%2Cstatus.phase%3DPending"
+    ]
+    nodes.append(node("c", gpu(0, node="c"), state={"state": "switching", "message": "waits for foe/big"}))
+    view = cluster_view(get, "x", names=False)
+    assert "phase%21%3DFailed" in asked_for[-2]
+    assert "foe/big" in "\n".join(overview(view))
+
+
 def test_a_tenant_sees_own_names_and_the_missing_right() -> None:
     view = cluster_view(viewer(*cluster(), own="team"), "team")
     assert "foe" not in json.dumps(view)
@@ -197,6 +215,21 @@ def test_each_command_has_kubectl_get_label_or_annotate(
     assert plugin_main(["cordon", "a/9"]) == 1
     assert "there is no GPU a/9" in capsys.readouterr().err
     assert {tuple(each[:2]) for each in asked(fake)} <= ALLOWED
+
+
+def test_cordons_that_cannot_be_read_are_not_written_over(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fake / "api_v1_nodes_a"
+    found = json.loads(file.read_text())
+    found["metadata"]["annotations"][CORDON] = '{"GPU-a-0": '
+    file.write_text(json.dumps(found))
+    assert plugin_main(["cordon", "a/1"]) == 1
+    assert "mend or remove it first" in capsys.readouterr().err
+    found["metadata"]["annotations"][CORDON] = "0=fan, 1"
+    file.write_text(json.dumps(found))
+    assert plugin_main(["uncordon", "a/1"]) == 0
+    assert asked(fake)[-1][3] == f'{CORDON}={{"0":{{"reason":"fan"}}}}'
 
 
 def test_flags_of_kubectl_are_passed_on(fake: Path) -> None:
