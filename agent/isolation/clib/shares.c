@@ -120,8 +120,7 @@ static void nap(unsigned record, uint64_t now, uint64_t until) {
     __atomic_fetch_add(&device->waited_ns, gna_clock_ns() - now, __ATOMIC_RELAXED);
 }
 
-/* Waits for the share and charges it. Where streams overlap, a launch that has to wait waits for longer than for itself,
- * so that those behind it go at once. */
+/* Waits for the share and charges it. */
 static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
     struct share *share = &shares[record];
     struct gna_usage_device *device = &gna_usage->device[record];
@@ -145,10 +144,10 @@ static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
             base = now - burst;
         }
         if (cost != PAUSED && base <= now) {
-            uint64_t paid = gna_overlap_part((int)record, device_ns), price = times(paid, cost);
+            uint64_t price = times(device_ns, cost);
             if (__atomic_compare_exchange_n(&device->next_ns, &next, base + price, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
                 turn->charged_ns = price;
-                turn->paid_ns = paid;
+                turn->paid_ns = device_ns;
                 turn->at_ns = now;
                 return;
             }
@@ -162,8 +161,7 @@ static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
             __atomic_fetch_add(&device->waits, 1, __ATOMIC_RELAXED);
             gna_measure_read(); /* what is known by now may change the price of the next one */
         }
-        uint64_t group = cost == PAUSED ? 0 : times(gna_overlap_group((int)record, device_ns), cost);
-        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base + (group < burst ? group : burst));
+        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base);
     }
 }
 

@@ -131,32 +131,6 @@ def test_controller_survives_sigkill_and_fork(site: Site) -> None:
     assert site.machine.busy_ns(child) > 400 * MS < site.machine.busy_ns(other.pid)
 
 
-THREADS = """
-def work():
-    kernel = function(b'work_1ms')
-    def one():
-        init()
-        while now() < 3000:
-            launch(kernel, 2)
-            check('cuStreamSynchronize', u64(2))
-    threads = [threading.Thread(target=one) for _ in range(4)]
-    for each in threads: each.start()
-    sleep(4000)
-    for each in threads: each.join()
-"""
-
-
-def test_default_streams_of_threads_overlap_too(site: Site) -> None:
-    """They are different streams under one name."""
-    site.tasks(5)
-    program = site.program(site.container(20))
-    program(THREADS)
-    program("timed(work)")
-    assert site.machine.busy_ns(program.pid) / (3000 * MS) == pytest.approx(0.2, abs=0.04)
-    # One behind the other it would be 600.
-    assert site.machine.launches(program.pid) > 1500
-
-
 IN_TURN = """
 def work():
     kernel, streams = function(b'work_1ms'), [out('cuStreamCreate', 1) for _ in range(2)]
