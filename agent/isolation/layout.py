@@ -10,6 +10,7 @@ force. The *usage region* is the container's own, and so a hint at most.
 import ctypes
 import mmap
 import os
+import re
 import struct
 import time
 import uuid
@@ -58,6 +59,8 @@ FIGURES_AT = 128
 SHARE = struct.Struct("<QQQ")
 SHARE_AT = 256
 NEWER_AT = 272
+NEWER = struct.Struct("<Q16x64s")  # how many, and the name of the last one
+ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Usage:
     next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
     waits: int = 0  # launches that waited for the share
     waited_ns: int = 0
+    newer: int = 0  # entry points that were given out uncounted, since they are newer than the library
+    newer_name: str = ""  # the last of them
 
 
 def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
@@ -173,9 +178,15 @@ def read_usage(content: bytes) -> list[Usage]:
     if not 1 <= devices <= MOST_DEVICES or len(content) < usage_head_bytes(devices):
         raise BadLayout(f"a usage region of {devices} GPUs cannot be")
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    newer, name = NEWER.unpack_from(content, NEWER_AT)
+    text = name.partition(b"\0")[0].decode("ascii", "replace")
+    named = text if ENTRY_POINT.fullmatch(text) else ""  # whoever is in the container may have written it
     return [
         Usage(
-            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+            *FIGURES.unpack_from(content, start + FIGURES_AT),
+            *SHARE.unpack_from(content, start + SHARE_AT),
+            newer,
+            named,
         )
         for start in starts
     ]

@@ -143,7 +143,8 @@ struct gna_usage_header {
     uint64_t newer;          /* 272  entry points handed out that are newer than the library */
     uint64_t used_slots;     /* 280  slots below this number have been in use; the shared one is not counted */
     uint64_t thorough_ns;    /* 288  CLOCK_BOOTTIME of the last one that looked for zombies and pids used again */
-    uint8_t reserved_b[3800];
+    char newer_name[64];     /* 296 the last of these, ended by a zero byte */
+    uint8_t reserved_b[3736];
 };
 
 struct gna_usage_device {
@@ -218,6 +219,7 @@ GNA_SIZE(struct gna_usage_header, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage_header, lock, 128);
 GNA_AT(struct gna_usage_header, swept_ns, 256);
 GNA_AT(struct gna_usage_header, used_slots, 280);
+GNA_AT(struct gna_usage_header, newer_name, 296);
 GNA_SIZE(struct gna_usage_device, GNA_DEVICE_BYTES);
 GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);
