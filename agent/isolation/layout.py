@@ -33,6 +33,7 @@ COPY_BYTES = 112
 STRICT, COMPUTE = 1, 2
 GATE_AT = 4608
 CHANGES_AT = GATE_AT + 4
+BEAT_AT = GATE_AT + 8
 CORRECTION_ONE = 65536
 RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
@@ -103,6 +104,7 @@ def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
         at = RECORDS_AT + number * RECORD_BYTES
         content[at : at + COPY_BYTES] = _copy(1, device)
     GATE.pack_into(content, GATE_AT, any(device.compute for device in devices), 0)
+    CRC.pack_into(content, BEAT_AT, 1)
     return bytes(content)
 
 
@@ -130,6 +132,12 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
         os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
         return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
     return 0
+
+
+def beat(descriptor: int) -> None:
+    """Tell paused launches that an agent is there, which will end their pause. Raises OSError."""
+    (number,) = CRC.unpack(os.pread(descriptor, CRC.size, BEAT_AT))
+    os.pwrite(descriptor, CRC.pack(number % 0xFFFFFFFF + 1), BEAT_AT)
 
 
 def wake(descriptor: int, offset: int, size: int) -> int:

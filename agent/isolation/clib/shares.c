@@ -10,6 +10,7 @@
 #define UNKNOWN_RIVALS 256u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
+#define SILENT_NS UINT64_C(30000000000)        /* without an agent's beat: nobody is there to end a pause */
 #define LONGEST_BAR_NS UINT64_C(3000000000)    /* for which captures keep a function from being measured */
 
 static const uint32_t closed = 1;
@@ -120,6 +121,18 @@ static void nap(unsigned record, uint64_t now, uint64_t until) {
     __atomic_fetch_add(&device->waited_ns, gna_clock_ns() - now, __ATOMIC_RELAXED);
 }
 
+/* Of a pause: its agent has not kept the beat for long, by looks of this process. */
+static bool is_forgotten(uint64_t now) {
+    static _Atomic uint32_t seen;
+    static _Atomic uint64_t since;
+    uint32_t beat = __atomic_load_n(&gna_limits_gate()->beat, __ATOMIC_RELAXED);
+    if (beat != atomic_load_explicit(&seen, memory_order_relaxed)) {
+        atomic_store_explicit(&since, now, memory_order_relaxed);
+        atomic_store_explicit(&seen, beat, memory_order_relaxed);
+    }
+    return beat != 0 && now - atomic_load_explicit(&since, memory_order_relaxed) >= SILENT_NS;
+}
+
 /* Waits for the share and charges it. */
 static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
     struct share *share = &shares[record];
@@ -153,8 +166,8 @@ static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
             }
             continue;
         }
-        if (!gna_usage_sound()) {
-            return; /* the container is refused memory from here on */
+        if (!gna_usage_sound() || (cost == PAUSED && is_forgotten(now))) {
+            return; /* without sound files the container is refused memory from here on */
         }
         if (!waited) {
             waited = true;
