@@ -1,14 +1,14 @@
 """What a context of CUDA takes on a GPU that nobody has measured yet.
 
-It is not documented. Measured by others, as what a first context takes from cuMemGetInfo with drivers of CUDA 13:
-555 MiB on an RTX PRO 6000 Blackwell (188 multiprocessors of 1,536 threads) and 107 MiB on an RTX 4060 Ti (34 of
-1,536), github.com/ggml-org/llama.cpp/pull/23604; 300 to 400 MiB on a V100 (80 of 2,048) with modules of the
-program, github.com/pytorch/pytorch/issues/20532. These are about 2 KiB for each thread that the GPU can hold
-(CUDA C++ Programming Guide, technical specifications per compute capability). The table is made by that: an
-assumption that only hardware can settle.
+It is not documented. Measured by others, as what a first context takes from cuMemGetInfo with drivers of
+CUDA 13: 555 MiB on an RTX PRO 6000 Blackwell (188 multiprocessors of 1,536 threads) and 107 MiB on an RTX
+4060 Ti (34 of 1,536), github.com/ggml-org/llama.cpp/pull/23604; 300 to 400 MiB on a V100 (80 of 2,048) with
+modules of the program, github.com/pytorch/pytorch/issues/20532. These are about 2 KiB for each thread that
+the GPU can hold (CUDA C++ Programming Guide, technical specifications per compute capability). The table is
+made by that: an assumption that only hardware can settle.
 
-Driver branches before 535 (CUDA 12.2) load all of a program's code with its context, unless asked not to, and so
-take more. They are charged the same; what lies above counts once it is measured.
+Driver branches before 535 (CUDA 12.2) load all of a program's code with its context, unless asked not to,
+and so take more. They are charged the same; what lies above counts once it is measured.
 """
 
 import re

@@ -5,11 +5,11 @@ Of a container with a single process they are what the driver measures beyond wh
 The library charges the figure ahead for each context, so that a cap holds from a program's first moment on;
 until there is a figure a table by product counts, whether anybody measures or not.
 
-What the library counts its container may write, and what it does not count (code, calls past it) looks like a
-context, so that a figure is no more than a hint. Of each namespace the least counts, of several namespaces the
-one in the middle, or below it; where fewer than three have one, nobody is charged more than the table says, or
-than contexts take on GPUs of today, and nobody ever more than half of its cap. Nor is a figure taken from a
-container that is above its cap.
+What the library counts its container may write, and what it does not count (code, calls past it) looks like
+a context, so that a figure is no more than a hint. Of each namespace the least counts, of several
+namespaces the one in the middle, or below it; where fewer than three have one, nobody is charged more than
+the table says, or than contexts take on GPUs of today, and nobody ever more than half of its cap. Nor is a
+figure taken from a container that is above its cap.
 """
 
 from collections import deque

@@ -164,6 +164,11 @@ class LimitFolders:
             _write(folder, scratch, msgspec.json.encode(about), 0o600)
         self.change(key, memory_bytes=about.memory_bytes)
 
+    def beat(self, key: str) -> None:
+        """See `layout.beat`. Raises FolderUnusable."""
+        with self._file(key, LIMITS) as file:
+            layout.beat(file)
+
     def bound(self, key: str) -> None:
         """Cut a usage region back that its container made longer. Raises FolderUnusable."""
         with self._file(key, USAGE) as file:

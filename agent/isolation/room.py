@@ -20,6 +20,7 @@ from agent.isolation.copies import Copies
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.held import REFUSALS, Held
 from agent.isolation.isolation_errors import AccessRefused, FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.layout import Usage
 from agent.isolation.library import Library, Original
 from agent.isolation.limits import Admission, ContainerLimits, Policy
 from agent.isolation.problems import Problems
@@ -76,6 +77,8 @@ class Isolation:
         self._unsettled: set[str] = set()  # copies that are not on disk yet
         # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
         self.refusing: Mapping[str, str] = MappingProxyType({})
+        # By the library's word, some seconds old, whether anybody measures or not.
+        self.counted: Mapping[str, Usage] = MappingProxyType({})
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = False  # whether there may be copies of nobody's
         self._born: dict[str, float] = {}  # folders, and since when they are known
@@ -404,6 +407,7 @@ class Isolation:
         keeps the agent from its files, and how.
         """
         refusing: dict[str, str] = {}
+        counted: dict[str, Usage] = {}
         self._unreadable.keep(containers)
         self._unmended.intersection_update(containers)
         for key, about in ((key, each.about) for key, each in containers.items()):
@@ -414,6 +418,11 @@ class Isolation:
                 self._unreadable.over(key)
             if texts := [str(each) for each in problems if isinstance(each, AccessRefused)]:
                 refusing[key] = texts[0]
+            if about.build:
+                with suppress(FolderUnusable):
+                    if usage := self.folders.usage(key):
+                        counted[key] = usage
+        self.counted = MappingProxyType(counted)
         return MappingProxyType(refusing)
 
     def _kept(self, key: str, about: About) -> Iterator[IsolationError]:

@@ -10,6 +10,7 @@ import pytest
 from agent.isolation.context_table import context_bytes
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import Policy
+from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
@@ -18,21 +19,25 @@ from agent.model.demand import VGPU
 from agent.model.mount import Mount
 from tests.component.caps.conftest import Programs
 from tests.component.caps.container import Container
+from tests.component.caps.native import shared
+from tests.component.caps.test_resolver import NEWER
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program
+from tests.unit.isolation.test_watch import Owners
 
 GPU = CudaGpu().uuid
 UNITS = tuple(f"{GPU}::m{number}" for number in range(4))
+BYPASSED = "LimitsBypassed"
 CAP = len(UNITS) * VGPU.block_bytes
 
 
-def room(root: Path, library: Path, product: str = "") -> Isolation:
-    record: Cell[PodList | None] = Cell(None)
+def room(root: Path, library: Path, product: str = "", policy: Policy = Policy.STRICT) -> Isolation:
+    record: Cell[PodList | None] = Cell(PodList((), ()))
     return Isolation(
         LimitFolders(root / "run"),
         library,
         root / "state",
-        Policy.STRICT,
+        policy,
         record,
         expected=lambda _: context_bytes(product),
     )
@@ -106,3 +111,26 @@ async def test_contexts_count_by_default(
     code = "call('cuDevicePrimaryCtxRetain', ctypes.byref(u64()), 0)"
     assert await anyio.to_thread.run_sync(program, code) == 2
     assert machine.used() <= container.charged() <= CAP
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", [Policy.LIBRARY, Policy.STRICT])
+async def test_newer_entry_point_is_told(
+    policy: Policy, tmp_path: Path, library: Path, programs: Programs
+) -> None:
+    agent, owners = room(tmp_path, library, policy=policy), Owners()
+    publisher = Publisher(agent, owners)
+    await agent.start()
+    admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
+    driver = await anyio.to_thread.run_sync(shared, tmp_path, "libcuda.so.1", NEWER)
+    program = await anyio.to_thread.run_sync(partial(programs, container, driver=driver))
+    refused = await anyio.to_thread.run_sync(program, "resolve('cuMemAlloc', 99000)[1] is None")
+    assert refused is (policy is Policy.STRICT)
+    for _ in range(2):
+        await agent.tidy()
+        publisher.publish()
+    said = [text for text, each in zip(owners.messages, owners.events, strict=True) if each[1] == BYPASSED]
+    assert len(said) == (not refused)
+    assert all("cuMemAlloc" in text for text in said)
+    assert [usage.newer for usage in publisher.counted().values()] == [1]
