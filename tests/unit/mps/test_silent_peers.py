@@ -158,7 +158,7 @@ class Scene:
         self.told: list[tuple[EventReason, str]] = []
         self.next: Look | OSError = Look((), None)
         self.prolonged = 0
-        publisher = StatusPublisher("GPU-1", lambda kind, _uuid, text, _pids: self.told.append((kind, text)))
+        publisher = StatusPublisher("GPU-1", lambda kind, _, text, *__: self.told.append((kind, text)))
         self.publisher = publisher
         part: Any = self
         self.guard = Guard(DaemonParts(part, Directories(Path("/x")), part, part, publisher, Options(), part))
