@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,17 @@ def test_500_nodes_in_2_s() -> None:
     )
     assert len(overview(view)) == 501
     assert time.process_time() - began < 2
+
+
+def test_the_wheel_carries_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=plugin_file.ROOT, check=True, capture_output=True, timeout=50)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        (script,) = [name for name in packed.namelist() if name.endswith("/scripts/kubectl-gpu")]
+        first, rest = packed.read(script).decode().split("\n", 1)
+    assert first == "#!python"  # which pip makes the interpreter's path of
+    assert rest == plugin_file.joined().split("\n", 1)[1]
 
 
 def test_the_krew_archive_is_the_same_for_the_same_sources() -> None:
