@@ -8,7 +8,16 @@ from agent import __version__
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "agent" / "kubectl"
 FILE = ROOT / "charts" / "gpu-node-agent" / "files" / "kubectl-gpu"
-MODULES = ("kube", "view", "fit", "text", "commands", "page", "main")  # each before those that import it
+MODULES = (
+    "kube",
+    "view",
+    "fit",
+    "cluster",
+    "text",
+    "commands",
+    "page",
+    "main",
+)  # each before those that import it
 HEAD = """\
 #!/usr/bin/env python3
 # kubectl gpu, of gpu-node-agent {version}: put this file into a folder of PATH as kubectl-gpu, executable.

@@ -15,6 +15,7 @@ from agent.app.parts import ClusterAccess, Tasks
 from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
 from agent.isolation.compute import Compute
+from agent.isolation.context_table import context_bytes
 from agent.isolation.driver import DriverLimits
 from agent.isolation.folders import About, LimitFolders
 from agent.isolation.isolation_errors import IsolationError
@@ -129,6 +130,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
         core.holdings.cell,
         namespaces,
         compute=settings.vgpu.compute != "off",
+        expected=partial(_expected_context, snapshot),
     )
     await isolation.start()
     compute = await build_compute(settings.vgpu, isolation, pods)
@@ -216,6 +218,11 @@ class VgpuFence:
             raise Refused(text, Reason.UNAVAILABLE) from error
         limit = (memory_limits.device(len(grant.ids)),) if admission.driver else ()
         return Allocation(mounts=admission.mounts, cdi_devices=limit)
+
+
+def _expected_context(inventory: Cell[Snapshot], gpu: str) -> int:
+    state = inventory.value.by_uuid.get(gpu)
+    return context_bytes(state.gpu.product) if state else 0
 
 
 def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Mapping[str, int]:

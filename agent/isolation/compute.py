@@ -33,6 +33,8 @@ from agent.kit.cell import Cell
 log = structlog.get_logger()
 
 POLL_SECONDS = 0.01
+# A pause ends by itself 30 s after the last beat: see `is_forgotten` in clib/shares.c.
+BEAT_SECONDS = 5.0
 TURN_SECONDS = 0.25
 IDLE_SECONDS = 1.0
 """Who did nothing for so long leaves its promise to others until it comes back."""
@@ -81,6 +83,7 @@ class _Followed:
     moved: float = float("-inf")  # when it last did something
     since: float = float("-inf")  # when its share was changed, or it began to work
     looked: float = float("-inf")
+    beaten: float = float("-inf")
     held_back: bool = False  # whether launches waited since the last measurement
     throttled: float = 0.0  # seconds
     used: float | None = None
@@ -254,12 +257,17 @@ class Compute:
 
     def _write(self, each: _Followed) -> None:
         wanted = (each.share, each.factor, each.rivals)
-        if each.written == wanted:
+        late = each.share == 0 and self._clock() - each.beaten >= BEAT_SECONDS
+        if each.written == wanted and not late:
             return
         values = {"compute": True, "share": each.share, "correction": each.factor, "rivals": each.rivals}
         try:
-            self._isolation.folders.change(each.claim.key, **values)
-            each.written = wanted
+            if late:
+                self._isolation.folders.beat(each.claim.key)
+                each.beaten = self._clock()
+            if each.written != wanted:
+                self._isolation.folders.change(each.claim.key, **values)
+                each.written = wanted
         except FolderUnusable as error:
             self._unwritten.met(each.claim.key, error)
         else:

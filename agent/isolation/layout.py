@@ -10,6 +10,7 @@ force. The *usage region* is the container's own, and so a hint at most.
 import ctypes
 import mmap
 import os
+import re
 import struct
 import time
 import uuid
@@ -32,6 +33,7 @@ COPY_BYTES = 112
 STRICT, COMPUTE = 1, 2
 GATE_AT = 4608
 CHANGES_AT = GATE_AT + 4
+BEAT_AT = GATE_AT + 8
 CORRECTION_ONE = 65536
 RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
@@ -58,6 +60,8 @@ FIGURES_AT = 128
 SHARE = struct.Struct("<QQQ")
 SHARE_AT = 256
 NEWER_AT = 272
+NEWER = struct.Struct("<Q16x64s")  # how many, and the name of the last one
+ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Usage:
     next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
     waits: int = 0  # launches that waited for the share
     waited_ns: int = 0
+    newer: int = 0  # entry points that were given out uncounted, since they are newer than the library
+    newer_name: str = ""  # the last of them
 
 
 def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
@@ -98,6 +104,7 @@ def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
         at = RECORDS_AT + number * RECORD_BYTES
         content[at : at + COPY_BYTES] = _copy(1, device)
     GATE.pack_into(content, GATE_AT, any(device.compute for device in devices), 0)
+    CRC.pack_into(content, BEAT_AT, 1)
     return bytes(content)
 
 
@@ -125,6 +132,12 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
         os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
         return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
     return 0
+
+
+def beat(descriptor: int) -> None:
+    """Tell paused launches that an agent is there, which will end their pause. Raises OSError."""
+    (number,) = CRC.unpack(os.pread(descriptor, CRC.size, BEAT_AT))
+    os.pwrite(descriptor, CRC.pack(number % 0xFFFFFFFF + 1), BEAT_AT)
 
 
 def wake(descriptor: int, offset: int, size: int) -> int:
@@ -173,9 +186,15 @@ def read_usage(content: bytes) -> list[Usage]:
     if not 1 <= devices <= MOST_DEVICES or len(content) < usage_head_bytes(devices):
         raise BadLayout(f"a usage region of {devices} GPUs cannot be")
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    newer, name = NEWER.unpack_from(content, NEWER_AT)
+    text = name.partition(b"\0")[0].decode("ascii", "replace")
+    named = text if ENTRY_POINT.fullmatch(text) else ""  # whoever is in the container may have written it
     return [
         Usage(
-            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+            *FIGURES.unpack_from(content, start + FIGURES_AT),
+            *SHARE.unpack_from(content, start + SHARE_AT),
+            newer,
+            named,
         )
         for start in starts
     ]

@@ -9,7 +9,8 @@ import structlog
 
 from agent.isolation.compute import Share
 from agent.isolation.folders import About, key_of
-from agent.isolation.limits import ContainerLimits
+from agent.isolation.layout import Usage
+from agent.isolation.limits import ContainerLimits, Policy
 from agent.isolation.room import Isolation
 from agent.isolation.watch import LimitWatch, Place, place_of
 from agent.kit.cell import Cell
@@ -54,6 +55,7 @@ class Publisher:
         self._written: dict[str, str] = {}  # by UID of the pod
         self.ends = {"ended": 0, "failed": 0}  # containers above their caps that were to be ended
         self._refusing: set[str] = set()  # folders whose containers keep the agent from them
+        self._bypassed: set[str] = set()  # folders whose containers have what the library cannot count
         # Folders with an event already; those of an earlier agent have one.
         self._announced = set(isolation.containers.value)
 
@@ -79,6 +81,11 @@ class Publisher:
         for key in self._isolation.refusing.keys() - self._refusing:
             self._refused(known.get(key), self._isolation.refusing[key])
         self._refusing = set(self._isolation.refusing)
+        self._bypassed &= known.keys()
+        for key, usage in self._isolation.counted.items():
+            if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
+                self._bypassed.add(key)
+                self._newer(known[key].about, usage.newer_name)
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
@@ -111,6 +118,11 @@ class Publisher:
     def without_library(self) -> int:
         """Containers of which a process uses the GPU without the library that they were given."""
         return sum(each.injected is False for each in self._isolation.containers.value.values())
+
+    def counted(self) -> Mapping[Place, Usage]:
+        """What the library says of containers; they can write there themselves."""
+        known, counted = self._isolation.containers.value, self._isolation.counted
+        return {place_of(known[key].about): usage for key, usage in counted.items() if key in known}
 
     def refusing(self) -> int:
         """Containers that keep the agent from the files of their limits."""
@@ -267,6 +279,16 @@ class Publisher:
         log.warning("limits_access_refused", pod=pod, container=about.container, problem=problem)
         self._owners.event(_pod(about), "LimitsAccessRefused", text, warning=True)
 
+    def _newer(self, about: About, name: str) -> None:
+        text = (
+            f"container {about.container} uses {name or 'an entry point of the driver'}, which is newer than "
+            "the enforcement library: what it does is not counted; bring the agent up to date and the pod up "
+            "again, or set vgpu.enforcement to strict, which refuses such entry points"
+        )
+        pod = f"{about.namespace}/{about.pod}"
+        log.warning("limits_bypassed", pod=pod, container=about.container, entry_point=name)
+        self._owners.event(_pod(about), "LimitsBypassed", text, warning=True)
+
     def _of(self, place: Place) -> ContainerLimits | None:
         known = self._isolation.containers.value.values()
         return next((each for each in known if place_of(each.about) == place), None)
@@ -280,6 +302,10 @@ class Publisher:
         if self._watch and place in self._watch.seen.value.measured:
             found.append(Fence.SWEEP)
         return tuple(found)
+
+
+def _is_strict(limits: ContainerLimits) -> bool:
+    return limits.about.policy == Policy.STRICT.value
 
 
 def _pod(about: About) -> Pod:

@@ -3,7 +3,7 @@
 The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from agent.isolation.copies import Copies
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.held import REFUSALS, Held
 from agent.isolation.isolation_errors import AccessRefused, FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.layout import Usage
 from agent.isolation.library import Library, Original
 from agent.isolation.limits import Admission, ContainerLimits, Policy
 from agent.isolation.problems import Problems
@@ -52,13 +53,14 @@ class Isolation:
         clock: Callable[[], float] = anyio.current_time,
         *,
         compute: bool = False,
+        expected: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`source`: the image's library. `namespaces` answers what a namespace has of its own.
 
-        `compute`: containers that start are held to a share of compute.
+        `compute`: containers that start are held to a share of compute. `expected`: see `Contexts`.
         """
         self.folders = folders
-        self.contexts = Contexts()
+        self.contexts = Contexts(expected)
         self._copies = Copies(state)
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
         # Why containers get no library; None: they do.
@@ -75,6 +77,8 @@ class Isolation:
         self._unsettled: set[str] = set()  # copies that are not on disk yet
         # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
         self.refusing: Mapping[str, str] = MappingProxyType({})
+        # By the library's word, some seconds old, whether anybody measures or not.
+        self.counted: Mapping[str, Usage] = MappingProxyType({})
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = False  # whether there may be copies of nobody's
         self._born: dict[str, float] = {}  # folders, and since when they are known
@@ -403,27 +407,44 @@ class Isolation:
         keeps the agent from its files, and how.
         """
         refusing: dict[str, str] = {}
+        counted: dict[str, Usage] = {}
         self._unreadable.keep(containers)
         self._unmended.intersection_update(containers)
         for key, about in ((key, each.about) for key, each in containers.items()):
-            try:
-                if about.build:
-                    self._keep_library(about)
-                self.folders.hold(key)
-                self.folders.bound(key)
-                if key in self._unmended:
-                    self._unmended.discard(key)
-                    self._mend(key, about)
-            except (FolderUnusable, LibraryUnusable) as error:
-                self._unreadable.met(key, error)
-                if isinstance(error, AccessRefused):
-                    refusing[key] = str(error)
+            problems = list(self._kept(key, about))
+            if problems:
+                self._unreadable.met(key, problems[0])
             else:
                 self._unreadable.over(key)
+            if texts := [str(each) for each in problems if isinstance(each, AccessRefused)]:
+                refusing[key] = texts[0]
+            if about.build:
+                with suppress(FolderUnusable):
+                    if usage := self.folders.usage(key):
+                        counted[key] = usage
+        self.counted = MappingProxyType(counted)
         return MappingProxyType(refusing)
 
-    def _keep_library(self, about: About) -> None:
+    def _kept(self, key: str, about: About) -> Iterator[IsolationError]:
+        """Whatever one file's problem is, the others are looked after."""
+        for step in (self._keep_library, self._keep_folder):
+            try:
+                step(key, about)
+            except (FolderUnusable, LibraryUnusable) as error:
+                yield error
+
+    def _keep_folder(self, key: str, about: About) -> None:
+        """Raises FolderUnusable, AccessRefused among them."""
+        self.folders.hold(key)
+        self.folders.bound(key)
+        if key in self._unmended:
+            self._unmended.discard(key)
+            self._mend(key, about)
+
+    def _keep_library(self, _: str, about: About) -> None:
         """Raises LibraryUnusable, AccessRefused."""
+        if not about.build:
+            return
         library = self._library_of(about)
         if self._library and self._library.mend(about.build):
             self._held.drop(about.build)

@@ -236,7 +236,7 @@ class LimitWatch:
                     unseen = min(readings) // STEP * STEP
                 alone = loaded and len(measured.pids) == 1
                 sole = folders.sole_process(key, usage.total_bytes) if alone else None
-                contexts.measured(key, (gpu, limits.about.namespace), measured.memory_bytes, sole)
+                contexts.measured(key, (gpu, limits.about.namespace), measured.memory_bytes, sole, cap)
             fresh = (unseen, contexts.of(gpu, cap))
             if fresh != written:
                 folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1])

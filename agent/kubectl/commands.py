@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import Kubectl, KubectlFailed, MissingRight, NotFound
 from agent.kubectl.text import (
     explained_end,
@@ -28,7 +29,6 @@ from agent.kubectl.view import (
     Document,
     Seen,
     asks,
-    cluster_view,
     cordons_of,
     node_view,
     read,
@@ -72,7 +72,8 @@ def plain(line: str) -> str:
 
 
 def do_overview(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    shown(options, lambda: cluster_view(kubectl.get, options.namespace), overview)
+    names = options.output == "json"
+    shown(options, lambda: cluster_view(kubectl.get, options.namespace, names), overview)
     return 0
 
 
@@ -215,13 +216,18 @@ def do_cordon(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Write the annotation that names cordoned GPUs; refused where it changed meanwhile."""
     node, gpu = _gpu_named(kubectl, options)
     notes = node["metadata"].get("annotations") or {}
-    known = cordons_of(notes.get(CORDON, ""))
+    text = notes.get(CORDON, "")
+    before = read(text) if text.lstrip().startswith("{") else {}
+    if text.lstrip().startswith("{") and not before and text.strip() != "{}":
+        raise KubectlFailed(f"annotation {CORDON} of the node cannot be read: mend or remove it first")
+    known = cordons_of(text)
     for name in (str(gpu["index"]), gpu["uuid"]):
         known.pop(name, None)
     if options.on:
         known[gpu["uuid"]] = " ".join(options.reason.split())
-    before = json.loads(notes[CORDON]) if notes.get(CORDON, "").lstrip().startswith("{") else {}
-    document = {name: {**before.get(name, {}), "reason": reason} for name, reason in sorted(known.items())}
+    document = {
+        name: {**(before.get(name) or {}), "reason": reason} for name, reason in sorted(known.items())
+    }
     value = f"{CORDON}={json.dumps(document, separators=(',', ':'))}" if document else f"{CORDON}-"
     version = node["metadata"]["resourceVersion"]
     name = node["metadata"]["name"]

@@ -16,9 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.fit import fragments
 from agent.kubectl.kube import Kubectl, KubectlFailed
-from agent.kubectl.view import Document, cluster_view
+from agent.kubectl.view import Document
 
 NEWEST_SECONDS = 0.5  # several windows of one viewer ask the API server once
 REST = 5  # times as long as asking took, the API server is left alone

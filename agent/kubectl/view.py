@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import json
 import re
@@ -24,6 +23,7 @@ PAIRS = {
 }
 RESOURCES = {*WHOLE, *(name for pair in PAIRS.values() for name in pair)}
 UNFINISHED = quote("status.phase!=Succeeded,status.phase!=Failed", safe="")
+UNBOUND = quote("spec.nodeName=,status.phase=Pending", safe="")
 # namespace/name of a pod in a sentence; domains and paths are none.
 POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?)")
 
@@ -51,37 +51,11 @@ def pod_name(pod: Document) -> str:
     return f"{meta.get('namespace', '')}/{meta['name']}"
 
 
-def cluster_view(get: Get, namespace: str) -> Document:
-    """All nodes with GPUs, with what is free of them, who holds them, and who waits. Raises KubectlFailed."""
-    missing: list[str] = []
-    seen = visible_pods(get, namespace, missing)
-    nodes: list[Document] | None
-    try:
-        nodes = get("/api/v1/nodes")["items"]
-    except MissingRight as error:
-        nodes = None
-        missing.insert(0, str(error))
-    found = [view for node in nodes or () if (view := node_view(node, seen))]
-    return {
-        "at": dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "nodesKnown": nodes is not None,
-        "nodes": sorted(found, key=lambda each: each["name"]),
-        "bound": [
-            {"pod": pod_name(pod), "node": node}
-            for pod in seen.pods
-            if (node := pod.get("spec", {}).get("nodeName")) and asks(pod)
-        ],
-        "waiting": [waiting(pod) for pod in seen.pods if is_waiting(pod)],
-        "events": last_events(get, seen, missing),
-        "missing": missing,
-    }
-
-
-def visible_pods(get: Get, namespace: str, missing: list[str]) -> Seen:
+def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> Seen:
     """Pods of the cluster, else those of the namespace, else none; what was missing is added to `missing`."""
     for path in ("/api/v1/pods", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"):
         try:
-            return Seen(get(f"{path}?fieldSelector={UNFINISHED}")["items"])
+            return Seen(get(f"{path}?fieldSelector={which}")["items"])
         except MissingRight as error:
             missing.append(str(error))
     return Seen([])
@@ -195,12 +169,6 @@ def is_waiting(pod: Document) -> bool:
     return not pod.get("spec", {}).get("nodeName") and status.get("phase") == "Pending" and asks(pod)
 
 
-def waiting(pod: Document) -> Document:
-    conditions = pod.get("status", {}).get("conditions") or []
-    scheduled: Document = next((each for each in conditions if each.get("type") == "PodScheduled"), {})
-    return {"pod": pod_name(pod), "reason": " ".join(str(scheduled.get("message", "")).split())}
-
-
 def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
     """The newest events of the agents on nodes."""
     selector = quote("involvedObject.kind=Node,source=gpu-node-agent", safe="")
@@ -212,6 +180,7 @@ def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
     except KubectlFailed as error:
         missing.append(f"events cannot be read: {error}")
         return []
+    items = [each for each in items if each["involvedObject"].get("kind") == "Node"]
     items.sort(key=lambda each: str(each.get("lastTimestamp") or ""), reverse=True)
     return [
         {

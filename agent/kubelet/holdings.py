@@ -122,6 +122,13 @@ class HoldingsWatch:
         """When the newest reading began, by the monotonic clock in seconds."""
         return self._record.listed.began
 
+    def gpus_by_pod(self) -> dict[str, frozenset[str]]:
+        """The GPUs that each pod holds something of, by the pod's UID."""
+        return {
+            uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
+            for uid, pod in self._record.pods.items()
+        }
+
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
         self._allocations.publish(self._allocations.value + 1)

@@ -288,6 +288,28 @@ CONTAINERS_AVOIDING = _gauge(
 )
 
 _COMPUTE = ("namespace", "pod", "container", "gpu")
+CONTAINER_REFUSED = _counter(
+    "container_allocations_refused",
+    _COMPUTE,
+    "Allocations of a vGPU container that the enforcement library refused; by its own word.",
+)
+CONTAINER_PEAK = _gauge(
+    "container_memory_charged_peak_bytes",
+    _COMPUTE,
+    "The most GPU memory that a vGPU container was ever charged at once; by its own word.",
+)
+CONTAINER_REPAIRED = _counter(
+    "container_charges_repaired",
+    _COMPUTE,
+    "Times that the charges of a vGPU container were added up again, since a process had died while it held "
+    "their lock; by its own word.",
+)
+CONTAINER_NEWER = _counter(
+    "container_newer_entry_points",
+    _COMPUTE,
+    "Entry points of the driver that a vGPU container asked for and that are newer than the enforcement "
+    "library, which counts nothing of them and refuses them where strict; by its own word.",
+)
 CONTAINER_THROTTLED = _counter(
     "container_throttled_seconds",
     _COMPUTE,

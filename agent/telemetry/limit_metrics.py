@@ -22,6 +22,11 @@ def limits_collector(
     yield d.CONTAINERS_ABOVE_CAP, limits.above_cap(), ()
     yield d.CONTAINERS_WITHOUT_LIBRARY, limits.without_library(), ()
     yield d.CONTAINERS_REFUSING, limits.refusing(), ()
+    for place, usage in limits.counted().items():
+        yield d.CONTAINER_REFUSED, usage.refused, place
+        yield d.CONTAINER_PEAK, usage.peak_bytes, place
+        yield d.CONTAINER_REPAIRED, usage.repaired, place
+        yield d.CONTAINER_NEWER, usage.newer, place
     for place, share in limits.shares().items():
         yield d.CONTAINER_THROTTLED, share.throttled_seconds, place
         yield d.CONTAINER_ALLOTTED, share.allotted / 100, place

@@ -355,24 +355,27 @@ def test_policies_fit_the_types_they_are_about(serving: Installation) -> None:
 def test_metrics_need_a_right(serving: Installation, tmp_path: Path) -> None:
     """By `metrics.access`: the real API server knows the tokens, and says who may get /metrics."""
     cluster, plain = serving.cluster, "http://127.0.0.1:9446"
-    assert "gpu_agent_ready" in scraping.scrape(cluster, f"{plain}/metrics")[1]  # to everybody, by default
+
+    def shown(url: str, authority: Path | None = None, bearer: str = "") -> None:
+        """The agent may be new; RBAC is taken up a moment after it was written."""
+
+        def admitted() -> None:
+            status, text = scraping.scrape(cluster, url, authority, bearer)
+            if status != 200:
+                raise NotYet(f"{status} {text} {serving.agent_log()}")
+            assert "gpu_agent_ready" in text
+
+        eventually(admitted, timeout=60, what=f"{url} shows the metrics")
+
+    shown(f"{plain}/metrics")  # to everybody, by default
     authority = scraping.certificate(cluster, tmp_path)
-    before = serving.ready_agent()["metadata"]["uid"]
     scraper, nobody = (scraping.token(cluster, name) for name in ("scraper", "nobody"))
     access = f"--set=metrics.access.secret={scraping.SECRET}"
     readers = "--set=metrics.access.readers={default:scraper}"
     serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", access, readers, "--wait")
     try:
-        serving.ready_agent(other_than=before)
         url = f"https://127.0.0.1:{scraping.PORT}/metrics"
-
-        def admitted() -> None:
-            status, text = scraping.scrape(cluster, url, authority, scraper)
-            if status != 200:  # RBAC is taken up a moment after it was written
-                raise NotYet(f"{status} {text} {serving.agent_log()}")
-            assert "gpu_agent_ready" in text
-
-        eventually(admitted, timeout=30, what="the account that is named may scrape")
+        shown(url, authority, scraper)
         status, text = scraping.scrape(cluster, url, authority, nobody)
         assert (status, "system:serviceaccount:default:nobody may not get /metrics" in text) == (403, True)
         for bearer in ("", "forged", scraper[:-4] + "AAAA"):

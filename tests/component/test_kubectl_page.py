@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import KubectlFailed
-from agent.kubectl.view import cluster_view
 from tests.browser import Tab, browser, served
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.scenarios.skeleton import gpu_pod, running

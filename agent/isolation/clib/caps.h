@@ -186,15 +186,6 @@ uint32_t gna_sampling_took(struct gna_sampling *sampling, uint32_t number); /* f
 void gna_sampling_next(struct gna_sampling *sampling, const struct gna_readings *readings, uint64_t price_ns, uint32_t number, uint64_t now);
 void gna_sampling_learned(struct gna_sampling *sampling, const struct gna_readings *readings, uint64_t price_ns);
 
-/* --- overlap.c: how far streams run beside each other; all but the first three under the lock of prices.c -------- */
-#define GNA_LOOK 48 /* most launches that are looked at in a row */
-uint64_t gna_overlap_part(int record, uint64_t device_ns); /* what a launch of that length pays for */
-uint64_t gna_overlap_group(int record, uint64_t device_ns); /* device time that is to go at once; 0: any */
-bool gna_overlap_wants(int record, CUstream stream, uint64_t now, uint64_t paid_ns); /* whether to look at this launch */
-uint32_t gna_overlap_begin(int record, CUcontext context, uint64_t now); /* the number of the look; 0: in none */
-void gna_overlap_read(int record, uint32_t look, double begin, double end); /* ms */
-void gna_overlap_forget(CUcontext context); /* looks of the context, or all */
-
 /* --- shares.c ----------------------------------------------------------------------------------------------- */
 extern const uint32_t *gna_gate; /* 0: launches pass */
 struct gna_turn {

@@ -28,8 +28,8 @@
  *
  *      0  header, 512 bytes, written once when the file is made
  *    512  16 records of 256 bytes, one per GPU that the container holds, in the first `device_count` of them
- *   4608  8 bytes, see struct gna_limits_gate
- *   4616  reserved, zero
+ *   4608  12 bytes, see struct gna_limits_gate
+ *   4620  reserved, zero
  *
  * A record has two copies of what may change. To change it, the writer writes the copy with the LOWER generation in
  * full, by one write of 112 bytes in place (never a rename: the mount pins the inode), with a generation above the
@@ -89,6 +89,7 @@ struct gna_limit_record {
 struct gna_limits_gate {
     uint32_t compute; /* 4608  0: no GPU of the container has GNA_FLAG_COMPUTE */
     uint32_t changes; /* 4612  another number after each change, of which its futex is woken; without: seen within 100 ms */
+    uint32_t beat;    /* 4616  another number every some seconds of a pause; 0: the agent is an older one, and keeps no beat */
 };
 
 /* ---------------------------------------------------------------------------------------------------------------
@@ -143,7 +144,8 @@ struct gna_usage_header {
     uint64_t newer;          /* 272  entry points handed out that are newer than the library */
     uint64_t used_slots;     /* 280  slots below this number have been in use; the shared one is not counted */
     uint64_t thorough_ns;    /* 288  CLOCK_BOOTTIME of the last one that looked for zombies and pids used again */
-    uint8_t reserved_b[3800];
+    char newer_name[64];     /* 296 the last of these, ended by a zero byte */
+    uint8_t reserved_b[3736];
 };
 
 struct gna_usage_device {
@@ -218,6 +220,7 @@ GNA_SIZE(struct gna_usage_header, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage_header, lock, 128);
 GNA_AT(struct gna_usage_header, swept_ns, 256);
 GNA_AT(struct gna_usage_header, used_slots, 280);
+GNA_AT(struct gna_usage_header, newer_name, 296);
 GNA_SIZE(struct gna_usage_device, GNA_DEVICE_BYTES);
 GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);

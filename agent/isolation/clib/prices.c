@@ -28,8 +28,7 @@ struct gna_sample {
     struct gna_price *price;
     uint32_t generation;
     int record, state;
-    bool due, failed; /* measured for its price; nothing is read from it */
-    uint32_t look;    /* at overlaps; 0: none */
+    bool failed; /* nothing is read from it */
     uint64_t paid_ns;
     uint32_t launches; /* for which it stands */
 };
@@ -37,8 +36,6 @@ struct gna_sample {
 static struct ring {
     struct ring *next;
     CUcontext context; /* NULL: free for another one */
-    CUevent base;   /* the begin of a look at overlaps */
-    uint32_t based; /* and which one */
     unsigned oldest, used;
     struct gna_sample sample[SAMPLES];
 } *rings; /* one for each context that ever launched at once; none is given back */
@@ -116,7 +113,6 @@ void gna_prices_context_gone(CUcontext context) {
         if (ring->context == context) {
             atomic_fetch_sub(&pending, ring->used);
             *ring = (struct ring){.next = ring->next}; /* its events went with it */
-            gna_overlap_forget(context);
         }
     }
     gna_leave(&lock);
@@ -133,7 +129,6 @@ void gna_prices_forget(void) {
         }
     }
     atomic_store(&pending, 0);
-    gna_overlap_forget(NULL);
     gna_leave(&lock);
 }
 
@@ -142,8 +137,8 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
     struct gna_price *price = sample->price;
     struct gna_readings *readings = &price->readings;
     uint32_t rivals = gna_share_rivals(sample->record);
-    int64_t owed = (int64_t)(gna_overlap_part(sample->record, nanoseconds) - sample->paid_ns);
-    if (sample->failed || !sample->due) {
+    int64_t owed = (int64_t)(nanoseconds - sample->paid_ns);
+    if (sample->failed) {
         return;
     }
     if (sample->generation != price->generation) {
@@ -157,18 +152,9 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
         uint32_t blind = atomic_exchange(&price->blind, 0);
         gna_share_settle(sample->record, owed * (int64_t)blind);
     } else if (readings->differs) {
-        uint64_t own = gna_overlap_part(sample->record, gna_reading_own(readings, nanoseconds, rivals));
+        uint64_t own = gna_reading_own(readings, nanoseconds, rivals);
         gna_share_settle(sample->record, gna_reading_owed(own, sample->paid_ns, sample->launches));
     }
-}
-
-/* The lock is held. */
-static void place(const struct ring *ring, const struct gna_sample *sample, float milliseconds) {
-    float since = 0;
-    if (sample->failed || REAL(cuEventElapsedTime)(&since, ring->base, sample->begin) != CUDA_SUCCESS) {
-        since = milliseconds = 0; /* of no length, it counts for nothing */
-    }
-    gna_overlap_read(sample->record, sample->look, since, (double)since + milliseconds);
 }
 
 /* The lock is held; all that follows is allowed to a thread while another one captures. */
@@ -181,11 +167,6 @@ static void read_ring(struct ring *ring) {
         }
         if (REAL(cuEventElapsedTime)(&milliseconds, oldest->begin, oldest->end) == CUDA_SUCCESS && milliseconds >= 0) {
             take_in(oldest, (uint64_t)((double)milliseconds * 1e6));
-        } else {
-            milliseconds = 0;
-        }
-        if (oldest->look != 0) {
-            place(ring, oldest, milliseconds);
         }
         oldest->state = FREE;
         ring->oldest = (ring->oldest + 1) % SAMPLES;
@@ -236,13 +217,8 @@ void gna_measure_read(void) {
     gna_leave(&lock);
 }
 
-/* What is recorded before a launch, without the lock: a stream that is full makes its caller wait. */
-struct marks {
-    CUevent base, begin; /* base: NULL, if it is recorded already */
-};
-
 /* The lock is held. */
-static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *turn, bool due, bool looks, struct marks *marks) {
+static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *turn) {
     struct ring *ring = ring_of_current(true);
     if (ring == NULL) {
         return NULL;
@@ -260,20 +236,11 @@ static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *
         sample->end = NULL;
         return NULL;
     }
-    bool has_base = looks && (ring->base != NULL || REAL(cuEventCreate)(&ring->base, CU_EVENT_DEFAULT) == CUDA_SUCCESS);
-    uint32_t look = has_base ? gna_overlap_begin(turn->record, ring->context, turn->at_ns) : 0;
-    if (!due && look == 0) {
-        return NULL;
-    }
-    *marks = (struct marks){.base = look == 0 || look == ring->based ? NULL : ring->base, .begin = sample->begin};
-    ring->based = look == 0 ? ring->based : look;
     sample->failed = false;
     sample->price = price;
     sample->generation = price->generation;
     sample->record = turn->record;
     sample->paid_ns = turn->paid_ns;
-    sample->due = due;
-    sample->look = look;
     sample->state = BEGUN;
     ring->used++;
     atomic_fetch_add(&pending, 1);
@@ -290,8 +257,7 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
         gna_sampling_late(sampling, number, turn->at_ns);
     }
     bool is_due = (int32_t)(number - atomic_load_explicit(&sampling->due, memory_order_relaxed)) >= 0;
-    bool looks = gna_overlap_wants(turn->record, stream, turn->at_ns, turn->paid_ns);
-    if (__builtin_expect(!(is_due || looks) || gna_capture_bars(&price->barred_ns, is_due, turn->at_ns), 1)) {
+    if (__builtin_expect(!is_due || gna_capture_bars(&price->barred_ns, is_due, turn->at_ns), 1)) {
         if (atomic_load_explicit(&pending, memory_order_relaxed) > 0 &&
             atomic_fetch_add_explicit(&polls, 1, memory_order_relaxed) % POLL == 0) {
             gna_measure_read();
@@ -300,25 +266,21 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     }
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     struct gna_sample *sample = NULL;
-    struct marks marks;
     bool is_relaxed = REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS;
     gna_enter(&lock);
     if (is_relaxed) {
-        sample = begin(price, turn, is_due, looks, &marks);
+        sample = begin(price, turn);
         if (sample != NULL && atomic_load(&gna_captures) == 0) {
             atomic_store_explicit(&price->barred_ns, 0, memory_order_relaxed);
         }
     }
-    if (is_due) {
-        if (sample != NULL) {
-            sample->launches = gna_sampling_took(sampling, number);
-        }
-        gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
+    if (sample != NULL) {
+        sample->launches = gna_sampling_took(sampling, number);
     }
+    gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
     gna_leave(&lock);
-    if (sample != NULL) { /* this thread's alone until gna_measure_end */
-        bool is_based = marks.base == NULL || REAL(cuEventRecord)(marks.base, stream) == CUDA_SUCCESS;
-        sample->failed = REAL(cuEventRecord)(marks.begin, stream) != CUDA_SUCCESS || !is_based;
+    if (sample != NULL) { /* this thread's alone until gna_measure_end; without the lock: a full stream makes its caller wait */
+        sample->failed = REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS;
     }
     if (is_relaxed) {
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);

@@ -195,7 +195,8 @@ static void *route(const char *base, void *found) {
         }
     }
     if (gna_attach() != NULL && gna_usage_sound()) {
-        __atomic_fetch_add(&gna_usage->header.newer, 1, __ATOMIC_RELAXED);
+        strncpy(gna_usage->header.newer_name, base, sizeof(gna_usage->header.newer_name) - 1);
+        __atomic_fetch_add(&gna_usage->header.newer, 1, __ATOMIC_RELEASE);
     }
     return is_strict() ? NULL : found;
 }

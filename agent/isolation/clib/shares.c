@@ -10,6 +10,7 @@
 #define UNKNOWN_RIVALS 256u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
+#define SILENT_NS UINT64_C(30000000000)        /* without an agent's beat: nobody is there to end a pause */
 #define LONGEST_BAR_NS UINT64_C(3000000000)    /* for which captures keep a function from being measured */
 
 static const uint32_t closed = 1;
@@ -120,8 +121,19 @@ static void nap(unsigned record, uint64_t now, uint64_t until) {
     __atomic_fetch_add(&device->waited_ns, gna_clock_ns() - now, __ATOMIC_RELAXED);
 }
 
-/* Waits for the share and charges it. Where streams overlap, a launch that has to wait waits for longer than for itself,
- * so that those behind it go at once. */
+/* Of a pause: its agent has not kept the beat for long, by looks of this process. */
+static bool is_forgotten(uint64_t now) {
+    static _Atomic uint32_t seen;
+    static _Atomic uint64_t since;
+    uint32_t beat = __atomic_load_n(&gna_limits_gate()->beat, __ATOMIC_RELAXED);
+    if (beat != atomic_load_explicit(&seen, memory_order_relaxed)) {
+        atomic_store_explicit(&since, now, memory_order_relaxed);
+        atomic_store_explicit(&seen, beat, memory_order_relaxed);
+    }
+    return beat != 0 && now - atomic_load_explicit(&since, memory_order_relaxed) >= SILENT_NS;
+}
+
+/* Waits for the share and charges it. */
 static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
     struct share *share = &shares[record];
     struct gna_usage_device *device = &gna_usage->device[record];
@@ -145,25 +157,24 @@ static void charge(struct gna_turn *turn, unsigned record, uint64_t device_ns) {
             base = now - burst;
         }
         if (cost != PAUSED && base <= now) {
-            uint64_t paid = gna_overlap_part((int)record, device_ns), price = times(paid, cost);
+            uint64_t price = times(device_ns, cost);
             if (__atomic_compare_exchange_n(&device->next_ns, &next, base + price, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
                 turn->charged_ns = price;
-                turn->paid_ns = paid;
+                turn->paid_ns = device_ns;
                 turn->at_ns = now;
                 return;
             }
             continue;
         }
-        if (!gna_usage_sound()) {
-            return; /* the container is refused memory from here on */
+        if (!gna_usage_sound() || (cost == PAUSED && is_forgotten(now))) {
+            return; /* without sound files the container is refused memory from here on */
         }
         if (!waited) {
             waited = true;
             __atomic_fetch_add(&device->waits, 1, __ATOMIC_RELAXED);
             gna_measure_read(); /* what is known by now may change the price of the next one */
         }
-        uint64_t group = cost == PAUSED ? 0 : times(gna_overlap_group((int)record, device_ns), cost);
-        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base + (group < burst ? group : burst));
+        nap(record, now, cost == PAUSED ? now + LONGEST_NAP_NS : base);
     }
 }
 

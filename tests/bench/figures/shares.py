@@ -111,12 +111,6 @@ def _all(rows: Mapping[str, Row], kind: str) -> tuple[Taken, Taken]:
     return Taken(mean(errors), windows), Taken(mean(lost), windows)
 
 
-def _streams_lost() -> Taken:
-    """The missing part of the launches that a container makes by itself, in percent."""
-    free, held = (_run(Row((Load(cap, "even", 1, STREAMS),), 13)).launches[0] for cap in (100, 40))
-    return Taken((1 - held / (0.4 * free)) * 100, held)
-
-
 def _all_rows() -> Mapping[str, Taken]:
     error, lost = _all(ROWS, "tuned")
     other_error, other_lost = _all(HELD_OUT, "held out")
@@ -126,7 +120,6 @@ def _all_rows() -> Mapping[str, Taken]:
         "share_lost_percent": lost,
         "share_held_out_error_mean_points": other_error,
         "share_held_out_lost_percent": other_lost,
-        "share_streams_lost_percent": _streams_lost(),
         "share_10_90_ratio": Taken(large / small, len(PAIR.loads)),
     }
 
@@ -138,12 +131,6 @@ def _all_rows() -> Mapping[str, Taken]:
         "share_held_out_error_mean_points", "points", 3, "the same error, of rows that nothing was tuned by"
     ),
     Figure("share_held_out_lost_percent", "percent", 5, "the same loss, of rows that nothing was tuned by"),
-    Figure(
-        "share_streams_lost_percent",
-        "percent",
-        25,
-        "of the launches that 40 percent of the simulated GPU are, of 8 streams beside each other",
-    ),
     Figure("share_10_90_ratio", "ratio", 9.45, "graphs with 90 to graphs with 10 percent; 9 is exact"),
 )
 async def compute_shares(_conditions: Conditions) -> Mapping[str, Taken]:

@@ -7,8 +7,10 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
+from agent.isolation.context_table import context_bytes
 from agent.isolation.folders import About, LimitFolders, key_of
 from agent.isolation.limits import Policy
+from agent.isolation.publishing import Publisher
 from agent.isolation.resize import replace_about
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
@@ -17,17 +19,28 @@ from agent.model.demand import VGPU
 from agent.model.mount import Mount
 from tests.component.caps.conftest import Programs
 from tests.component.caps.container import Container
+from tests.component.caps.native import shared
+from tests.component.caps.test_resolver import NEWER
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program
+from tests.unit.isolation.test_watch import Owners
 
 GPU = CudaGpu().uuid
 UNITS = tuple(f"{GPU}::m{number}" for number in range(4))
+BYPASSED = "LimitsBypassed"
 CAP = len(UNITS) * VGPU.block_bytes
 
 
-def room(root: Path, library: Path) -> Isolation:
-    record: Cell[PodList | None] = Cell(None)
-    return Isolation(LimitFolders(root / "run"), library, root / "state", Policy.STRICT, record)
+def room(root: Path, library: Path, product: str = "", policy: Policy = Policy.STRICT) -> Isolation:
+    record: Cell[PodList | None] = Cell(PodList((), ()))
+    return Isolation(
+        LimitFolders(root / "run"),
+        library,
+        root / "state",
+        policy,
+        record,
+        expected=lambda _: context_bytes(product),
+    )
 
 
 def mounted(root: Path, mounts: tuple[Mount, ...]) -> Container:
@@ -78,3 +91,46 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     await anyio.to_thread.run_sync(partial(later.folders.change, key, unseen_bytes=64 * MIB))
     await later.resize(key, replace_about(about, CAP + 3 * VGPU.block_bytes, grown.grown))
     assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB
+
+
+@pytest.mark.timeout(600)
+async def test_contexts_count_by_default(
+    tmp_path: Path, library: Path, machine: CudaMachine, programs: Programs
+) -> None:
+    """Nobody measures anything, as in the default chart: the table counts."""
+    machine.state.devices[0].context_bytes = 210 * MIB
+    agent = room(tmp_path, library, "NVIDIA A10")
+    await agent.start()
+    admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
+    start = partial(programs, container, "check('cuInit', 0)")
+    for _ in range(3):
+        program = await anyio.to_thread.run_sync(start)
+        await anyio.to_thread.run_sync(program, "init()", "alloc(100)")
+    program = await anyio.to_thread.run_sync(start)
+    code = "call('cuDevicePrimaryCtxRetain', ctypes.byref(u64()), 0)"
+    assert await anyio.to_thread.run_sync(program, code) == 2
+    assert machine.used() <= container.charged() <= CAP
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", [Policy.LIBRARY, Policy.STRICT])
+async def test_newer_entry_point_is_told(
+    policy: Policy, tmp_path: Path, library: Path, programs: Programs
+) -> None:
+    agent, owners = room(tmp_path, library, policy=policy), Owners()
+    publisher = Publisher(agent, owners)
+    await agent.start()
+    admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
+    container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
+    driver = await anyio.to_thread.run_sync(shared, tmp_path, "libcuda.so.1", NEWER)
+    program = await anyio.to_thread.run_sync(partial(programs, container, driver=driver))
+    refused = await anyio.to_thread.run_sync(program, "resolve('cuMemAlloc', 99000)[1] is None")
+    assert refused is (policy is Policy.STRICT)
+    for _ in range(2):
+        await agent.tidy()
+        publisher.publish()
+    said = [text for text, each in zip(owners.messages, owners.events, strict=True) if each[1] == BYPASSED]
+    assert len(said) == (not refused)
+    assert all("cuMemAlloc" in text for text in said)
+    assert [usage.newer for usage in publisher.counted().values()] == [1]

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib import toolchain
+from agent.isolation import layout
 from agent.isolation.clib.headers import EntryPoint, entry_points
 from agent.isolation.clib.rules import rules
 from tests.component.caps.conftest import MakeContainer, Programs
+from tests.component.caps.native import shared
 from tests.cuda_double.build import build
 from tests.cuda_double.fixtures import CACHE
 from tests.cuda_double.machine import CudaMachine
@@ -72,17 +73,10 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned lo
 """
 
 
-@pytest.fixture(scope="session")
-def newer_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def newer_driver(tmp_path: Path) -> Path:
     """A driver whose cuMemAlloc is newer than all that the library knows."""
-    folder = tmp_path_factory.mktemp("newer")
-    (folder / "driver.c").write_text(NEWER)
-    arguments = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "driver.c", "-o", "libcuda.so.1"]
-    toolchain.compile_c(["-target", toolchain.target("x86_64"), *arguments], folder)
-    return folder / "libcuda.so.1"
-
-
-NEWER_AT = 272  # in the usage region
+    return shared(tmp_path, "libcuda.so.1", NEWER)
 
 
 @pytest.mark.timeout(300)
@@ -93,7 +87,8 @@ def test_a_newer_abi_passes_and_is_counted(
     program = programs(made, driver=newer_driver)
     status, address = program("resolve('cuMemAlloc', 99000)")
     assert (status, program(f"ctypes.CFUNCTYPE(ctypes.c_int)({address})()")) == (0, 77)
-    assert int.from_bytes(made.usage.read_bytes()[NEWER_AT : NEWER_AT + 8], "little") == 1
+    (usage,) = layout.read_usage(made.usage.read_bytes())
+    assert (usage.newer, usage.newer_name) == (1, "cuMemAlloc")
 
 
 @pytest.mark.timeout(300)

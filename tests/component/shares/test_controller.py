@@ -1,5 +1,6 @@
 """The keeper of shares in the enforcement library; all times are the simulated GPU's own."""
 
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -131,32 +132,6 @@ def test_controller_survives_sigkill_and_fork(site: Site) -> None:
     assert site.machine.busy_ns(child) > 400 * MS < site.machine.busy_ns(other.pid)
 
 
-THREADS = """
-def work():
-    kernel = function(b'work_1ms')
-    def one():
-        init()
-        while now() < 3000:
-            launch(kernel, 2)
-            check('cuStreamSynchronize', u64(2))
-    threads = [threading.Thread(target=one) for _ in range(4)]
-    for each in threads: each.start()
-    sleep(4000)
-    for each in threads: each.join()
-"""
-
-
-def test_default_streams_of_threads_overlap_too(site: Site) -> None:
-    """They are different streams under one name."""
-    site.tasks(5)
-    program = site.program(site.container(20))
-    program(THREADS)
-    program("timed(work)")
-    assert site.machine.busy_ns(program.pid) / (3000 * MS) == pytest.approx(0.2, abs=0.04)
-    # One behind the other it would be 600.
-    assert site.machine.launches(program.pid) > 1500
-
-
 IN_TURN = """
 def work():
     kernel, streams = function(b'work_1ms'), [out('cuStreamCreate', 1) for _ in range(2)]
@@ -214,6 +189,50 @@ def test_a_share_of_nothing_waits_until_it_is_one(site: Site) -> None:
     running.send("go")
     assert paused.receive() <= 700 + 100 + 5 + 1
     running.receive()
+
+
+@pytest.mark.parametrize("beats", [True, False], ids=["a beat", "an older agent"])
+def test_pause_ends_without_an_agent(site: Site, beats: bool) -> None:
+    """30 s after its last beat; the pause of an agent that keeps no beat has no end."""
+    site.tasks(2)
+    container, free = site.container(0), site.container(None)
+    beat(container, None if beats else 0)
+    paused, running = site.program(container), site.program(free)
+    paused(kernels(1, 5))
+    running(
+        "def work():\n"
+        "    for until in (20000, 49000, 90000):\n"
+        "        sleep(until - now())\n"
+        "        print('{\"value\": 0}', flush=True); sys.stdin.readline()\n"
+    )
+    paused.send("timed(work)")
+    running.send("timed(work)")
+    running.receive()
+    assert site.machine.busy_ns(paused.pid) == 0
+    if beats:
+        beat(container)
+    running.send("go")
+    running.receive()
+    assert site.machine.busy_ns(paused.pid) == 0
+    running.send("go")
+    running.receive()
+    assert (site.machine.busy_ns(paused.pid) > 0) is beats
+    hold(container, 50)
+    running.send("go")
+    assert (paused.receive() <= 20000 + 30000 + 200) is beats
+    running.receive()
+
+
+def beat(container: Container, value: int | None = None) -> None:
+    """As an agent does, or as one that writes a value there."""
+    descriptor = os.open(container.limits, os.O_RDWR)
+    try:
+        if value is None:
+            layout.beat(descriptor)
+        else:
+            os.pwrite(descriptor, layout.CRC.pack(value), layout.BEAT_AT)
+    finally:
+        os.close(descriptor)
 
 
 CONTEXTS = """

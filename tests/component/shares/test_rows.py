@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from tests.component.shares.row import LOAD_FAILED, Load, Row, result, shares
+from tests.component.shares.row import LOAD_FAILED, Load, Row, shares
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,6 @@ from tests.component.shares.row import LOAD_FAILED, Load, Row, result, shares
         (Row((Load(30, "train"), Load(70, "train")), 10), 1),
         (Row((Load(40, "train", processes=4),), 10), 1),
         (Row((Load(40, "train", streams=2),), 10), 1),
-        (Row((Load(30, "even", streams=8), Load(70, "train")), 13), 2),
         (Row((Load(40, "graph"),), 13), 3),
         (Row((Load(30, "long"),), 33, 10), 3),
         (Row((Load(20, "mixed"),), 10), 2),
@@ -29,7 +28,6 @@ from tests.component.shares.row import LOAD_FAILED, Load, Row, result, shares
         "30 next to 70",
         "processes",
         "streams",
-        "streams next to 70",
         "graphs",
         "long kernels",
         "1 us and 5 ms in turn",
@@ -50,20 +48,6 @@ def test_a_load_that_ends_early_is_no_share_of_nothing(tmp_path: Path) -> None:
         shares(Row((Load(20, "no such load"),), 5), tmp_path / "row")
     assert failed.value.returncode == LOAD_FAILED
     assert b"failed with [2]" in failed.value.stderr
-
-
-def test_streams_that_overlap_pay_for_their_union(tmp_path: Path) -> None:
-    """A kernel in each of 8 streams at once: a tenth of the GPU's time is a tenth of the launches, about."""
-    free = result(Row((Load(100, "even", streams=8),), 6), tmp_path / "free")
-    held = result(Row((Load(10, "even", streams=8),), 6), tmp_path / "held")
-    assert mean(held.shares[0]) == pytest.approx(10, abs=1)
-    assert 0.08 < held.launches[0] / free.launches[0] < 0.11
-
-
-def test_nobody_gets_more_by_turning_to_one_stream_and_back(tmp_path: Path) -> None:
-    """Launches that paid as if they overlapped, and did not, are paid for afterwards."""
-    windows = shares(Row((Load(40, "turning", streams=8),), 18, 3), tmp_path / "row")[0]
-    assert mean(windows) < 41 > max(windows) - 1.5
 
 
 def test_graphs_of_10_and_90_percent_are_one_to_nine(tmp_path: Path) -> None:

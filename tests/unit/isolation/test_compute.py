@@ -8,10 +8,10 @@ import pytest
 
 from agent.isolation import compute as room
 from agent.isolation import layout
-from agent.isolation.compute import Compute, ComputeRequest, Work, release
+from agent.isolation.compute import BEAT_SECONDS, Compute, ComputeRequest, Work, release
 from agent.isolation.compute_request import compute_request_of
 from agent.isolation.correction import LEAST, MOST, Observed, corrected, rivals
-from agent.isolation.folders import key_of
+from agent.isolation.folders import LIMITS, key_of
 from agent.isolation.limits import ContainerLimits
 from tests.unit.isolation.compute_site import Site
 from tests.unit.isolation.made_up import GPU, about
@@ -72,6 +72,20 @@ def test_what_all_promises_leave_nothing_of_is_a_pause(site: Site) -> None:
     assert site.shares() == {"a": 60, "b": 40, "low": 0}
     site.compute.settle()  # nobody stands still while the agent is away
     assert site.shares() == {"a": 60, "b": 40, "low": 1}
+
+
+def test_a_pause_is_kept_up_by_a_beat(site: Site) -> None:
+    site.add("a", 60)
+    site.add("b", 40)
+    low = site.folders.path(site.add("low", 0), LIMITS)
+    beats = set()
+    for _ in range(4 * int(BEAT_SECONDS)):
+        for pod in site.held:
+            site.launch(pod)
+        site.turn()
+        beats.add(layout.CRC.unpack_from(low.read_bytes(), layout.BEAT_AT))
+    assert site.shares()["low"] == 0
+    assert 3 <= len(beats) <= 4 * BEAT_SECONDS / 3
 
 
 def test_soft_gives_everybody_what_is_free(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import anyio.to_thread
 import pytest
 
 from agent.isolation import layout
+from agent.isolation.context_table import context_bytes
 from agent.isolation.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts
 from agent.isolation.folders import USAGE, About
 from tests.unit.isolation.made_up import GPU, units
@@ -20,7 +21,7 @@ CONTEXT = 300 * MIB
 
 def learned(contexts: Contexts, key: str, figure: int, gpu: str = GPU, namespace: str = "default") -> None:
     for _ in range(STABLE_READINGS):
-        contexts.measured(key, (gpu, namespace), 100 * MIB + figure, (100 * MIB, 0))
+        contexts.measured(key, (gpu, namespace), 100 * MIB + figure, (100 * MIB, 0), WHOLE)
 
 
 def test_the_least_that_was_measured_counts_and_a_gpu_without_a_figure_takes_that_of_the_others() -> None:
@@ -40,10 +41,31 @@ def test_the_least_that_was_measured_counts_and_a_gpu_without_a_figure_takes_tha
     assert contexts.of(GPU, 512 * MIB) == 256 * MIB  # and half of its cap at most
 
 
+def test_a_table_counts_until_somebody_measures_and_bounds_what_few_measure() -> None:
+    contexts = Contexts(lambda gpu: CONTEXT if gpu == GPU else 0)
+    assert (contexts.of(GPU, WHOLE), contexts.of(OTHER, WHOLE)) == (CONTEXT, 0)
+    learned(contexts, "a", 500 * MIB)
+    assert (contexts.of(GPU, WHOLE), contexts.of(OTHER, WHOLE)) == (CONTEXT, CONTEXT)
+    learned(contexts, "a", 250 * MIB)
+    assert contexts.of(GPU, WHOLE) == 250 * MIB
+    for namespace in ("one", "two", "three"):
+        learned(contexts, namespace, 400 * MIB, namespace=namespace)
+    contexts.keep(["one", "two", "three"])
+    learned(contexts, "one", 400 * MIB, namespace="one")
+    assert contexts.of(GPU, WHOLE) == 400 * MIB
+
+
+def test_the_table_knows_products_by_a_word_of_their_names() -> None:
+    assert context_bytes("NVIDIA A100-SXM4-80GB") == 432 * MIB
+    assert context_bytes("NVIDIA H200") == 528 * MIB
+    assert context_bytes("Tesla T4") == 80 * MIB
+    assert context_bytes("NVIDIA GeForce RTX 9090") == 0
+
+
 def test_what_is_charged_for_contexts_is_no_part_of_the_rest() -> None:
     contexts = Contexts()
     for _ in range(STABLE_READINGS):
-        contexts.measured("a", (GPU, "default"), 400 * MIB, (600 * MIB, 500 * MIB))
+        contexts.measured("a", (GPU, "default"), 400 * MIB, (600 * MIB, 500 * MIB), WHOLE)
     assert contexts.of(GPU, WHOLE) == CONTEXT
 
 
@@ -59,9 +81,9 @@ def test_what_no_context_takes_is_not_believed(figure: int) -> None:
 def test_readings_of_different_moments_say_nothing() -> None:
     contexts = Contexts()
     for number in range(10):
-        contexts.measured("a", (GPU, "default"), CONTEXT + number, (number % 2, 0))
+        contexts.measured("a", (GPU, "default"), CONTEXT + number, (number % 2, 0), WHOLE)
     for sole in ((0, 0), (0, 0), None, (0, 0), (0, 0)):
-        contexts.measured("b", (GPU, "default"), CONTEXT, sole)
+        contexts.measured("b", (GPU, "default"), CONTEXT, sole, WHOLE)
     assert contexts.of(GPU, WHOLE) == 0
 
 
@@ -73,6 +95,8 @@ async def test_context_price_is_bounded(node: Node) -> None:
     for _ in range(STABLE_READINGS):  # 200 MiB by cuMemAlloc, 3,000 MiB past the library
         await node.look(3200 * MIB, 7, cap=8192 * MIB)
     contexts = node.isolation.contexts
+    assert contexts.of(GPU, WHOLE) == 0  # it is above its cap
+    learned(contexts, key, 3000 * MIB)
     prices = [contexts.of(GPU, cap * MIB) // MIB for cap in (1000, 2048, 4096, 10240)]
     assert prices == [500, 600, 600, 600]
     again = Node(node.root)

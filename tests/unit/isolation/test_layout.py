@@ -99,3 +99,11 @@ def test_a_wake_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
         assert wake(descriptor, layout.CHANGES_AT, layout.LIMITS_BYTES) == 0  # not mapped for writing
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("forged", [b"\x1b[31mcu", b"cu Mem", b"cu" + b"a" * 62, b"\xff" * 64, b"malloc"])
+def test_a_name_in_the_usage_region_that_no_entry_point_has_is_none(forged: bytes) -> None:
+    content = bytearray(layout.usage_head(1))
+    layout.NEWER.pack_into(content, layout.NEWER_AT, 1, forged)
+    (usage,) = layout.read_usage(bytes(content))
+    assert (usage.newer, usage.newer_name) == (1, "")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import KubectlFailed
 from agent.kubectl.page import PAGE_HTML, Page, policy
-from agent.kubectl.view import cluster_view
 from tests.browser import browser, served
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import MissingRight, failure
 from agent.kubectl.main import plugin_main
 from agent.kubectl.text import explained_running, explained_waiting, overview, top
-from agent.kubectl.view import CORDON, Seen, cluster_view, node_view
+from agent.kubectl.view import CORDON, Seen, node_view
 from tests import plugin_file
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
@@ -63,6 +65,24 @@ def test_an_administrator_sees_all() -> None:
     assert "1 unhealthy" in text
     assert "team/waits" in text
     assert "foe/secret" in "\n".join(top(view))
+
+
+def test_the_overview_asks_for_no_list_of_all_pods_but_while_a_switch_waits() -> None:
+    nodes, pods = cluster()
+    asked_for: list[str] = []
+
+    def get(path: str) -> Any:
+        asked_for.append(path)
+        return viewer(nodes, pods)(path)
+
+    cluster_view(get, "x", names=False)
+    assert [each for each in asked_for if "/pods" in each] == [
+        "/api/v1/pods?fieldSelector=spec.nodeName%3D%2Cstatus.phase%3DPending"
+    ]
+    nodes.append(node("c", gpu(0, node="c"), state={"state": "switching", "message": "waits for foe/big"}))
+    view = cluster_view(get, "x", names=False)
+    assert "phase%21%3DFailed" in asked_for[-2]
+    assert "foe/big" in "\n".join(overview(view))
 
 
 def test_a_tenant_sees_own_names_and_the_missing_right() -> None:
@@ -198,6 +218,21 @@ def test_each_command_has_kubectl_get_label_or_annotate(
     assert {tuple(each[:2]) for each in asked(fake)} <= ALLOWED
 
 
+def test_cordons_that_cannot_be_read_are_not_written_over(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fake / "api_v1_nodes_a"
+    found = json.loads(file.read_text())
+    found["metadata"]["annotations"][CORDON] = '{"GPU-a-0": '
+    file.write_text(json.dumps(found))
+    assert plugin_main(["cordon", "a/1"]) == 1
+    assert "mend or remove it first" in capsys.readouterr().err
+    found["metadata"]["annotations"][CORDON] = "0=fan, 1"
+    file.write_text(json.dumps(found))
+    assert plugin_main(["uncordon", "a/1"]) == 0
+    assert asked(fake)[-1][3] == f'{CORDON}={{"0":{{"reason":"fan"}}}}'
+
+
 def test_flags_of_kubectl_are_passed_on(fake: Path) -> None:
     assert plugin_main(["top", "--once", "--context=c", "--as=eve", "-n", "team"]) == 0
     assert asked(fake)[0][:2] == ["--context=c", "--as=eve"]
@@ -222,6 +257,17 @@ def test_500_nodes_in_2_s() -> None:
     )
     assert len(overview(view)) == 501
     assert time.process_time() - began < 2
+
+
+def test_the_wheel_carries_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=plugin_file.ROOT, check=True, capture_output=True, timeout=50)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        (script,) = [name for name in packed.namelist() if name.endswith("/scripts/kubectl-gpu")]
+        first, rest = packed.read(script).decode().split("\n", 1)
+    assert first == "#!python"  # which pip makes the interpreter's path of
+    assert rest == plugin_file.joined().split("\n", 1)[1]
 
 
 def test_the_krew_archive_is_the_same_for_the_same_sources() -> None:
