@@ -39,7 +39,20 @@ BEYOND = {
 }
 # Programs and servers of their own, which no storm runs; `_proto` is generated.
 NOT_IN_STORMS = frozenset(
-    ("_proto", "cdi", "check", "cleanup", "cli", "extender", "kit", "settings", "simulator", "status", "web")
+    (
+        "_proto",
+        "cdi",
+        "check",
+        "cleanup",
+        "cli",
+        "extender",
+        "kit",
+        "kubectl",
+        "settings",
+        "simulator",
+        "status",
+        "web",
+    )
 )
 
 
