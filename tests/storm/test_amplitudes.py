@@ -35,6 +35,7 @@ BEYOND = {
     "modes.switcher.IDLE_SECONDS": "a look of an idle switcher, which changes wake at once",
     "mps.probing.REPORT_SECONDS": "how often a meddled setting is reported",
     "node.capacity.LONGEST_AGAIN_SECONDS": "a longest pause between tries, which begin at 60 s",
+    "telemetry.access.HELD_SECONDS": "how long a reader of metrics is let in; no storm reads them",
     "pairing.cluster_pods.DENIED_LONGEST_SECONDS": "a longest pause between tries, which begin at 30 s",
 }
 # Programs and servers of their own, which no storm runs; `_proto` is generated.
