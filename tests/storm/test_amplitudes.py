@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,25 @@ BEYOND = {
     "modes.switcher.IDLE_SECONDS": "a look of an idle switcher, which changes wake at once",
     "mps.probing.REPORT_SECONDS": "how often a meddled setting is reported",
     "node.capacity.LONGEST_AGAIN_SECONDS": "a longest pause between tries, which begin at 60 s",
+    "telemetry.access.HELD_SECONDS": "how long a reader of metrics is let in; no storm reads them",
     "pairing.cluster_pods.DENIED_LONGEST_SECONDS": "a longest pause between tries, which begin at 30 s",
 }
 # Programs and servers of their own, which no storm runs; `_proto` is generated.
 NOT_IN_STORMS = frozenset(
-    ("_proto", "cdi", "check", "cleanup", "cli", "extender", "kit", "settings", "simulator", "status", "web")
+    (
+        "_proto",
+        "cdi",
+        "check",
+        "cleanup",
+        "cli",
+        "extender",
+        "kit",
+        "kubectl",
+        "settings",
+        "simulator",
+        "status",
+        "web",
+    )
 )
 
 
@@ -59,14 +74,13 @@ def _constants() -> dict[str, float]:
 
 def _assigned(node: ast.stmt) -> list[tuple[str, float]]:
     """Names and the numbers that they are given; a mapping counts by its largest value."""
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-    value = getattr(node, "value", None)
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        pairs = list(zip(target.elts, value.elts, strict=True))
-    else:
-        pairs = [(target, value)]
+    target: Any = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    value: Any = getattr(node, "value", None)
+    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    names = target.elts if both else [target]
+    values = value.elts if both else [value]
     found = []
-    for name, given in pairs:
+    for name, given in zip(names, values, strict=True):
         if isinstance(name, ast.Name) and isinstance(given, ast.expr):
             parts = given.values if isinstance(given, ast.Dict) else [given]
             numbers = [_number(each) for each in parts]
