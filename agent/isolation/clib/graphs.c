@@ -1,6 +1,6 @@
 /* Memory of graphs: a node that allocates costs nothing until its graph is uploaded or launched. Then the most that its
- * nodes have at once is reserved first, and afterwards the charge becomes what the driver says graphs have reserved. Where
- * that much does not fit, the driver may need less, since graphs on one stream share memory: it is asked by an upload. */
+ * nodes have at once, less what the stream has from graphs before, is reserved first, and afterwards the charge becomes
+ * what the driver says graphs have reserved. */
 #include "caps.h"
 
 #include <string.h>
@@ -97,7 +97,6 @@ static void inherit(const void *from, const void *to, bool executable) {
         if (executable) {
             entry.kind = GNA_EXEC;
             entry.key = key_of(to, record);
-            entry.count = UINT32_MAX; /* not backed by memory yet */
             entry.flag = entry.other > 0;
             entry.bytes = gna_round_up(entry.bytes, GNA_GRANULE);
             gna_put(&entry);
@@ -116,20 +115,19 @@ static void forget(enum gna_kind kind, const void *handle) {
     }
 }
 
-/* The lock is held. False: graphs have more than fits. */
-static bool settle(int record) {
+/* The lock is held. */
+static void settle(int record) {
     cuuint64_t reserved;
     if (REAL(cuDeviceGetGraphMemAttribute)(devices[record], CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &reserved) != CUDA_SUCCESS) {
-        return true;
+        return;
     }
     if (reserved > charged[record] && gna_reserve(record, reserved - charged[record]) != CUDA_SUCCESS) {
-        return false;
+        return; /* the agent measures it */
     }
     if (reserved < charged[record]) {
         gna_release(record, charged[record] - reserved);
     }
     charged[record] = reserved;
-    return true;
 }
 
 /* The lock is held. */
@@ -147,47 +145,32 @@ static uint64_t place_of(CUstream stream) {
     return stream == CU_STREAM_PER_THREAD ? (uintptr_t)&own : (uintptr_t)stream;
 }
 
-typedef CUresult run_t(CUgraphExec exec, CUstream stream);
-
-/* The lock is held. Whether the driver can back the graph with what graphs have, and what more of it fits. */
-static bool uploads(run_t *upload, const struct gna_entry *entry, CUgraphExec exec, CUstream given) {
-    int record = entry->record;
-    /* What outlives the launch, by the flag, is shared with no other graph. */
-    uint64_t shared = entry->flag ? 0 : charged[record], more = entry->bytes > shared ? entry->bytes - shared : 0;
-    if (gna_reserve(record, more) != CUDA_SUCCESS) {
-        return false; /* all of its peak has to be there */
-    }
-    charged[record] += more;
-    bool fits = upload(exec, given) == CUDA_SUCCESS;
-    fits = settle(record) && fits;
-    if (!fits) {
-        gna_graphs_reclaim(record);
-    }
-    return fits;
+/* Graphs on one stream use the same memory, one after the other; what outlives a launch, by the flag, is shared with no
+ * other graph. */
+static struct gna_entry backing_of(const struct gna_entry *exec, CUstream stream) {
+    struct gna_entry found, none = {.kind = GNA_BACKING, .key = exec->flag ? exec->key : place_of(stream) + (unsigned)exec->record};
+    bool is_known = gna_get(GNA_BACKING, none.key, &found) && found.count == generation[exec->record];
+    return is_known ? found : none;
 }
 
 /* The lock is held. */
-static CUresult reserve(CUgraphExec exec, run_t *upload, CUstream given, CUstream stream) {
+static CUresult reserve(CUgraphExec exec, CUstream stream) {
     struct gna_entry entry;
-    CUgraph graph;
     for (int record = 0; record < (int)gna_records(); record++) {
-        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry) || (entry.count == generation[record] && entry.other == place_of(stream))) {
+        CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+        if (!gna_get(GNA_EXEC, key_of(exec, record), &entry)) {
             continue;
         }
-        if (gna_reserve(record, entry.bytes) == CUDA_SUCCESS) {
-            charged[record] += entry.bytes;
-            continue;
+        for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 3; attempt++) {
+            if (attempt > 0) {
+                gna_reclaim_locked(record, stream, attempt == 2);
+            }
+            uint64_t backed = backing_of(&entry, stream).bytes, more = entry.bytes > backed ? entry.bytes - backed : 0;
+            result = gna_reserve(record, more);
+            charged[record] += result == CUDA_SUCCESS ? more : 0;
         }
-        if (gna_capturing(stream, &graph)) {
-            continue; /* it becomes a part of another one, and takes nothing now */
-        }
-        bool done = uploads(upload, &entry, exec, given);
-        for (unsigned attempt = 0; !done && attempt < 2; attempt++) {
-            gna_reclaim_locked(record, stream, attempt == 1);
-            done = uploads(upload, &entry, exec, given);
-        }
-        if (!done) {
-            return CUDA_ERROR_OUT_OF_MEMORY;
+        if (result != CUDA_SUCCESS) {
+            return result;
         }
     }
     return CUDA_SUCCESS;
@@ -198,21 +181,26 @@ static void settle_exec(CUgraphExec exec, CUstream stream, bool backed) {
     struct gna_entry entry;
     for (int record = 0; record < (int)gna_records(); record++) {
         if (gna_get(GNA_EXEC, key_of(exec, record), &entry)) {
+            struct gna_entry backing = backing_of(&entry, stream);
             settle(record);
-            entry.count = backed ? generation[record] : entry.count;
-            entry.other = backed ? place_of(stream) : entry.other;
-            gna_put(&entry);
+            backing.count = generation[record];
+            backing.bytes = entry.bytes > backing.bytes ? entry.bytes : backing.bytes;
+            if (backed) {
+                gna_put(&backing);
+            }
         }
     }
 }
 
-static CUresult back_and_run(run_t *call, run_t *upload, CUgraphExec exec, CUstream given, CUstream stream) {
+typedef CUresult run_t(CUgraphExec exec, CUstream stream);
+
+static CUresult back_and_run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream) {
     if (__builtin_expect(atomic_load_explicit(&graphs_with_memory, memory_order_relaxed) == 0, 1)) {
         return call(exec, given);
     }
     gna_attach();
     gna_enter(&gna_pools_lock);
-    CUresult result = reserve(exec, upload, given, stream);
+    CUresult result = reserve(exec, stream);
     if (result == CUDA_SUCCESS) {
         result = call(exec, given);
     }
@@ -221,37 +209,37 @@ static CUresult back_and_run(run_t *call, run_t *upload, CUgraphExec exec, CUstr
     return result;
 }
 
-static CUresult run(run_t *call, run_t *upload, CUgraphExec exec, CUstream given, CUstream stream) {
+static CUresult run(run_t *call, CUgraphExec exec, CUstream given, CUstream stream, bool launches) {
     struct gna_turn turn;
-    if (call == upload) {
-        return back_and_run(call, upload, exec, given, stream);
+    if (!launches) {
+        return back_and_run(call, exec, given, stream);
     }
     gna_count_launch();
     if (gna_gate_open()) {
-        return back_and_run(call, upload, exec, given, stream);
+        return back_and_run(call, exec, given, stream);
     }
     gna_share_wait(&turn, exec, stream);
-    CUresult result = back_and_run(call, upload, exec, given, stream);
+    CUresult result = back_and_run(call, exec, given, stream);
     gna_share_done(&turn, result);
     return result;
 }
 
-#define RUN(symbol, upload, stream) return run(REAL(symbol), REAL(upload), hGraph, hStream, stream)
+#define RUN(symbol, stream, launches) return run((run_t *)gna_real(GNA_ID_##symbol), hGraph, hStream, stream, launches)
 
 HOOK(cuGraphLaunch)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphLaunch, cuGraphUpload, hStream);
+    RUN(cuGraphLaunch, hStream, true);
 }
 
 HOOK(cuGraphLaunch_ptsz)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphLaunch_ptsz, cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+    RUN(cuGraphLaunch_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream, true);
 }
 
 HOOK(cuGraphUpload)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphUpload, cuGraphUpload, hStream);
+    RUN(cuGraphUpload, hStream, false);
 }
 
 HOOK(cuGraphUpload_ptsz)(CUgraphExec hGraph, CUstream hStream) {
-    RUN(cuGraphUpload_ptsz, cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+    RUN(cuGraphUpload_ptsz, hStream == NULL ? CU_STREAM_PER_THREAD : hStream, false);
 }
 
 /* An instantiation that uploads at once reserves as a launch does. */
@@ -285,7 +273,7 @@ static CUresult with_params(CUresult (*call)(CUgraphExec *, CUgraph, CUDA_GRAPH_
     params->flags |= CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
     if (result == CUDA_SUCCESS) {
         CUstream stream = params->hUploadStream == NULL ? otherwise : params->hUploadStream;
-        result = run(upload, upload, *exec, params->hUploadStream, stream);
+        result = run(upload, *exec, params->hUploadStream, stream, false);
         if (result != CUDA_SUCCESS) {
             forget(GNA_EXEC, *exec);
             REAL(cuGraphExecDestroy)(*exec);

@@ -241,3 +241,35 @@ def test_no_behaviour_is_undefined(tmp_path: Path, machine: CudaMachine, program
     assert program("call('cuMemAllocManaged', ctypes.byref(u64()), size((1 << 63) + 1), 1)") == 2
     program("check('cuCtxSynchronize')")
     assert made.charged() == machine.used()
+
+
+MODULES = """
+def load(most):
+    made = []
+    while len(made) < most:
+        module = u64()
+        if call("cuModuleLoadData", ctypes.byref(module), b"image"): break
+        made.append(module.value)
+    return made
+"""
+
+
+@pytest.mark.parametrize("module_kib", [64, 2048, 5000])
+@pytest.mark.parametrize("context", [90, 310])
+def test_modules_cost_what_they_cost(
+    module_kib: int, context: int, container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024, context=context)
+    device = machine.state.devices[0]
+    device.module_bytes, device.context_bytes = module_kib << 10, context * MIB
+    program = programs(made, MODULES, "init()", "modules = load(400)")
+    fits = ((1024 - context) << 10) // module_kib
+    assert program("len(modules)") == min(400, fits)
+    # Where it does not fit the module is unloaded, and what it had is free again.
+    assert machine.used() == made.charged()
+    assert machine.used() - context * MIB == min(400, fits) * module_kib << 10
+    program("for module in modules: check('cuModuleUnload', u64(module))")
+    assert machine.used() == made.charged() == context * MIB
+    # A library is loaded later, and nobody knows what it will take.
+    program("library = out('cuLibraryLoadData', b'image', None, None, 0, None, None, 0)")
+    assert made.charged() == (context + 2) * MIB
