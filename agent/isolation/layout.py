@@ -135,7 +135,7 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
 
 
 def beat(descriptor: int) -> None:
-    """Tell paused launches that an agent is there, which will end their pause. Raises OSError."""
+    """Show paused launches that an agent is there to end their pause. Raises OSError."""
     (number,) = CRC.unpack(os.pread(descriptor, CRC.size, BEAT_AT))
     os.pwrite(descriptor, CRC.pack(number % 0xFFFFFFFF + 1), BEAT_AT)
 
@@ -188,7 +188,7 @@ def read_usage(content: bytes) -> list[Usage]:
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
     newer, name = NEWER.unpack_from(content, NEWER_AT)
     text = name.partition(b"\0")[0].decode("ascii", "replace")
-    named = text if ENTRY_POINT.fullmatch(text) else ""  # whoever is in the container may have written it
+    named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     return [
         Usage(
             *FIGURES.unpack_from(content, start + FIGURES_AT),
