@@ -1,4 +1,4 @@
-"""What a context of CUDA takes on a GPU that nobody has measured yet.
+"""The cost of a CUDA context on a GPU that nobody has measured yet.
 
 It is not documented. Measured by others, as what a first context takes from cuMemGetInfo with drivers of
 CUDA 13: 555 MiB on an RTX PRO 6000 Blackwell (188 multiprocessors of 1,536 threads) and 107 MiB on an RTX

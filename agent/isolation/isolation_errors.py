@@ -17,5 +17,9 @@ class AccessRefused(FolderUnusable):
     """A container keeps the agent from one of its files: by a lease, another owner, or by executing it."""
 
 
+class OtherLayout(FolderUnusable):
+    """A limit file is sound, and of a layout of another agent: running containers have a library for it."""
+
+
 class BadLayout(IsolationError):
     """Bytes that are no limit file or usage region of a layout known here."""

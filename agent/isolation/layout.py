@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.isolation.isolation_errors import BadLayout
+from agent.isolation.isolation_errors import BadLayout, OtherLayout
 from agent.isolation.loaded import Entries
 from agent.kit import futex
 
@@ -109,7 +109,7 @@ def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
 
 
 def read_limits(content: bytes) -> list[Limits]:
-    """The limits in force. Raises BadLayout."""
+    """The limits in force. Raises BadLayout, OtherLayout."""
     return [limits for _, _, limits in map(_newest, _records(content))]
 
 
@@ -135,7 +135,7 @@ def write_limits(descriptor: int, number: int, limits: Limits) -> int:
 
 
 def beat(descriptor: int) -> None:
-    """Tell paused launches that an agent is there, which will end their pause. Raises OSError."""
+    """Show paused launches that an agent is there to end their pause. Raises OSError."""
     (number,) = CRC.unpack(os.pread(descriptor, CRC.size, BEAT_AT))
     os.pwrite(descriptor, CRC.pack(number % 0xFFFFFFFF + 1), BEAT_AT)
 
@@ -188,13 +188,13 @@ def read_usage(content: bytes) -> list[Usage]:
     starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
     newer, name = NEWER.unpack_from(content, NEWER_AT)
     text = name.partition(b"\0")[0].decode("ascii", "replace")
-    named = text if ENTRY_POINT.fullmatch(text) else ""  # whoever is in the container may have written it
+    named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     return [
         Usage(
             *FIGURES.unpack_from(content, start + FIGURES_AT),
             *SHARE.unpack_from(content, start + SHARE_AT),
-            newer,
-            named,
+            newer=newer,
+            newer_name=named,
         )
         for start in starts
     ]
@@ -250,10 +250,15 @@ def _records(content: bytes) -> list[bytes]:
     if len(content) != LIMITS_BYTES:
         raise BadLayout(f"a limit file has {LIMITS_BYTES} bytes, not {len(content)}")
     magic, layout, header, size, devices, _, _ = HEADER.unpack_from(content)
-    if (magic, layout, header, size) != (LIMITS_MAGIC, LAYOUT, RECORDS_AT, LIMITS_BYTES):
-        raise BadLayout("this is no limit file of a known layout")
+    if (magic, header) != (LIMITS_MAGIC, RECORDS_AT):
+        raise BadLayout("this is no limit file")
     if CRC.unpack_from(content, HEADER.size)[0] != zlib.crc32(content[: HEADER.size]):
         raise BadLayout("the header's checksum is wrong")
+    if layout != LAYOUT:
+        text = f"a limit file of layout {layout} is kept as it is; this agent writes layout {LAYOUT}"
+        raise OtherLayout(f"{text}: its container keeps its limits until it ends")
+    if size != LIMITS_BYTES:
+        raise BadLayout(f"a limit file of {size} bytes cannot be")
     if not 1 <= devices <= MOST_DEVICES:
         raise BadLayout(f"a limit file of {devices} GPUs cannot be")
     starts = range(RECORDS_AT, RECORDS_AT + devices * RECORD_BYTES, RECORD_BYTES)

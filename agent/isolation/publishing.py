@@ -120,7 +120,7 @@ class Publisher:
         return sum(each.injected is False for each in self._isolation.containers.value.values())
 
     def counted(self) -> Mapping[Place, Usage]:
-        """What the library says of containers; they can write there themselves."""
+        """The library's counts by container, which can write there itself."""
         known, counted = self._isolation.containers.value, self._isolation.counted
         return {place_of(known[key].about): usage for key, usage in counted.items() if key in known}
 

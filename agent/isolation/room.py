@@ -19,7 +19,13 @@ from agent.isolation.contexts import Contexts
 from agent.isolation.copies import Copies
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.held import REFUSALS, Held
-from agent.isolation.isolation_errors import AccessRefused, FolderUnusable, IsolationError, LibraryUnusable
+from agent.isolation.isolation_errors import (
+    AccessRefused,
+    FolderUnusable,
+    IsolationError,
+    LibraryUnusable,
+    OtherLayout,
+)
 from agent.isolation.layout import Usage
 from agent.isolation.library import Library, Original
 from agent.isolation.limits import Admission, ContainerLimits, Policy
@@ -384,6 +390,8 @@ class Isolation:
                 self.contexts.remembered(key, place, now.context_bytes, about.memory_bytes)
             except AccessRefused:
                 self._unmended.add(key)
+            except OtherLayout as error:
+                log.warning("limits_of_another_layout", problem=str(error))
             except FolderUnusable as error:
                 log.warning("limits_written_anew", problem=str(error))
                 self.folders.mend(key, about)

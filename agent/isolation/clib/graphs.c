@@ -112,6 +112,7 @@ static void forget(enum gna_kind kind, const void *handle) {
     gna_attach();
     for (int record = 0; record < (int)gna_records(); record++) {
         gna_take(kind, key_of(handle, record), &entry);
+        gna_take(GNA_BACKING, key_of(handle, record), &entry);
     }
 }
 
@@ -148,7 +149,7 @@ static uint64_t place_of(CUstream stream) {
 /* Graphs on one stream use the same memory, one after the other; what outlives a launch, by the flag, is shared with no
  * other graph. */
 static struct gna_entry backing_of(const struct gna_entry *exec, CUstream stream) {
-    struct gna_entry found, none = {.kind = GNA_BACKING, .key = exec->flag ? exec->key : place_of(stream) + (unsigned)exec->record};
+    struct gna_entry found, none = {.kind = GNA_BACKING, .key = exec->flag ? exec->key : place_of(stream) ^ (uint64_t)exec->record << 56};
     bool is_known = gna_get(GNA_BACKING, none.key, &found) && found.count == generation[exec->record];
     return is_known ? found : none;
 }

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from agent.isolation import layout
 from agent.isolation import library as libraries
-from agent.isolation.folders import USAGE, About, LimitFolders, key_of
+from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.limits import Policy
 from agent.isolation.loaded import loads
 from agent.isolation.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
@@ -326,3 +328,26 @@ async def test_who_keeps_the_agent_from_its_files_is_named_once(node: Node) -> N
     later.now += 1
     await later.isolation.tidy()
     assert later.publisher.refusing() == 0
+
+
+async def test_a_limit_file_of_another_layout_is_left_alone(node: Node) -> None:
+    """An agent that is rolled back finds files of the newer one, under containers that run."""
+    key = await node.admit()
+    path = node.isolation.folders.path(key, LIMITS)
+    content = bytearray(await anyio.Path(path).read_bytes())
+    struct.pack_into("<I", content, 8, layout.LAYOUT + 1)
+    layout.CRC.pack_into(content, layout.HEADER.size, zlib.crc32(content[: layout.HEADER.size]))
+
+    def write() -> None:
+        with path.open("r+b") as file:
+            file.write(content)
+
+    await anyio.to_thread.run_sync(write)
+    again = Node(node.root)
+    await again.isolation.start()
+    await anyio.to_thread.run_sync(again.loaded, 7)
+    for _ in range(5):
+        await again.look(CAP // 2, 7)
+    await again.isolation.tidy()
+    assert await anyio.Path(path).read_bytes() == content
+    assert key in again.isolation.containers.value
