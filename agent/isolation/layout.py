@@ -16,7 +16,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.isolation.isolation_errors import BadLayout, OtherLayout
 from agent.isolation.loaded import Entries
@@ -190,9 +190,11 @@ def read_usage(content: bytes) -> list[Usage]:
     text = name.partition(b"\0")[0].decode("ascii", "replace")
     named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     return [
-        Usage(
-            *FIGURES.unpack_from(content, start + FIGURES_AT),
-            *SHARE.unpack_from(content, start + SHARE_AT),
+        replace(
+            Usage(
+                *FIGURES.unpack_from(content, start + FIGURES_AT),
+                *SHARE.unpack_from(content, start + SHARE_AT),
+            ),
             newer=newer,
             newer_name=named,
         )
