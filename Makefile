@@ -6,10 +6,12 @@ SHELL := /bin/bash
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)
+# Each worker of pytest and each agent of a test would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IN_VENV := .venv/bin/python
 CORES := $(shell nproc)
-# Of whole agents and their peers, which wait for most of their time; docs/decisions.md has the measurement.
-WORKERS ?= $(shell echo $$((3 * $(CORES))))
+# Tests wait for most of their time (docs/decisions.md), and each worker reads all of them first.
+WORKERS ?= $(shell workers=$$((3 * $(CORES))); echo $$((workers < 32 ? workers : 32)))
 # Targets side by side, each with its output in one piece; all run even if one fails. A recipe that names $(MAKE)
 # itself would run in a dry run, too.
 TOGETHER := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=4
@@ -29,11 +31,12 @@ venv: ## make or update .venv with the tool chain
 venv-runtime:
 	@.ci/venv runtime
 
-demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens
-	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200
+demo: venv-runtime ## run the real agent on a simulated 8-GPU machine and show what happens (PAGE=1: then its page, on localhost)
+	@$(PYTHON_IN_VENV) -m agent simulate --profile dgx-h200 $(if $(PAGE),--page)
 
-test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones
+test: venv ## lint beside unit, component, chart, fuzz and storm tests, without the long ones (installs Debian's Chromium if missing)
 	@mkdir -p build
+	@$(PYTHON_IN_VENV) -m tests.pictures.chromium || [ -z "$$CI" ]
 	@code=0; \
 	nice $(TOGETHER) ruff types contracts > build/lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$lint 2>/dev/null || :' EXIT; \
@@ -44,7 +47,7 @@ test: venv ## lint beside unit, component, chart, fuzz and storm tests, without 
 	cat build/lint.log; \
 	exit $$code
 
-test-long: venv ## what takes long by its nature: many switches and kills, storms, mutants, ten times the inputs of fuzz
+test-long: venv ## what takes long by its nature: many switches and kills, 10^5 steps of storms, ten times the inputs of fuzz
 	@mkdir -p build
 	@code=0; \
 	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal -m long tests/unit tests/component tests/chart \
@@ -107,11 +110,12 @@ proto: venv ## generate agent/_proto from proto/*.proto
 pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
 	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
-docs: venv ## write the generated files: docs/metrics.md, the commands in docs/commands.md, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
+docs: venv ## write the generated files: docs/metrics.md, the commands in docs/commands.md, the file kubectl-gpu, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m tests.metrics_reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
 	$(PYTHON_IN_VENV) -m tests.commands_reference
+	$(PYTHON_IN_VENV) -m tests.plugin_file
 	$(PYTHON_IN_VENV) -m tests.chart.schema
 	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform

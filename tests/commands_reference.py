@@ -7,18 +7,24 @@ from pathlib import Path
 
 from agent.cli import main as cli
 from agent.cli.completion import parts_of, shown_parts
+from agent.kubectl.main import PASSED_ON, plugin_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+PLUGIN_BEGIN, PLUGIN_END = "<!-- kubectl gpu: written by make docs -->", "<!-- end of kubectl gpu -->"
 BEGIN, END = "<!-- commands: written by make docs -->", "<!-- end of commands -->"
 Row = tuple[str, argparse.ArgumentParser, str]  # path, parser, help
-LEFT_OUT = ("help", "config", "set")  # of every command; the page says so once
+LEFT_OUT = ("help", "config", "set", "namespace", *PASSED_ON)  # of every command; the page says so once
 
 
 def written() -> str:
     """The page with its tables as the parsers have them."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    text = _between(PAGE.read_text(encoding="utf-8"), BEGIN, END, tables())
+    return _between(text, PLUGIN_BEGIN, PLUGIN_END, plugin_table())
+
+
+def _between(text: str, begin: str, end: str, inner: str) -> str:
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{inner}\n{end}{rest.split(end)[1]}"
 
 
 def tables() -> str:
@@ -26,7 +32,15 @@ def tables() -> str:
     hooks: list[Row] = []
     for path, parser, text, hidden in leaves(cli._parser()):
         (hooks if hidden else shown).append((path, parser, text))
-    return f"{_table(shown)}\nHooks of the chart, which help leaves out:\n\n{_table(hooks)}"
+    agent = "gpu-node-agent"
+    return f"{_table(agent, shown)}\nHooks of the chart, which help leaves out:\n\n{_table(agent, hooks)}"
+
+
+def plugin_table() -> str:
+    whole = plugin_parser()
+    overview = ("", whole, "the nodes: GPUs, modes, free shares, fragments, waiting pods")
+    found = [overview, *((path, parser, text) for path, parser, text, _ in leaves(whole) if path)]
+    return _table("kubectl gpu", found)
 
 
 def leaves(
@@ -47,10 +61,10 @@ def leaves(
         yield from leaves(part, f"{path} {name}".strip(), words, hidden or name not in shown_parts(parser))
 
 
-def _table(rows: list[Row]) -> str:
+def _table(program: str, rows: list[Row]) -> str:
     lines = ["| command | does |", "| --- | --- |"]
     for path, parser, text in rows:
-        lines.append(f"| `{parser.prog.split()[0]} {path}{''.join(_arguments(parser))}` | {_plain(text)} |")
+        lines.append(f"| `{f'{program} {path}'.strip()}{''.join(_arguments(parser))}` | {_plain(text)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -52,7 +52,7 @@ async def build(
     cluster = await reach_cluster(settings)
     if cluster:
         closing.push_async_callback(cluster.api.close)
-    sources, uses = build_telemetry(core, tasks, monitor.thread, cluster.pods if cluster else None)
+    sources, uses = await build_telemetry(core, tasks, monitor.thread, cluster)
     if cluster:
         follow_cluster(cluster, core, tasks)
     injector, keeper = await build_cdi(core)

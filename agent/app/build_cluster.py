@@ -46,12 +46,14 @@ async def reach_cluster(settings: Settings) -> ClusterAccess | None:
 
 def follow_cluster(cluster: ClusterAccess, core: Core, tasks: Tasks) -> None:
     """Watch the node and its pods, send events; the record of who holds what learns of the pods."""
-    from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the client
+    from agent.node import refused_pods  # noqa: PLC0415  loads the client
+    from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  as above
 
     tasks.start("node watch", cluster.node.reflector.run)
     ClusterPods(cluster.pods).inform(core.holdings)
     tasks.start("pod watch", cluster.pods.reflector.run)
     tasks.start("events", cluster.events.run)
+    tasks.start("refused pods", refused_pods.follow, cluster.pods.reflector.items, cluster.events)
     core.readiness.degradations.append(lambda: api_server(cluster))
     core.inventory.counters.listeners.append(node_events(cluster.events.node))
 

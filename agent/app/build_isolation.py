@@ -135,7 +135,9 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     await isolation.start()
     compute = await build_compute(settings.vgpu, isolation, pods)
     publisher = Publisher(isolation, context.plugins.recorder, compute.shares if compute else None)
-    watch = LimitWatch(isolation, publisher, Path(settings.host.proc), settings.vgpu.above_cap == "end")
+    ids = partial(_container_ids, pods)
+    ends = settings.vgpu.above_cap == "end"
+    watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends, ids)
     indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
     driver = DriverFence(settings.host, snapshot, context.plugins.injector)
     await driver.start()
@@ -152,8 +154,8 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     tasks.start("limits published", publisher.follow, watch)
     tasks.start("driver fence", driver.run, context.plugins.injector.looked)
     if pods:
-        cgroups, ids = Path(settings.host.cgroups), partial(_container_ids, pods)
-        limits = DriverLimits(isolation, (core.nvml, core.calls), cgroups, ids, publisher)
+        calls, cgroups = (core.nvml, core.calls), Path(settings.host.cgroups)
+        limits = DriverLimits(isolation, calls, cgroups, ids, publisher)
         tasks.start("driver limits", limits.run, pods.reflector.items)
     return parts
 
@@ -278,9 +280,9 @@ def _growth(isolation: Isolation) -> Mapping[str, Growth]:
     return found
 
 
-def _container_ids(pods: "PodCache", about: About) -> list[str]:
+def _container_ids(pods: "PodCache | None", about: About) -> list[str]:
     """The runtime's ID of a container, by its pod's status."""
-    pod = pods.pods().get(about.uid)
+    pod = pods.pods().get(about.uid) if pods else None
     return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
 
 

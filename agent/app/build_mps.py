@@ -66,7 +66,8 @@ async def build(context: ModeContext) -> ModeParts:
     core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.plugins.injector
     settings, snapshot, held = core.settings, core.inventory.snapshot, core.holdings.cell
     explicit = settings.mps.control_program
-    events = MpsEvents(snapshot, held, cluster.events if cluster else None)
+    pods = pod_facts(cluster.pods if cluster else None)
+    events = MpsEvents(snapshot, held, cluster.events if cluster else None, pods)
     manager = DaemonManager(
         Path(settings.host.run),
         partial(find, Path(settings.driver.root), Path(explicit) if explicit else None),
@@ -78,7 +79,7 @@ async def build(context: ModeContext) -> ModeParts:
     clients = ClientWatch(
         manager,
         held,
-        pod_facts(cluster.pods if cluster else None),
+        pods,
         lambda: above_limit(context.uses.value, Mode.MPS),
         events,
         proc=Path(settings.host.proc),
@@ -146,6 +147,7 @@ def _report(
         "adopted": status.adopted,
         "restarts": status.restarts,
         "faults": status.faults,
+        "connectionsCut": status.cut,
         "multiUser": status.multi_user,
         "privateSharedMemory": status.private_shm,
         "limitsHoldPer": "client process",
@@ -179,9 +181,14 @@ class MpsEvents:
     """Reports as events of the node, with the pods that they concern."""
 
     def __init__(
-        self, inventory: Cell[Snapshot], held: Cell[PodList | None], events: "EventRecorder | None"
+        self,
+        inventory: Cell[Snapshot],
+        held: Cell[PodList | None],
+        events: "EventRecorder | None",
+        pods: Callable[[], Sequence[PodFacts]],
     ) -> None:
-        """`events` of the node; None: there is no way to the Kubernetes API."""
+        """`events` of the node; None: there is no way to the Kubernetes API. `pods` of the node."""
+        self._known = pods
         self._inventory = inventory
         self._held = held
         self._events = events
@@ -197,6 +204,10 @@ class MpsEvents:
             text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be restarted"
         if pids and kind is EventReason.FAULT:
             text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
+        if kind is EventReason.SILENT:
+            for pod in self._known():
+                # The supervisor of a daemon knows a pod by its cgroup, which has the UID.
+                text = text.replace(f"pod {pod.uid}", f"pod {pod.key}")
         warning = kind is not EventReason.RECOVERED
         (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
         if self._events:

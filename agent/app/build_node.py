@@ -19,7 +19,7 @@ from agent.model.growth import Growth
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
 from agent.modes.switch_state import SwitchState
-from agent.node import inventory_annotation
+from agent.node import holders_annotation, inventory_annotation
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
@@ -40,6 +40,7 @@ class NodeParts:
     inherited: Inherited
     report: NodeStateWriter
     annotations: Cell[Mapping[str, str]]  # further ones that the report writes
+    pods: "PodCache"
 
     @property
     def writers(self) -> Mapping[str, Writer]:
@@ -69,6 +70,7 @@ def build_node(
         Inherited(node, offer, capacity, taint, resources.names),
         _report(core.settings, node, core.readiness.switch, core.inventory.snapshot, annotations),
         annotations,
+        cluster.pods,
     )
 
 
@@ -107,6 +109,20 @@ def start_node(
         parts.annotations,
         grown,
     )
+    tasks.start(
+        "holders note",
+        holders_annotation.follow,
+        core.inventory.snapshot,
+        assignment,
+        core.holdings.cell,
+        parts.pods.reflector.items,
+        partial(_uids, parts.pods),
+        parts.annotations,
+    )
+
+
+def _uids(pods: "PodCache") -> Mapping[tuple[str, str], str]:
+    return {(pod.metadata.namespace, pod.metadata.name): uid for uid, pod in pods.pods().items()}
 
 
 async def _keep_amounts(parts: NodeParts, resources: ResourceSet) -> None:

@@ -1,6 +1,8 @@
 """Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
+from agent.kubelet.owners import Owners
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
@@ -23,12 +26,16 @@ from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, ModeCatalog
 from agent.modes.last_request import LastRequest
+from agent.modes.lingering import Lingering
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
+from agent.nvml.nvml_errors import NvmlError, NvmlHung
+from agent.nvml.port import Sample, SampleRequest
+from agent.nvml.sweep import Sweep
 from agent.settings import Settings
 
 # How long an API server that does not answer is waited for before the last known request is taken up.
@@ -94,6 +101,9 @@ async def build_switching(
     follows_upgrades = own is not None and settings.driver.release_for_upgrades
     in_force = Cell(cordons.cell.value) if follows_upgrades else cordons.cell
 
+    lingering = _lingering(core)
+    tasks.start("processes that stay", lingering.run)
+
     def gate(state: GpuState, mode: Mode) -> str | None:
         return modes[mode].refusal(state)
 
@@ -110,6 +120,7 @@ async def build_switching(
         when_busy=settings.when_busy,
         standing=request.source.catalog.remembered(request.remembered),
         cordons=in_force,
+        lingering=lingering,
     )
     upgrade = None
     if own and follows_upgrades:
@@ -158,6 +169,29 @@ def catalog_of(settings: Settings) -> ModeCatalog:
         for name, entries in settings.layouts.items()
     }
     return ModeCatalog(layouts, tuple(modes), settings.default_mode)
+
+
+def _lingering(core: Core) -> Lingering:
+    nvml, record = core.nvml, core.holdings
+
+    def read(uuid: str) -> Sample:
+        return nvml.sample(uuid, SampleRequest(time.time_ns() // 1000, counters=False))
+
+    sweep = Sweep[str, Sample](core.calls, read)
+
+    async def processes(uuids: Collection[str]) -> Mapping[str, Collection[int]]:
+        found: dict[str, Collection[int]] = {}
+
+        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
+            if isinstance(outcome, Sample):
+                found[uuid] = [each.pid for each in outcome.processes or ()]
+            return True
+
+        with suppress(NvmlHung):
+            await sweep.over(tuple(uuids), note)
+        return found
+
+    return Lingering(record.gpus_by_pod, processes, Owners(Path(core.settings.host.proc)).of, record.cell)
 
 
 def _own_node(cluster: ClusterAccess) -> OwnNode:

@@ -2,11 +2,17 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.app.parts import Core, Tasks
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.kit.cell import Cell
+from agent.kit.supervise import FatalError
 from agent.kubelet.owners import Owners
 from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.attribution import KnownPod
@@ -14,19 +20,24 @@ from agent.telemetry.container_use import ContainerWatch, Uses
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler
+from agent.web.certificates import Certificates, Files
+from agent.web.connections import Limits
+from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache
 
 SWITCH_SECONDS = 0.001
+# For a few scrapers. A connection with TLS takes 0.3 MiB.
+HTTPS_LIMITS = Limits(connections=48, connections_per_address=16, requests=12, requests_per_address=8)
 
 
-def build_telemetry(
-    core: Core, tasks: Tasks, events: WorkerThread, pods: "PodCache | None"
+async def build_telemetry(
+    core: Core, tasks: Tasks, events: WorkerThread, cluster: ClusterAccess | None
 ) -> tuple[Sources, Cell[Uses]]:
     """Start sampler and attribution, serve /metrics. `events`: the thread that waits for NVML's events.
 
-    Answers what a scrape shows, and what containers use.
+    Answers what a scrape shows, and what containers use. Raises FatalError.
     """
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -45,7 +56,7 @@ def build_telemetry(
         sampler.samples,
         core.holdings.cell,
         Owners(Path(settings.host.proc)),
-        _known_pods(pods),
+        _known_pods(cluster.pods if cluster else None),
         window,
     )
     tasks.start("sampler", sampler.run)
@@ -61,8 +72,38 @@ def build_telemetry(
         watch.uses,
     )
     compatible = settings.cluster.own_node if settings.metrics.gpu_manager_names else None
-    MetricsPage(sources, compatible, simulated=settings.simulator.profile is not None).add_to(core.http)
+    page = MetricsPage(sources, compatible, simulated=settings.simulator.profile is not None)
+    if settings.https.port is None:
+        page.add_to(core.http)
+    else:
+        await _serve_admitted(core, tasks, page, cluster)
     return sources, watch.uses
+
+
+async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage, cluster: ClusterAccess | None) -> None:
+    """Serve the page over HTTPS to those whom the API server admits. Raises FatalError."""
+    from agent.cluster.reviews import Reviews  # noqa: PLC0415  loads the client
+    from agent.telemetry.access import PATH, REVIEW_SECONDS, Admission  # noqa: PLC0415
+
+    settings = core.settings
+    if cluster is None:
+        raise FatalError(
+            "https.port is set, but there is no way to the API server, which says who may scrape: give the"
+            " agent a service account or cluster.kubeconfig, or set https.port: null"
+        )
+    files = Files(settings.https.certificate, settings.https.key)
+    remedy = "mount a Secret with a certificate, or set https.port: null"
+    certificates = await anyio.to_thread.run_sync(Certificates, files, remedy)
+    https = HttpServer(settings.http.address, settings.https.port or 0, certificates.context, HTTPS_LIMITS)
+    admission = Admission(Reviews(cluster.api, PATH, REVIEW_SECONDS).review, anyio.current_time)
+    page.add_to(https, admission.guarded)
+    await tasks.group.start(_serve, core, https)
+    page.refer(core.http, https.port)
+    tasks.start("certificates", certificates.follow)
+
+
+async def _serve(core: Core, https: HttpServer, *, task_status: TaskStatus[int]) -> None:
+    await core.supervisor.fatal("https", partial(https.serve, task_status=task_status))
 
 
 def _known_pods(cache: "PodCache | None") -> Callable[[], Mapping[str, KnownPod]]:

@@ -77,6 +77,11 @@ def remarks(
         f"GPU {gpus[uuid].gpu.index if uuid in gpus else uuid}: {problem}"
         for uuid, problem in sorted(manager.leftovers.items())
     ]
+    found += [
+        f"GPU {gpus[uuid].gpu.index if uuid in gpus else uuid}: {status.unguarded}"
+        for uuid, status in sorted(manager.statuses.value.items())
+        if status.unguarded
+    ]
     if caps.problem:
         found.append(caps.problem)
     single = any(each.multi_user is False for each in manager.statuses.value.values())

@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "simulate", help="run the agent on a simulated machine and show what happens"
     )
     simulate.add_argument("--profile", default="dgx-h200", help="the machine (default: %(default)s)")
+    simulate.add_argument(
+        "--page", action="store_true", help="then serve the node's page on localhost until interrupted"
+    )
     simulate.set_defaults(command=_simulate)
 
     version = commands.add_parser("version", help="print the version")
@@ -94,7 +97,7 @@ def _version(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from agent.simulator import demo  # noqa: PLC0415  the node agent itself never loads the simulator
 
-    return demo.main(options.profile)
+    return demo.main(options.profile, options.page)
 
 
 def _run(options: argparse.Namespace) -> int:

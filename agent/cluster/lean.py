@@ -85,6 +85,14 @@ def _files(listed: Path) -> tuple[str, str | None]:
     return os.pathsep.join(found), next(filter(None, found.values()), None)
 
 
+def _loader(files: str, context: str | None) -> Any:  # noqa: ANN401  the client's own untyped class
+    """The first half of the client's load_kube_config, which reads files: it blocks."""
+    module = importlib.import_module("kubernetes_asyncio.config.kube_config")
+    return module._get_kube_config_loader_for_yaml_file(  # noqa: SLF001  it has no public name
+        files, active_context=context, persist_config=True
+    )
+
+
 async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the client's own untyped class
     """The client's Configuration: from `kubeconfig` where given, else from the pod's service account.
 
@@ -101,8 +109,8 @@ async def configuration(kubeconfig: Path | None) -> Any:  # noqa: ANN401  the cl
         else:
             # The client prints that there is no file, and then complains of what it does not hold.
             files, context = await anyio.to_thread.run_sync(_files, kubeconfig)
-            loader = importlib.import_module("kubernetes_asyncio.config.kube_config")
-            await loader.load_kube_config(config_file=files, context=context, client_configuration=made)
+            loader = await anyio.to_thread.run_sync(_loader, files, context)
+            await loader.load_and_set(made)
     except Exception as error:
         named = f"kubeconfig {kubeconfig}" if kubeconfig else "the pod's service account"
         raise NoClusterAccess(f"{named} cannot be used: {error}") from error

@@ -93,6 +93,7 @@ class ExtendedResourceClaim(msgspec.Struct, rename="camel", frozen=True):
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
     phase: str = "Pending"
     reason: str = ""
+    message: str = ""
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     extended_resource_claim_status: ExtendedResourceClaim | None = None

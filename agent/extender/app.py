@@ -16,7 +16,7 @@ from agent.cluster.api import KubeApi, connect
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
-from agent.extender.certificates import AllowedNames, Certificates
+from agent.extender.certificates import AllowedNames
 from agent.extender.fleet import Fleet
 from agent.extender.handlers import ServingState, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election
@@ -29,6 +29,7 @@ from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
 from agent.model.fragmentation import Mix
 from agent.model.placement import Policy
+from agent.web.certificates import Certificates, Files
 from agent.web.connections import Limits
 from agent.web.probes import Probes
 from agent.web.server import HttpServer, Reply, Request
@@ -193,7 +194,9 @@ async def running(settings: Settings, connected: KubeApi | None = None) -> Async
     extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings))
     try:
         if settings.tls.port is not None:
-            extender.certificates = await anyio.to_thread.run_sync(Certificates, settings.tls)
+            files = Files(settings.tls.certificate, settings.tls.key, settings.tls.client_authority)
+            remedy = "mount a certificate, or set tls.port: null"
+            extender.certificates = await anyio.to_thread.run_sync(Certificates, files, remedy)
             context = extender.certificates.context
             allowed = AllowedNames(settings.tls.client_names)
             extender.https = HttpServer(

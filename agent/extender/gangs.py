@@ -85,7 +85,9 @@ class Gangs:
             self._forget(uid, kept)
 
     def keep(self, uid: str, gang: str, node: str, claim: PodClaim) -> None:
-        """A member gets these GPUs, if it is bound in time."""
+        """A member gets these GPUs, if it is bound in time, and has not gone while they were looked for."""
+        if self._shown.get(uid) != Member(gang, claim.demand):
+            return
         self._tidy()
         now = self._clock()
         until = now + (REFUSED_SECONDS if self._refused.get(gang, now) > now else self._seconds)

@@ -1,4 +1,4 @@
-"""Ends a container that keeps more memory of a GPU than it may: by option only, never by default.
+"""Ends a container that keeps more memory of a GPU than it may, or the agent from its files: by option only.
 
 All of its processes get SIGKILL, the first one among them, so that the kubelet sees the container end and
 does with it what its pod's restartPolicy says. It takes the host's process IDs, and the right to signal
@@ -36,6 +36,11 @@ def end(pids: Collection[int], proc: Path) -> int:
             break
         ended |= {pid for pid in found if _kill(pid, containers, proc)}
     return len(ended)
+
+
+def processes_of(ids: Collection[str], proc: Path) -> list[int]:
+    """Processes of containers that have these IDs at the runtime. Blocks. Raises NotEnded."""
+    return [pid for pid in _processes(proc) if (ref := _container(pid, proc)) and ref.container_id in ids]
 
 
 def _processes(proc: Path) -> list[int]:

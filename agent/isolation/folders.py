@@ -111,26 +111,26 @@ class LimitFolders:
                     _write(folder, LIMITS, limits, MODES[LIMITS])
                     # Sparse: its pages are the container's memory, not the agent's.
                     _write(folder, USAGE, layout.usage_head(1), MODES[USAGE], layout.USAGE_BYTES)
+                    inner = self.root / scratch
+                    if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
+                        raise FolderUnusable(problem)
+                    trees.remove(root, key)
+                    os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
+                    # Once its folder is gone nobody keeps files of the one before.
+                    self.held.drop(key)
+                    self._hold(folder, key)
                 finally:
                     os.close(folder)
-                inner = self.root / scratch
-                if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
-                    raise FolderUnusable(problem)
-                trees.remove(root, key)
-                os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
             except BaseException:
                 trees.remove(root, scratch)
                 raise
-        # Once its folder is gone nobody keeps files of the one before.
-        self.held.drop(key)
-        self.hold(key)
         return key
 
     def hold(self, key: str) -> None:
         """Have both files of a container open. Raises FolderUnusable."""
-        for name in () if self.held.has(key, MODES) else MODES:
-            with self._file(key, name):
-                pass
+        if not self.held.has(key, MODES):
+            with self._folder(key) as folder:
+                self._hold(folder, key)
 
     def about(self, key: str) -> About:
         """The container of a folder. Raises FolderUnusable."""
@@ -238,6 +238,17 @@ class LimitFolders:
                 raise FolderUnusable(f"{self.path(key, name)}: {error}") from error
             finally:
                 os.close(descriptor)
+
+    def _hold(self, folder: int, key: str) -> None:
+        """Each is asked for, whatever the others do: leases on several files are waited for at once."""
+        failed: OSError | AccessRefused | None = None
+        for name in MODES:
+            try:
+                os.close(self._descriptor(folder, key, name))
+            except (OSError, AccessRefused) as error:
+                failed = failed or error
+        if failed:
+            raise failed
 
     def _descriptor(self, folder: int, key: str, name: str) -> int:
         if name not in MODES:  # no container has it

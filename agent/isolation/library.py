@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,15 @@ PRELOAD_IN_CONTAINER = "/etc/ld.so.preload"
 LARGEST_BYTES = 32 << 20
 ELF = b"\x7fELF"
 FICLONE = 0x40049409  # of <linux/fs.h>: a copy that shares its blocks, where the file system has such
-NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+NO_REFLINKS = (
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +54,21 @@ class Library:
     build: str  # of its content, and of the copy; the former alone where one served all (up to 0.2.0)
 
     @property
+    def names(self) -> tuple[str, str]:
+        """Of the library, and of the file that containers have as /etc/ld.so.preload."""
+        return f"{NAME}-{self.build}.so", f"{NAME}-{self.build}.preload"
+
+    @property
     def file(self) -> Path:
-        return self.folder / f"{NAME}-{self.build}.so"
+        return self.folder / self.names[0]
 
     @property
     def preload(self) -> Path:
-        """The file on the host that containers have as /etc/ld.so.preload."""
-        return self.folder / f"{NAME}-{self.build}.preload"
+        return self.folder / self.names[1]
 
     @property
     def in_container(self) -> str:
-        return f"{IN_CONTAINER}/{self.file.name}"
+        return f"{IN_CONTAINER}/{self.names[0]}"
 
 
 class Original:
@@ -95,18 +108,27 @@ class Original:
         """A container's own copy, or one that is to be there again. Raises LibraryUnusable."""
         library = Library(self._folder, build or f"{self.build}-{secrets.token_hex(8)}")
         try:
+            self._put(library)
+        except LibraryUnusable:
+            if not build:
+                remove(library)
+            raise
+        return library
+
+    def _put(self, library: Library) -> None:
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with trees.opened(self._folder) as folder:
-                _put(folder, library.file.name, 0o555, self._write)
+                file, preload = library.names
+                _put(folder, file, 0o555, self._write)
                 line = f"{library.in_container}\n".encode()
-                _put(folder, library.preload.name, 0o444, partial(_write, content=line))
+                _put(folder, preload, 0o444, partial(_write, content=line))
         except OSError as error:
             raise LibraryUnusable(
                 f"{self._folder}: the enforcement library cannot be put there: {error.strerror or error}"
             ) from error
         if problem := label_for_pods(self._folder, library.file, library.preload):
             raise LibraryUnusable(f"SELinux would keep pods from the enforcement library: {problem}")
-        return library
 
     def mend(self, build: str) -> bool:
         """Have a copy be there that has been removed, or that a power cut has left empty; whether it was not.
@@ -120,10 +142,17 @@ class Original:
         return True
 
     def _whole(self, library: Library) -> bool:
-        sizes = {library.file: len(self._content), library.preload: len(library.in_container) + 1}
-        with suppress(OSError):
-            return all(file.is_file() and file.stat().st_size == size for file, size in sizes.items())
-        return False
+        for file, size in (
+            (library.file, len(self._content)),
+            (library.preload, len(library.in_container) + 1),
+        ):
+            try:
+                status = file.lstat()
+            except OSError:
+                return False
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                return False
+        return True
 
     def _write(self, file: int) -> None:
         if self._shared is not None:
@@ -161,12 +190,18 @@ def install(source: Path, state: Path) -> Original:
 
 
 def hold(held: Held, library: Library) -> None:
-    """Have both files of a copy open. Raises OSError."""
-    if held.has(library.build, (library.file.name, library.preload.name)):
+    """Have both files of a copy open; each is asked for, whatever the other does. Raises OSError."""
+    if held.has(library.build, library.names):
         return
+    failed: OSError | None = None
     with trees.opened(library.folder) as folder:
-        for file in (library.file, library.preload):
-            os.close(held.get(library.build, file.name, folder, os.O_RDONLY))
+        for name in library.names:
+            try:
+                os.close(held.get(library.build, name, folder, os.O_RDONLY))
+            except OSError as error:
+                failed = failed or error
+    if failed:
+        raise failed
 
 
 def settle(held: Held, library: Library) -> None:
@@ -175,8 +210,8 @@ def settle(held: Held, library: Library) -> None:
     Its pages are its container's, once that reads them, not the agent's.
     """
     with trees.opened(library.folder) as folder:
-        for file in (library.file, library.preload):
-            descriptor = held.get(library.build, file.name, folder, os.O_RDONLY)
+        for name in library.names:
+            descriptor = held.get(library.build, name, folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -221,15 +221,20 @@ class Publisher:
 
     def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
         namespace, name, container, gpu = place
-        self.ends["failed" if problem else "ended"] += 1
-        used = f"{memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
-        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
-        log.warning(
-            "container_above_cap_ended", pod=f"{namespace}/{name}", container=container, problem=problem
-        )
+        used = f"uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
         pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        self._ended("container_above_cap_ended", pod, container, used, problem)
+
+    def ended_refusing(self, about: About, refusal: str, problem: str | None) -> None:
+        kept = f"keeps the agent from the files of its limits ({refusal})"
+        self._ended("container_refusing_ended", _pod(about), about.container, kept, problem)
+
+    def _ended(self, event: str, pod: Pod, container: str, cause: str, problem: str | None) -> None:
+        self.ends["failed" if problem else "ended"] += 1
+        outcome = f"it could not be ended: {problem}" if problem else "it was ended (vgpu.aboveCap)"
+        log.warning(event, pod=f"{pod.namespace}/{pod.name}", container=container, problem=problem)
         reason = "ContainerNotEnded" if problem else "ContainerEnded"
-        self._owners.event(pod, reason, f"container {container} uses {used}: {outcome}", warning=True)
+        self._owners.event(pod, reason, f"container {container} {cause}: {outcome}", warning=True)
 
     def not_loaded(self, about: About) -> None:
         text = (

@@ -3,7 +3,7 @@
 The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +236,10 @@ class Isolation:
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
                 await anyio.to_thread.run_sync(self._remove_libraries)
-        self.refusing = await anyio.to_thread.run_sync(self._keep_up, self.containers.value)
+        # It may wait for a disk, and an agent that stops does not wait with it.
+        self.refusing = await anyio.to_thread.run_sync(
+            self._keep_up, self.containers.value, abandon_on_cancel=True
+        )
 
     async def _put_back(self, held: frozenset[str], record: PodList) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
@@ -416,27 +419,40 @@ class Isolation:
         self._unreadable.keep(containers)
         self._unmended.intersection_update(containers)
         for key, about in ((key, each.about) for key, each in containers.items()):
-            try:
-                if about.build:
-                    self._keep_library(about)
-                self.folders.hold(key)
-                self.folders.bound(key)
-                if about.build and (usage := self.folders.usage(key)):
-                    counted[key] = usage
-                if key in self._unmended:
-                    self._unmended.discard(key)
-                    self._mend(key, about)
-            except (FolderUnusable, LibraryUnusable) as error:
-                self._unreadable.met(key, error)
-                if isinstance(error, AccessRefused):
-                    refusing[key] = str(error)
+            problems = list(self._kept(key, about))
+            if problems:
+                self._unreadable.met(key, problems[0])
             else:
                 self._unreadable.over(key)
+            if texts := [str(each) for each in problems if isinstance(each, AccessRefused)]:
+                refusing[key] = texts[0]
+            if about.build:
+                with suppress(FolderUnusable):
+                    if usage := self.folders.usage(key):
+                        counted[key] = usage
         self.counted = MappingProxyType(counted)
         return MappingProxyType(refusing)
 
-    def _keep_library(self, about: About) -> None:
+    def _kept(self, key: str, about: About) -> Iterator[IsolationError]:
+        """Whatever one file's problem is, the others are looked after."""
+        for step in (self._keep_library, self._keep_folder):
+            try:
+                step(key, about)
+            except (FolderUnusable, LibraryUnusable) as error:
+                yield error
+
+    def _keep_folder(self, key: str, about: About) -> None:
+        """Raises FolderUnusable, AccessRefused among them."""
+        self.folders.hold(key)
+        self.folders.bound(key)
+        if key in self._unmended:
+            self._unmended.discard(key)
+            self._mend(key, about)
+
+    def _keep_library(self, _: str, about: About) -> None:
         """Raises LibraryUnusable, AccessRefused."""
+        if not about.build:
+            return
         library = self._library_of(about)
         if self._library and self._library.mend(about.build):
             self._held.drop(about.build)

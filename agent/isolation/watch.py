@@ -5,8 +5,9 @@ fed with each round of samples; what it reads of a process is bounded. Blocking 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 import anyio.to_thread
 import structlog
 
-from agent.isolation.ending import NotEnded, end
+from agent.isolation.ending import NotEnded, end, processes_of
 from agent.isolation.folders import About
 from agent.isolation.isolation_errors import FolderUnusable
 from agent.isolation.limits import ContainerLimits, Policy
@@ -34,6 +35,8 @@ READINGS = 2
 END_READINGS = 10
 CONTEXT_BYTES = 600 << 20
 MOST_CONTEXTS = 8
+# The same for one that keeps the agent from its files: the kernel ends no lease before 45 s.
+REFUSED_READINGS = 60
 # Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20
@@ -68,6 +71,9 @@ class Report(Protocol):
     def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
         """It was ended for that; `problem`: it could not be."""
 
+    def ended_refusing(self, about: About, refusal: str, problem: str | None) -> None:
+        """It was ended because it keeps the agent from its files; `problem`: it could not be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -78,9 +84,21 @@ class Seen:
 class LimitWatch:
     """Follows the samples; publishes `seen`."""
 
-    def __init__(self, isolation: Isolation, report: Report, proc: Path, ends: bool = False) -> None:
-        """`ends`: whether containers that stay above their cap are ended."""
+    def __init__(
+        self,
+        isolation: Isolation,
+        report: Report,
+        proc: Path,
+        ends: bool = False,
+        containers_of: Callable[[About], Collection[str]] = lambda _: (),
+    ) -> None:
+        """`ends`: whether containers are ended that stay above their cap, or keep the agent from their files.
+
+        `containers_of`: the IDs that a container has at the runtime, without its scheme.
+        """
         self._ends = ends
+        self._containers_of = containers_of
+        self._refused: dict[str, int] = {}  # readings in a row without a container's files
         self._excess: dict[Place, int] = {}  # readings in a row so far above that a container may be ended
         self.seen: Cell[Seen] = Cell(Seen())
         self._isolation = isolation
@@ -104,6 +122,7 @@ class LimitWatch:
         self.seen.publish(Seen({each.place: each.memory_bytes for each in round_}, above))
         if self._ends:
             await self._end(round_, caps)
+            await self._end_refusing()
         work = [(*folders[each.place], each) for each in round_ if each.place in folders]
         for gone in self._loaded.keys() - {key for key, _, _ in work}:
             del self._loaded[gone]
@@ -143,14 +162,29 @@ class LimitWatch:
             if counted[each.place] < END_READINGS:
                 continue
             counted[each.place] = 0
-            problem = None
-            try:
-                if not await anyio.to_thread.run_sync(end, each.pids, self._proc):
-                    problem = "none of its processes was found"
-            except NotEnded as error:
-                problem = str(error)
+            problem = await self._ended(partial(tuple, each.pids))
             self._report.ended(each.place, each.memory_bytes, cap, problem)
         self._excess = counted
+
+    async def _end_refusing(self) -> None:
+        known, refusing = self._isolation.containers.value, self._isolation.refusing
+        self._refused = {key: self._refused.get(key, 0) + 1 for key in refusing if key in known}
+        for key, readings in self._refused.items():
+            about = known[key].about
+            if readings < REFUSED_READINGS or not self._isolation.policy(about.namespace).enforces:
+                continue
+            self._refused[key] = 0
+            problem = await self._ended(partial(processes_of, self._containers_of(about), self._proc))
+            self._report.ended_refusing(about, refusing[key], problem)
+
+    async def _ended(self, pids: Callable[[], Collection[int]]) -> str | None:
+        """End the containers of these processes; why that could not be done, or None."""
+        try:
+            if not await anyio.to_thread.run_sync(lambda: end(pids(), self._proc)):
+                return "none of its processes was found"
+        except NotEnded as error:
+            return str(error)
+        return None
 
     def _read(self, work: Sequence[tuple[str, ContainerLimits, Measured]]) -> Mapping[str, bool]:
         """Whether all processes have the library, by folder; nothing of those without a process."""

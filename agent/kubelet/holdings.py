@@ -104,7 +104,8 @@ class HoldingsWatch:
         """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
         self.client = client
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
-        self._answered_by: Identity | None = None  # the socket of the kubelet that answered last
+        self._socket: Identity | None = None  # of the kubelet, as seen last
+        self._answered_by: Identity | None = None  # whose answer the record is
         self._record = Record()
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
@@ -120,6 +121,13 @@ class HoldingsWatch:
     def began(self) -> float:
         """When the newest reading began, by the monotonic clock in seconds."""
         return self._record.listed.began
+
+    def gpus_by_pod(self) -> dict[str, frozenset[str]]:
+        """The GPUs that each pod holds something of, by the pod's UID."""
+        return {
+            uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
+            for uid, pod in self._record.pods.items()
+        }
 
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
@@ -199,12 +207,16 @@ class HoldingsWatch:
         The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
         """
         give_up = anyio.current_time() + deadline
+        if self._socket is None:
+            self._socket = await self._kubelet()
         for _ in range(READINGS):
-            began, before = monotonic(), await self._kubelet()
+            # That of the end of the reading before: one look says that nothing has changed since then.
+            before, began = self._socket, monotonic()
             entries = await self._entries()
             listed = await self.client.list(give_up - anyio.current_time())
-            if before == await self._kubelet():
-                return self._joined(replace(listed, began=began), entries, before)
+            self._socket = after = await self._kubelet()
+            if before == after:
+                return self._joined(replace(listed, began=began), entries, after)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
     def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None) -> PodList:

@@ -18,6 +18,7 @@ from agent._proto import v1
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet import wire
+from agent.model.ids import SEPARATOR
 
 T = TypeVar("T")
 
@@ -55,6 +56,11 @@ class Holding:
     @cached_property
     def id_set(self) -> frozenset[str]:
         return frozenset(self.ids)
+
+    @cached_property
+    def gpus(self) -> frozenset[str]:
+        """The UUIDs with which its IDs begin."""
+        return frozenset(text.partition(SEPARATOR)[0] for text in self.ids)
 
 
 @dataclass(frozen=True, slots=True)

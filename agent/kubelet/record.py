@@ -95,7 +95,11 @@ def join(
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
-    listed_to = {text: _key(each) for each in listed.holdings for text in each.ids if text.startswith(OURS)}
+
+    def handed_on(pod: PodRecord) -> bool:
+        """Whether the kubelet lists any of its units for another one."""
+        held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
+        return any(not held.isdisjoint(each.ids) for each in listed.holdings)
 
     def lives(uid: str, pod: PodRecord) -> bool:
         if uid in named and (fresh or uid in before.outlived):
@@ -104,8 +108,8 @@ def join(
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
-        if any(text in listed_to for place in pod.holdings.values() for text in place.ids):
-            return False  # another has them
+        if handed_on(pod):
+            return False
         if pod.key is None:
             return bool(unnamed) or not view.complete
         return uid not in before_heard

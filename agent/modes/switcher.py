@@ -40,6 +40,7 @@ from agent.modes.comparing import (
 )
 from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
 from agent.modes.desired import Desired
+from agent.modes.lingering import Lingering
 from agent.modes.planner import Gate, Plan, decide, no_gate
 from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resources
 from agent.modes.retry import Retry
@@ -56,6 +57,7 @@ IDLE_SECONDS = 3600.0  # nothing to do until something changes
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
 Holders = dict[str, list[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
+ADMITTED, ENDED = "a pod that is being admitted", "a process of a pod that has ended"
 
 
 class ModeSwitcher:
@@ -76,6 +78,7 @@ class ModeSwitcher:
         when_busy: Literal["drain", "refuse"] = "drain",
         standing: Desired | None = None,
         cordons: Cell[Cordons] | None = None,
+        lingering: Lingering | None = None,
     ) -> None:
         """`standing`: what was in force before this process, for a request that cannot be obeyed."""
         self._inventory = inventory
@@ -89,7 +92,8 @@ class ModeSwitcher:
         self.when_busy = when_busy  # may change with the configuration
         self._states: dict[str, ModeState] = {}
         self._gpus: dict[str, Gpu] = {}
-        self._strangers: withheld.Withheld = {}
+        self._lingering = lingering
+        self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
         self._retry = Retry()
@@ -108,7 +112,8 @@ class ModeSwitcher:
         async with anyio.create_task_group() as group:
             self._group = group
             news = (self._inventory, self._desired, self._holdings.cell, self._cordons)
-            group.start_soon(follow, self._wake_up, *news)
+            stay = (self._lingering.looks,) if self._lingering else ()
+            group.start_soon(follow, self._wake_up, *news, *stay)
             self._work(self._states)
             while not self._closing:
                 self._wake = anyio.Event()
@@ -160,17 +165,17 @@ class ModeSwitcher:
         return self._report(desired, plan, waiting, missing)
 
     def _withheld(self) -> withheld.Withheld:
-        """GPUs that others hold, as last known; logged as they come and go."""
-        before, pods = self._strangers, self._holdings.cell.value
-        if pods is None:
-            return before
-        self._strangers = withheld.held_by_strangers(pods, self._gpus)
-        for uuid, reason in self._strangers.items():
+        """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
+        before, pods = self._others, self._holdings.cell.value
+        if pods is not None:
+            stay = self._lingering.found if self._lingering else {}
+            self._others = {**withheld.held_by_strangers(pods, self._gpus), **stay}
+        for uuid, reason in self._others.items():
             if before.get(uuid) != reason:
                 log.warning("gpu_withheld", gpu=uuid, reason=reason)
-        for uuid in before.keys() - self._strangers.keys():
+        for uuid in before.keys() - self._others.keys():
             log.info("gpu_let_back", gpu=uuid)
-        return self._strangers
+        return self._others
 
     def _without_gpus(self, desired: Desired, problem: str) -> None:
         """No GPU was ever seen. A node that shall offer nothing is ready so: its agent may go."""
@@ -256,14 +261,20 @@ class ModeSwitcher:
     def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
         """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
         granted = {parse(text).gpu for text in self._resources.granted_lately()}
+        # No record names a holder any more, and one may have left a process.
+        stay = self._lingering.unsettled if self._lingering else frozenset[str]()
         changed: dict[str, ModeState] = {}
         waiting: dict[str, tuple[str, ...]] = {}
         for uuid in targets:
             state = self._states[uuid]
-            after = transition.looked(state, held=bool(holders.get(uuid)), granted=uuid in granted)
+            held = bool(holders.get(uuid)) or uuid in stay
+            after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
             if after.stage in (Stage.CLOSING, Stage.DRAINING) and not after.stands_as_wanted:
-                waiting[uuid] = pods_of(holders.get(uuid, ())) or ("a pod that is being admitted",)
+                nobody = (
+                    "a process of a pod that has ended" if uuid in stay else "a pod that is being admitted"
+                )
+                waiting[uuid] = pods_of(holders.get(uuid, ())) or (nobody,)
         self._change(changed)
         return waiting
 
@@ -310,7 +321,7 @@ class ModeSwitcher:
             await self._resources.delivered()
 
     def _report(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
-        targets, apart = plan.targets, {*self._cordons.value, *self._strangers}
+        targets, apart = plan.targets, {*self._cordons.value, *self._others}
         states = {uuid: self._states[uuid] for uuid in targets}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())

@@ -14,7 +14,7 @@ import structlog
 from agent.kit import atomic_file
 from agent.mps.mps_errors import MpsError
 from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlNotSupported
-from agent.nvml.port import ComputeMode, NvmlPort
+from agent.nvml.port import ComputeMode, NvmlPort, SampleRequest
 from agent.nvml.worker_thread import WorkerThread
 
 log = structlog.get_logger()
@@ -24,7 +24,7 @@ OURS, OTHERS = "set by gpu-node-agent\n", "not set by gpu-node-agent\n"
 
 
 class ComputeModes:
-    """Compute modes as a daemon's supervisor needs them. This one leaves them alone."""
+    """A GPU's driver as a daemon's supervisor needs it. This one leaves it alone, and knows nothing of it."""
 
     async def get(self, uuid: str) -> ComputeMode | None:  # noqa: ARG002
         """The mode; None: this GPU or driver has none, or the GPU is lost. Raises MpsError."""
@@ -32,6 +32,10 @@ class ComputeModes:
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         """Change it. Raises MpsError with the remedy."""
+
+    async def users(self, uuid: str) -> frozenset[int] | None:  # noqa: ARG002
+        """PIDs of the processes that use a GPU now; None: it does not say. Raises MpsError."""
+        return None
 
 
 class NvmlComputeModes(ComputeModes):
@@ -56,6 +60,13 @@ class NvmlComputeModes(ComputeModes):
             raise MpsError(
                 f"compute mode {mode.name} cannot be set ({error}); the agent must run as root, privileged"
             ) from error
+
+    async def users(self, uuid: str) -> frozenset[int] | None:
+        try:
+            sample = await self._thread.run(self._nvml.sample, uuid, SampleRequest(0, counters=False))
+        except NvmlError as error:
+            raise MpsError(f"who uses the GPU cannot be read: {error}") from error
+        return None if sample.processes is None else frozenset(each.pid for each in sample.processes)
 
 
 class ExclusiveMode:

@@ -83,14 +83,13 @@ class Control:
             scope.deadline = min(max(scope.deadline, until), latest)
 
     @contextmanager
-    def _within(self, seconds: float) -> Iterator[None]:
-        """Move on after so long, or later where `prolong` says so."""
-        with anyio.move_on_after(seconds) as scope:
-            self._waiting[scope] = anyio.current_time() + max(seconds, LONGEST_SECONDS)
-            try:
-                yield
-            finally:
-                del self._waiting[scope]
+    def _prolonged(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Have `prolong` give a scope more time while the context is open."""
+        self._waiting[scope] = max(scope.deadline, anyio.current_time() + LONGEST_SECONDS)
+        try:
+            yield
+        finally:
+            del self._waiting[scope]
 
     @property
     def gives_state(self) -> bool:
@@ -195,7 +194,7 @@ class Control:
         # One client at a time: a second is turned away, often with an empty answer. Waiting for one's turn
         # says nothing against the daemon, and all who are before have a bound.
         async with self._turn:
-            with self._within(seconds):
+            with anyio.move_on_after(seconds) as scope, self._prolonged(scope):
                 while True:
                     out, complaint = await self._session(text, seconds)
                     found = read(out)
@@ -210,7 +209,7 @@ class Control:
     async def _session(self, text: str, seconds: float) -> tuple[str, str]:
         """One run of the program: what it wrote to its output and to its error output."""
         # A hanging session would block every other one: it is killed at the deadline.
-        with self._within(seconds):
+        with anyio.move_on_after(seconds) as scope, self._prolonged(scope):
             try:
                 return await session(self._program.path, text, self._environment)
             except OSError as error:

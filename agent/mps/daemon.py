@@ -51,7 +51,9 @@ class Daemon:
         self._options = options
         self._publisher = StatusPublisher(uuid, report)
         self._logs = Logs(folders.log, options.log_seconds)
-        parts = DaemonParts(self.control, folders, self._exclusive, self._logs, self._publisher, options)
+        parts = DaemonParts(
+            self.control, folders, self._exclusive, self._logs, self._publisher, options, compute
+        )
         self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
         self._prober = DaemonProber(parts)
 

@@ -28,7 +28,7 @@ MOST_BYTES = 128 << 10  # of one look, a thousand lines; a log that grew by more
 LONGEST_LINE_BYTES = 16 << 10  # what is beyond it of a line that has no end yet is not kept
 # The daemon writes down each question, 7 MB a day at a probe every 5 s, and the run folder is memory.
 LARGE_BYTES = 4 << 20
-KEPT_BYTES = 1 << 20  # of a log that is begun anew, its end
+KEPT_BYTES = 1 << 20  # of a log that is begun again, its end
 # Anybody may write lines: each part is bounded, so that none takes long to read or is no number.
 _PREFIX = re.compile(r"^\[[^\]]{0,100}?\s([0-9]{1,10})\]\s*")
 _CLIENT = re.compile(r"\{\s{0,8}([0-9]{1,10})\s{0,8},\s{0,8}([0-9]{1,10})\s{0,8}\}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.mps.compute_mode import ExclusiveMode
+from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
 from agent.mps.daemon_status import StatusPublisher
@@ -34,3 +34,4 @@ class DaemonParts:
     logs: Logs
     publisher: StatusPublisher
     options: Options
+    compute: ComputeModes

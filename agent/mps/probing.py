@@ -21,6 +21,7 @@ from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused, MpsError, ProgramMissing, StartFailed, Unanswered
 from agent.mps.parse import ServerState
 from agent.mps.processes import Process
+from agent.mps.server_users import use_of
 from agent.mps.silent_peers import Guard
 
 log = structlog.get_logger()
@@ -42,7 +43,7 @@ class DaemonProber:
     def __init__(self, parts: DaemonParts) -> None:
         self.clients: tuple[int, ...] = ()
         self._parts = parts
-        self._clients_known = False  # whether this daemon has named them
+        self._kept: str | None = None  # why one that hangs was not ended, as it was logged last
         self._urgency = Backoff(URGENT_SECONDS, parts.options.probe_seconds, jitter=0.0)
         self._turned = -SETTLE_SECONDS  # when the logs last showed a fault's begin or end
         self._faults = Backoff(LEAST_FAULT_SECONDS, LONGEST_FAULT_SECONDS, jitter=0.0)
@@ -60,7 +61,7 @@ class DaemonProber:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
-        self.clients, self._clients_known = (), False
+        self.clients = ()
         try:
             if not await anyio.to_thread.run_sync(process.alive):
                 return  # its PID is another process's by now
@@ -156,11 +157,11 @@ class DaemonProber:
         server = survey.servers[0] if survey.servers else None
         state = survey.state
         if server is None or state is ServerState.INITIALIZING:
-            self.clients, self._clients_known = (), True
+            self.clients = ()
         elif survey.clients is not None:
-            self.clients, self._clients_known = survey.clients, True
+            self.clients = survey.clients
         elif server != self._parts.publisher.now.server:
-            self.clients, self._clients_known = (), False
+            self.clients = ()
         await self._restore_percentage(survey.percentage)
         seen = replace(self._parts.publisher.now, server=server, server_state=state)
         self._publish_judged(seen, self._fault(server, state))
@@ -224,7 +225,7 @@ class DaemonProber:
         if survey.servers and survey.servers[0] != known:
             survey = await self._parts.control.survey(survey.servers[0])
             if survey.state is ServerState.ACTIVE:
-                # At once: one that hangs before it has named its clients is never ended.
+                # At once: clients that were named count, should it hang.
                 with suppress(Unanswered):
                     survey = await self._parts.control.survey(survey.servers[0], clients=True)
         return survey
@@ -254,11 +255,11 @@ class DaemonProber:
     async def _end_hung(self, process: Process) -> None:
         """A daemon that answers nobody is of no use, unless clients live by its server."""
         servers = await self._server_processes()
-        if servers and not (self._clients_known and await anyio.to_thread.run_sync(self._deserted)):
+        used = await use_of(self._parts, servers, self.clients) if servers else None
+        if used:
+            if used != self._kept:
+                log.warning("mps_hung_daemon_kept", gpu=self._uuid, pid=process.pid, problem=used)
+            self._kept = used
             return
         log.error("mps_daemon_hangs", gpu=self._uuid, pid=process.pid, seconds=HANG_SECONDS)
         await processes.end((process, *servers))
-
-    def _deserted(self) -> bool:
-        """Whether all clients that were named last have ended: without its daemon a server gets no more."""
-        return not any(processes.identify(pid) for pid in self.clients)

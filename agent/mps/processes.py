@@ -100,6 +100,14 @@ def identify(pid: int, proc: Path = PROC) -> Process | None:
     return None if ended else Process(pid, int(fields[19]))
 
 
+def parent(pid: int) -> int | None:
+    """The PID of a process's parent; None: there is no such process."""
+    try:
+        return int((PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def daemons(pipe: Path) -> tuple[Process, ...]:
     """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment."""
     return tuple(each for each in _found(CONTROL, pipe, _in_background) if _own(each.pid, root=True))

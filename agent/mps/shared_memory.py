@@ -23,7 +23,7 @@ FLAGS = 0x2 | 0x4 | 0x100  # MS_NOSUID, MS_NODEV, MS_NOSYMFOLLOW
 # Nobody but daemon, server and agent opens these, by names of their own.
 LOG_FLAGS = FLAGS | 0x8  # MS_NOEXEC
 LOG_MODE = 0o755
-LOG_BYTES = 16 << 20  # an agent begins each log anew at 4 MiB
+LOG_BYTES = 16 << 20  # an agent empties each log at 4 MiB
 LOG_BYTES_KEPT = 1 << 20
 MOST_LOGS = 16
 # A file takes about a KiB of the kernel's own memory, however small it is.

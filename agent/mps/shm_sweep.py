@@ -135,7 +135,7 @@ def sweep(folder: Path, own: Collection[int], unheld: bool, proc: Path) -> Swept
 
 @dataclass
 class _Share:
-    """What looking at one container may cost: descriptors, mappings and seconds."""
+    """The most that looking at one container may cost: descriptors, mappings and seconds."""
 
     entries: int
     seconds: float

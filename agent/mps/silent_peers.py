@@ -5,8 +5,8 @@ connects and says nothing stops all others. Whom it waits for the kernel shows, 
 system call names (/proc/<pid>/task/<tid>/syscall). A client whose server is being started is never found so:
 meanwhile the daemon waits for its server, or in poll(2).
 
-Cut off is the connection alone, by shutdown(2) on a copy of the daemon's descriptor: for the daemon, its
-client has left.
+Cut off is the connection alone, and only once somebody waits behind it: by shutdown(2) on a copy of the
+daemon's descriptor. For the daemon, its client has left.
 """
 
 import ctypes
@@ -17,10 +17,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import anyio
@@ -40,12 +39,13 @@ SUSPICION_SECONDS = 0.25  # after a sign that somebody connected, until it is lo
 SILENT_SECONDS = 0.5  # a client sends its first message at once
 HOST_SECONDS = 30.0  # for root on the node, who may type
 AGAIN_SECONDS = 0.005  # for the next ones of a container that was silent a moment ago: hundreds may queue
+WATCHED_SECONDS = 0.1  # between two looks at one that has been silent so long, until somebody waits behind it
 BETWEEN_SECONDS = 0.05  # the daemon goes on to the next connection
 KNOWN_SECONDS = 60.0  # so long that is remembered
 ROUND_SECONDS = 0.5  # in a thread at once
 REPORT_SECONDS = 60.0
 NOBODY = -1.0  # in place of a time: it waits for connections, and for none of them
-MOST_TASKS, MOST_NAMED = 16, 5
+MOST_NAMED = 5
 _PIDFD_GETFD = 438  # on every architecture of Linux
 _SO_PEERPIDFD = 77  # since Linux 6.5
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -63,7 +63,7 @@ class Peer:
 
     @property
     def group(self) -> str:
-        """Whose patience it uses up: a process is made anew in no time, a container is not."""
+        """Its container, whose patience it uses up: a process is replaced in no time."""
         return (
             self.container.container_id or self.container.pod_uid if self.container else f"user {self.user}"
         )
@@ -97,6 +97,7 @@ class SilentPeers:
         self._seen: _Sighting | None = None
         self._known: dict[str, float] = {}  # groups that were silent, and when
         self._last = 0.0  # when somebody was cut off
+        self._stranger: Process | None = None  # the last one outside of pods that was found to be no server
 
     def look(self, daemon: Process) -> Look:
         """Cut off who has been waited for too long. Bounded."""
@@ -122,6 +123,8 @@ class SilentPeers:
                     if self._seen is None or self._seen.patience == NOBODY:
                         break
                     left = self._seen.since + self._seen.patience - now
+                    if left <= 0 and not _kept_waiting(descriptor, daemon.pid):
+                        return Look(tuple(cut), WATCHED_SECONDS)
                     if left <= 0:
                         if _cut(descriptor, number, inode):
                             cut.append(self._seen.peer)
@@ -149,15 +152,24 @@ class SilentPeers:
     def _patience(self, peer: Peer, daemon: int, now: float) -> float:
         if peer.ended:
             return AGAIN_SECONDS
-        if peer.pid in (daemon, *SESSIONS) or _parent(peer.pid) == daemon:
+        if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
             return math.inf  # its server, or a session of ours, which has a deadline
-        if peer.container is None and any(peer.pid == each.pid for each in processes.servers(self._pipe)):
+        if peer.container is None and self._is_server(peer.pid):
             return math.inf
         if peer.container is None and peer.user == 0:
             return HOST_SECONDS
         for group in [group for group, at in self._known.items() if now - at > KNOWN_SECONDS]:
             del self._known[group]
         return AGAIN_SECONDS if peer.group in self._known else SILENT_SECONDS
+
+    def _is_server(self, pid: int) -> bool:
+        process = processes.identify(pid)
+        if process and process == self._stranger:
+            return False  # hundreds of its connections may queue, and servers are looked for in all of /proc
+        found = any(pid == each.pid for each in processes.servers(self._pipe))
+        if not found:
+            self._stranger = process
+        return found
 
 
 class Guard:
@@ -186,7 +198,7 @@ class Guard:
     async def _look(self, daemon: Process) -> float | None:
         try:
             look = await anyio.to_thread.run_sync(self._peers.look, daemon)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             return None  # it has ended
         except OSError as error:
             problem = (
@@ -228,15 +240,9 @@ class Guard:
 
 def peers_of(pid: int) -> frozenset[int]:
     """PIDs of those who are connected to a process's sockets. Blocks. Raises OSError."""
-    found: set[int] = set()
     descriptor = os.pidfd_open(pid)
     try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                number = int(link.name)
-                with _taken(descriptor, number, _inode(pid, number) or 0) as connection:
-                    if connection and connection.family == socket.AF_UNIX:
-                        found.add(_peer(connection).pid)
+        found = {_peer(each).pid for each in _sockets(descriptor, pid)}
     finally:
         os.close(descriptor)
     return frozenset(found - {0, pid})
@@ -244,15 +250,41 @@ def peers_of(pid: int) -> frozenset[int]:
 
 def _waited_for(pid: int) -> tuple[int, int] | None:
     """The socket that a process waits for in a system call: its descriptor and its inode."""
-    with os.scandir(f"/proc/{pid}/task") as tasks:
-        found = [entry.path for entry in islice(tasks, MOST_TASKS)]
-    for task in found:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            # The call's number and its arguments; a word alone, or -1, outside of one.
-            words = Path(task, "syscall").read_text().split()
-            if len(words) > 2 and (inode := _inode(pid, int(words[1], 16))) is not None:
-                return int(words[1], 16), inode
+    # Of its first thread alone, which hears all: a version that has one for each client keeps nobody waiting.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # The call's number and its arguments; a word alone, or -1, outside of one.
+        words = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
+        if len(words) > 2 and (inode := _inode(pid, int(words[1], 16))) is not None:
+            return int(words[1], 16), inode
     return None
+
+
+def _sockets(pidfd: int, pid: int) -> Generator[socket.socket, None, None]:
+    """Copies of a process's local sockets, each for one turn."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            number = int(link.name)
+            if (inode := _inode(pid, number)) is None:
+                continue
+            with _taken(pidfd, number, inode) as found:
+                if found and found.family == socket.AF_UNIX:
+                    yield found
+
+
+def _kept_waiting(pidfd: int, pid: int) -> bool:
+    """Whether connections to a process wait to be heard."""
+    with closing(_sockets(pidfd, pid)) as found:
+        return any(
+            _readable(each.fileno())
+            for each in found
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+
+
+def _readable(descriptor: int) -> bool:
+    watch = select.poll()
+    watch.register(descriptor, select.POLLIN)
+    return bool(watch.poll(0))
 
 
 def _inode(pid: int, number: int) -> int | None:
@@ -312,15 +344,6 @@ def _gone(connection: socket.socket) -> bool:
     except OSError as error:
         return isinstance(error, ProcessLookupError)  # else a kernel before 6.5, which does not say
     try:
-        watch = select.poll()
-        watch.register(pidfd, select.POLLIN)
-        return bool(watch.poll(0))
+        return _readable(pidfd)
     finally:
         os.close(pidfd)
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -13,6 +13,7 @@ from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
+from agent.mps.server_users import use_of
 
 log = structlog.get_logger()
 
@@ -128,6 +129,7 @@ class Starter:
         log.warning(
             "mps_orphans_ended",
             gpu=self._parts.publisher.uuid,
+            used=await use_of(self._parts, orphans),
             waited_seconds=self._parts.options.orphan_seconds,
         )
         await processes.end(orphans)

@@ -72,9 +72,9 @@ async def follow(
     def look() -> None:
         snapshot = inventory.value
         if snapshot.gpus:
-            note = {INVENTORY: encode(inventory_of(snapshot, modes.value, most_clients, grown.value))}
-            if note != notes.value:
-                notes.publish(note)
+            note = encode(inventory_of(snapshot, modes.value, most_clients, grown.value))
+            if notes.value.get(INVENTORY) != note:
+                notes.publish({**notes.value, INVENTORY: note})
 
     await follow_cells(look, inventory, modes, grown)
 

@@ -34,6 +34,14 @@ class Http(Section, frozen=True):
     port: Port = 9446
 
 
+class Https(Section, frozen=True):
+    """Where /metrics is served to callers alone whom the API server lets get it, in place of plain HTTP."""
+
+    port: Port | None = None  # null: /metrics is served over plain HTTP, to every caller
+    certificate: AbsolutePath = "/etc/gpu-node-agent-tls/tls.crt"
+    key: AbsolutePath = "/etc/gpu-node-agent-tls/tls.key"
+
+
 class Kubelet(Section, frozen=True):
     """Folders of the kubelet, as the agent sees them."""
 
@@ -184,7 +192,8 @@ class Vgpu(Section, frozen=True):
     compute: Literal["off", "hard", "soft"] = "off"
     # Pods that could get around their limits (privileged, volumes over them): report them, or refuse them.
     avoidable_limits: Literal["report", "refuse"] = "report"
-    # Containers that are measured above their cap for long: report them, or end them.
+    # Containers that are measured above their cap for long, or keep the agent from the files of their limits:
+    # report them, or end them.
     above_cap: Literal["report", "end"] = "report"
     # Resize containers by their pods' annotation: only where an admission policy says who may write it.
     resize: bool = False
@@ -250,6 +259,7 @@ class Settings(Section, frozen=True):
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
     http: Http = Http()
+    https: Https = Https()
     kubelet: Kubelet = Kubelet()
     cluster: Cluster = Cluster()
     driver: DriverFiles = DriverFiles()

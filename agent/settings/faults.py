@@ -26,6 +26,11 @@ def impossible(settings: "Settings") -> list[tuple[str, str]]:
             )
         )
     faults += _long_socket_path(settings)
+    if settings.https.port is not None and settings.cluster.access == "off":
+        sentence = "needs the API server, which says who may scrape: set cluster.access, or https.port: null"
+        faults.append(("https.port", sentence))
+    if settings.https.port and settings.https.port == settings.http.port:
+        faults.append(("https.port", f"is {settings.https.port}, as http.port is: give one of them another"))
     sampling = settings.sampling
     if sampling.window_seconds < sampling.interval_seconds:
         sentence = (

@@ -278,7 +278,8 @@ CONTAINERS_REFUSING = _gauge(
 CONTAINERS_ENDED = _counter(
     "containers_above_cap_ended",
     ("result",),
-    "vGPU containers that stayed above their memory cap and were ended by option, or could not be (failed).",
+    "vGPU containers that stayed above their memory cap, or kept the agent from the files of their limits, "
+    "and were ended by option, or could not be (failed).",
 )
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
@@ -329,6 +330,9 @@ MPS_DAEMON = _gauge(
 )
 MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often the daemon was started again.")
 MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end the work of all clients.")
+MPS_CUT = _counter(
+    "mps_connections_cut", ("gpu",), "Connections to the control daemon that said nothing and were cut off."
+)
 MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
 MPS_CLIENT_CEILING = _gauge(
     "mps_client_ceiling", ("gpu",), "Containers that may hold shares of the GPU at once."

@@ -20,6 +20,7 @@ def mps_collector(
             yield d.MPS_DAEMON, status.state is state, (uuid, state.value)
         yield d.MPS_RESTARTS, status.restarts, (uuid,)
         yield d.MPS_FAULTS, status.faults, (uuid,)
+        yield d.MPS_CUT, status.cut, (uuid,)
         yield d.MPS_CLIENT_CEILING, ceiling(uuid), (uuid,)
     for uuid, overview in overviews.value.items():
         yield d.MPS_CLIENTS, len(overview.clients), (uuid,)

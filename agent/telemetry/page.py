@@ -1,10 +1,12 @@
 """/metrics: in Prometheus' text format or OpenMetrics as asked, rendered and compressed off the loop."""
 
+from collections.abc import Callable
+
 import anyio
 import anyio.to_thread
 
 from agent.telemetry.reading import Reading, Sources
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import Handler, HttpServer, Reply, Request
 
 METRICS_PATH = "/metrics"
 
@@ -25,10 +27,25 @@ class MetricsPage:
         # One rendering at a time: many scrapers must not take the worker threads or the processor away.
         self._turn = anyio.CapacityLimiter(1)
 
-    def add_to(self, server: HttpServer) -> None:
-        server.add_route(METRICS_PATH, self.reply)
-        if self._compatible_node is not None:
-            server.add_route("/metric", self.reply)  # where gpu-manager serves them
+    def add_to(self, server: HttpServer, guarded: Callable[[Handler], Handler] = lambda page: page) -> None:
+        """`guarded`: who may have it."""
+        for path in self._paths:
+            server.add_route(path, guarded(self.reply))
+
+    def refer(self, server: HttpServer, port: int) -> None:
+        """Say on another server where the page is."""
+
+        async def elsewhere(_: Request) -> Reply:
+            served = f"metrics are served over HTTPS on port {port}, to accounts that may get them"
+            return Reply.text(served, 403)
+
+        for path in self._paths:
+            server.add_route(path, elsewhere)
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        # gpu-manager serves them at the second.
+        return (METRICS_PATH,) if self._compatible_node is None else (METRICS_PATH, "/metric")
 
     async def reply(self, request: Request) -> Reply:
         reading = self._sources.read()

@@ -4,8 +4,11 @@ A liveness probe that also asked for the GPUs would make the kubelet restart a g
 so /healthz looks at nothing but the loop (it answers at all) and the tasks that must not end. A readiness
 probe that asked for them would let one node without a driver hold up a rolling update of all the others, so
 it asks /readyz/agent.
+
+Every caller that reaches the port may ask, and pods belong to many tenants: no answer names one.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 from agent.kit.supervise import Supervisor, TaskState
@@ -55,13 +58,24 @@ class Probes:
         return _answer(self._shortcomings(), self._blockers)
 
 
+# namespace/name, and both in a path of the API server.
+_POD = re.compile(
+    r"(?<=/namespaces/)[^/\s]+/pods/[^/\s:,;]+|(?<![\w./:-])[a-z0-9][-a-z0-9]*/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?(?![\w/])"
+)
+
+
+def without_pods(text: str) -> str:
+    """A sentence on one line, `<pod>` in the place of each name."""
+    return _POD.sub("<pod>", " ".join(text.split()))
+
+
 def _answer(blockers: Sequence[str], remarks: Callable[[], Sequence[str]]) -> Reply:
     lines = blockers or ["ready", *remarks()]
-    return Reply.text("\n".join(" ".join(line.split()) for line in lines), 503 if blockers else 200)
+    return Reply.text("\n".join(map(without_pods, lines)), 503 if blockers else 200)
 
 
 def _line(state: TaskState) -> str:
-    problem = " ".join((state.last_error or "no reason known").split())
+    problem = without_pods(state.last_error or "no reason known")
     if state.fatal:
         return f"task {state.name} ended: {problem}"
     return f"task {state.name} waits for its next try (restarts: {state.restarts}): {problem}"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent import settings
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -160,3 +161,58 @@ def test_each_part_is_scraped_by_one_monitor_and_once(way: str) -> None:
     parts = [labels["app.kubernetes.io/component"] for found in taken for labels in found]
     assert sorted(parts) == ["agent", "extender"]
     assert len({each["metadata"]["name"] for each in monitors}) == 2
+
+
+ACCESS = ('metrics.access.secret="pki"', 'metrics.access.readers=["monitoring:prometheus-k8s"]')
+
+
+@pytest.mark.parametrize("way", ["podMonitor", "serviceMonitor"])
+def test_metrics_behind_a_right_are_scraped_with_a_token_over_https(way: str) -> None:
+    objects = tuple(helm.template(settings=(*ACCESS, f"metrics.{way}.enabled=true")))
+    (monitor,) = kind(objects, f"{way[0].upper()}{way[1:]}")
+    spec = monitor["spec"]
+    (endpoint,) = spec.get("podMetricsEndpoints") or spec["endpoints"]
+    assert (endpoint["port"], endpoint["scheme"]) == ("https", "https")
+    assert endpoint["tlsConfig"] == {
+        "serverName": f"test-gpu-node-agent.{helm.NAMESPACE}.svc",
+        "ca": {"secret": {"name": "pki", "key": "ca.crt"}},
+    }
+    # The token is one of an account that may do this and nothing else.
+    named = endpoint["authorization"]["credentials"]["name"]
+    (secret,) = kind(objects, "Secret")
+    assert secret["metadata"]["name"] == named
+    account = secret["metadata"]["annotations"]["kubernetes.io/service-account.name"]
+    role = helm.one(objects, "ClusterRole", "-metrics")
+    assert role["rules"] == [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]
+    bindings = [each for each in objects if each["kind"] in ("RoleBinding", "ClusterRoleBinding")]
+    held = [
+        (each["roleRef"]["name"], subject["namespace"], subject["name"])
+        for each in bindings
+        for subject in each["subjects"]
+        if subject["name"] in (account, "prometheus-k8s")
+    ]
+    name = role["metadata"]["name"]
+    assert held == [(name, helm.NAMESPACE, account), (name, "monitoring", "prometheus-k8s")]
+
+
+def test_the_agent_serves_what_the_monitor_asks_and_may_ask_who_that_is(tmp_path: Path) -> None:
+    objects = helm.template(settings=(*ACCESS, "networkPolicy.enabled=true", "metrics.access.port=9500"))
+    pod = helm.one(objects, "DaemonSet")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    config = next(each["data"]["config.yaml"] for each in objects if "config.yaml" in each.get("data", {}))
+    (tmp_path / "c.yaml").write_text(config)
+    https = settings.load(tmp_path / "c.yaml", {}, ()).https
+    assert {"name": "https", "containerPort": https.port, "protocol": "TCP"} in container["ports"]
+    (folder,) = (each["mountPath"] for each in container["volumeMounts"] if each["name"] == "tls")
+    assert {str(Path(path).parent) for path in (https.certificate, https.key)} == {folder}
+    (volume,) = (each["secret"] for each in pod["volumes"] if each["name"] == "tls")
+    assert volume["secretName"] == "pki"
+    role = helm.one(objects, "ClusterRole", "gpu-node-agent")
+    asks = [rule for rule in role["rules"] if rule["apiGroups"][0].startswith("auth")]
+    assert asks == [
+        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
+        {"apiGroups": ["authorization.k8s.io"], "resources": ["subjectaccessreviews"], "verbs": ["create"]},
+    ]
+    policy = helm.one(objects, "NetworkPolicy")
+    assert [each["port"] for each in policy["spec"]["ingress"][0]["ports"]] == [9500]
+    assert not kind(tuple(objects), "Secret")  # no monitor, no account of ours

@@ -1,5 +1,6 @@
 """Least privilege: what each mode needs, and no more; docs/security.md says why."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.chart.helm import Manifest
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 DROPPED = {"drop": ["ALL"]}
+OF_OTHERS = r"-cleanup$|-gpu-(viewer|operator)$"  # roles: of the hook, and of people
 
 
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]:
@@ -148,7 +150,9 @@ def verbs(role: Manifest) -> dict[str, set[str]]:
 def test_rights_of_the_agent() -> None:
     made = helm.template()
     roles = [
-        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+        each
+        for each in made
+        if each["kind"] == "ClusterRole" and not re.search(OF_OTHERS, each["metadata"]["name"])
     ]
     (role,) = roles
     assert verbs(role) == AGENT_VERBS
@@ -158,7 +162,9 @@ def test_rights_of_the_agent() -> None:
 def test_pods_are_written_only_where_choices_are() -> None:
     made = helm.template(settings=["config.vgpu.writeChoice=false"])
     (role,) = [
-        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+        each
+        for each in made
+        if each["kind"] == "ClusterRole" and not re.search(OF_OTHERS, each["metadata"]["name"])
     ]
     assert verbs(role)["pods"] == {"get", "list", "watch"}
 
@@ -199,7 +205,9 @@ def test_namespaces_are_read_only_where_limits_are_enforced() -> None:
 
 def _agent_role(made: Sequence[Manifest]) -> Manifest:
     (role,) = [
-        each for each in made if each["kind"] == "ClusterRole" and "-cleanup" not in each["metadata"]["name"]
+        each
+        for each in made
+        if each["kind"] == "ClusterRole" and not re.search(OF_OTHERS, each["metadata"]["name"])
     ]
     return role
 
@@ -224,6 +232,25 @@ def test_resizes_come_with_a_policy() -> None:
     plain = helm.template()
     assert not [each for each in plain if each["metadata"]["name"].endswith("-resizes")]
     assert "vgpu" not in yaml.safe_load(helm.one(plain, "ConfigMap", "gpu-node-agent")["data"]["config.yaml"])
+
+
+def test_rights_of_people() -> None:
+    """Neither reads what its own rights on pods do not give, and neither runs anything in a pod."""
+    made = helm.template()
+    viewer, operator = (helm.one(made, "ClusterRole", f"-gpu-{name}") for name in ("viewer", "operator"))
+    assert verbs(viewer) == {"nodes": {"get", "list"}}
+    wanted = {"nodes": {"get", "list", "patch"}, "pods": {"get", "list"}, "events": {"list"}}
+    assert verbs(operator) == wanted
+    bound = [each["roleRef"]["name"] for each in made if each["kind"].endswith("RoleBinding")]
+    assert not any(re.search(OF_OTHERS, name) for name in bound if "-cleanup" not in name)
+    plain = helm.template(settings=["kubectl.roles=false", "kubectl.plugin=false"])
+    assert not [each for each in plain if re.search(r"-gpu-(viewer|operator)$", each["metadata"]["name"])]
+    assert not [each for each in plain if each["metadata"]["name"].endswith("-kubectl")]
+
+
+def test_the_plugin_comes_whole() -> None:
+    found = helm.one(helm.template(), "ConfigMap", "-kubectl")["data"]["kubectl-gpu"]
+    assert found.rstrip("\n") == (helm.CHART / "files" / "kubectl-gpu").read_text().rstrip("\n")
 
 
 def test_rights_of_the_hook() -> None:
@@ -277,12 +304,16 @@ def test_rights_are_written_down() -> None:
             "extender.enabled=true",
             "extender.config.http.verbs=true",
             'config.vgpu.enforcement="library"',
+            'metrics.access.secret="pki"',
         ]
     )
     accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
+    accounts |= {f"-gpu-{name}": f"gpu-{name}" for name in ("viewer", "operator")}
     granted: dict[tuple[str, str], set[str]] = {}
     for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):
-        ending = next(key for key in ("-extender", "-cleanup", "") if role["metadata"]["name"].endswith(key))
+        if role["metadata"]["name"].endswith("-metrics"):
+            continue  # of those who scrape
+        ending = next(key for key in sorted(accounts, reverse=True) if role["metadata"]["name"].endswith(key))
         for resource, names in verbs(role).items():
             granted.setdefault((accounts[ending], resource), set()).update(names)
     told: dict[tuple[str, str], set[str]] = {}

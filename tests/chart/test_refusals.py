@@ -106,6 +106,12 @@ BAD = {
         ],
         ["extender.productServices leads to", "extender.config.http.verbs: true"],
     ),
+    "https by hand": ("config.https.port=9447", ["use metrics.access instead"]),
+    "readers of what all may read": ('metrics.access.readers=["a:b"]', ["set metrics.access.secret"]),
+    "one port for two": (
+        ['metrics.access.secret="pki"', "metrics.access.port=9446"],
+        ["metrics.access.port and port are both 9446"],
+    ),
     "quota for no class": (
         ["priorityClassQuota.enabled=true", 'priorityClassName=""'],
         ["no pod has a priority class", "leave it off"],

@@ -70,9 +70,9 @@ def test_probes_ask_what_the_agent_serves(objects: tuple[Manifest, ...], tmp_pat
     container = helm.one(objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz/agent", "port": "http"}
-    (port,) = container["ports"]
-    assert port["name"] == "http"
-    assert port["containerPort"] == loaded(objects, tmp_path).http.port
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    found = loaded(objects, tmp_path)
+    assert ports == {"http": found.http.port} | ({"https": found.https.port} if found.https.port else {})
     named = {each["name"]: each for each in container["env"]}
     assert named["GPU_NODE_AGENT_CLUSTER_NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
 

@@ -21,8 +21,8 @@ from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.service import Service
 from tests.cluster.waiting import NotYet, eventually
 
-# kube-scheduler's own gangs: alpha in 1.36.
-GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
+# kube-scheduler's own gangs: beta and off in 1.37.
+GANGS = "--feature-gates=GenericWorkload=true"
 CONFIG = REPOSITORY / "config" / "scheduler"
 
 
@@ -158,7 +158,7 @@ def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterato
     running.options = Options(
         scheduler_config=config,
         scheduler_flags=(GANGS,),
-        apiserver_flags=(GANGS, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
+        apiserver_flags=(GANGS, "--runtime-config=scheduling.k8s.io/v1beta1=true"),
     )
     running.up()
     try:

@@ -19,7 +19,7 @@ from tests.cluster.waiting import NotYet, eventually
 
 NODES = 3
 PRIORITIES = {"test-low": 1, "test-middle": 10, "test-high": 100}
-GROUPS = "scheduling.k8s.io/v1alpha2"
+GROUPS = "scheduling.k8s.io/v1beta1"
 IN_VAIN_SECONDS = 8.0  # several attempts of kube-scheduler, whose longest back-off here is 2 s
 
 

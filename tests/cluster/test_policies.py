@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from agent.cleanup.request import REPORT, REQUEST
 from agent.node.taint import EFFECT, TAINT
 from tests.chart import helm
 from tests.chart.documents import commands
-from tests.cluster import manifests
+from tests.cluster import manifests, scraping
 from tests.cluster.accounts import acting_as, in_force, service_account
 from tests.cluster.api import ApiClient, ApiError
 from tests.cluster.foreign_writes import FOREIGN, OF_A_NODE, OF_THE_RECORD, OTHER, OWN_LABEL
@@ -349,3 +350,39 @@ def test_policies_fit_the_types_they_are_about(serving: Installation) -> None:
         return found
 
     assert eventually(warnings, timeout=30, what="types of all policies checked") == []
+
+
+def test_metrics_need_a_right(serving: Installation, tmp_path: Path) -> None:
+    """By `metrics.access`: the real API server knows the tokens, and says who may get /metrics."""
+    cluster, plain = serving.cluster, "http://127.0.0.1:9446"
+
+    def shown(url: str, authority: Path | None = None, bearer: str = "") -> None:
+        """The agent may be new; RBAC is taken up a moment after it was written."""
+
+        def admitted() -> None:
+            status, text = scraping.scrape(cluster, url, authority, bearer)
+            if status != 200:
+                raise NotYet(f"{status} {text} {serving.agent_log()}")
+            assert "gpu_agent_ready" in text
+
+        eventually(admitted, timeout=60, what=f"{url} shows the metrics")
+
+    shown(f"{plain}/metrics")  # to everybody, by default
+    authority = scraping.certificate(cluster, tmp_path)
+    scraper, nobody = (scraping.token(cluster, name) for name in ("scraper", "nobody"))
+    access = f"--set=metrics.access.secret={scraping.SECRET}"
+    readers = "--set=metrics.access.readers={default:scraper}"
+    serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", access, readers, "--wait")
+    try:
+        url = f"https://127.0.0.1:{scraping.PORT}/metrics"
+        shown(url, authority, scraper)
+        status, text = scraping.scrape(cluster, url, authority, nobody)
+        assert (status, "system:serviceaccount:default:nobody may not get /metrics" in text) == (403, True)
+        for bearer in ("", "forged", scraper[:-4] + "AAAA"):
+            assert scraping.scrape(cluster, url, authority, bearer)[0] == 401
+        status, text = scraping.scrape(cluster, f"{plain}/metrics")
+        assert (status, "over HTTPS on port 9447" in text, "gpu_agent" in text) == (403, True, False)
+        assert scraping.scrape(cluster, f"{plain}/readyz")[0] == 200
+    finally:
+        off = ("--set=metrics.access.secret=", "--set-json=metrics.access.readers=[]")
+        serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", *off, "--wait")

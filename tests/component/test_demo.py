@@ -1,6 +1,7 @@
 """`gpu-node-agent simulate`: it says what happened and what did not, and leaves nothing behind."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -10,13 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from agent.simulator import demo
+from agent.simulator.demo.page import show_page
 from agent.simulator.demo.screen import Screen
+from agent.simulator.demo.stage import stage
 from tests.pace import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,3 +185,32 @@ def test_a_terminal_gets_the_whole_story_in_colour(folder: Path) -> None:
     plain = re.sub(rb"\x1b\[[0-9;]*m", b"", shown).decode()
     tells_the_whole_story(plain, 2)
     assert list(folder.iterdir()) == []
+
+
+async def test_demo_ends_with_the_page_when_asked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Its last act names the address, and serves the node there until it is interrupted."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    out, view = io.StringIO(), dict[str, Any]()
+
+    def read() -> dict[str, Any]:
+        address = next(line for line in out.getvalue().splitlines() if "http://127.0.0.1:" in line).strip()
+        with urllib.request.urlopen(f"{address}view", timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    async with stage("l40s-2", 20.0, 0.1) as node, anyio.create_task_group() as group:
+        group.start_soon(show_page, node, Screen(out))
+        with anyio.fail_after(30):
+            while "http://" not in out.getvalue():
+                await anyio.sleep(0.1)
+            holders: set[str] = set()
+            while len(holders) < 2:
+                view = await anyio.to_thread.run_sync(read)
+                holders = {
+                    each["pod"] for one in view["nodes"] for gpu in one["gpus"] for each in gpu["holders"]
+                }
+                await anyio.sleep(0.1)
+        group.cancel_scope.cancel()
+    assert holders == {"default/train", "default/notebook"}
+    assert [each["pod"] for each in view["waiting"]] == ["default/waits"]
+    assert not await anyio.to_thread.run_sync(os.listdir, folder)

@@ -77,7 +77,7 @@ async def test_the_driver_s_limit_is_asked_for_with_all_facts_alone(
         given = await rig.container_environment(pod, "main")
         assert (given[LIMIT], given[REQUEST]) == (("10240", "0") if armed else ("999999", "999999"))
         fences = ["driver", "library", "sweep"] if armed else ["library", "sweep"]
-        await rig.kubelet.wait_for(
+        await rig._wait(
             lambda: (
                 f'"fences":{json.dumps(fences, separators=(",", ":"))}'
                 in rig.kubelet.pod(pod).written.get("gpu-node-agent.io/limits", "")

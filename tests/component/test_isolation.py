@@ -195,7 +195,7 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
         await vgpu.running(rig, pod)
         gpu = await vgpu.gpu_of(rig, pod)
         written = f'{{"main":{{"fences":["library","sweep"],"memoryBytes":{4 * BLOCK}}}}}'
-        await rig.kubelet.wait_for(
+        await rig._wait(
             lambda: rig.kubelet.pod(pod).written.get("gpu-node-agent.io/limits") == written,
             WAIT_SECONDS,
             lambda: f"the pod's annotations are {rig.kubelet.pod(pod).written}",

@@ -107,3 +107,23 @@ async def test_release_takes_all_gpus_away_and_gives_them_back() -> None:
         code, text = await command(rig, "status")
         assert code == 1
         assert "no agent answers" in text
+
+
+async def test_a_cordon_shows_while_the_kubelet_is_away() -> None:
+    """And GPUs that no mode is put in force on say what is waited for."""
+    async with embedded_rig() as rig:
+        nobody = rig._folder / "no-kubelet"
+        await anyio.to_thread.run_sync((nobody / "plugins_registry").mkdir, 0o755, True)
+        await rig.start_agent({**QUIET, "kubelet.root": str(nobody)})
+        with anyio.fail_after(20):
+            while (done := await command(rig, "cordon", "3", "--reason", "fan"))[0]:
+                await anyio.sleep(0.2)
+        assert "is cordoned" in done[1]
+        _, text = await command(rig, "status", "-o", "json")
+        gpus = json.loads(text)["gpus"]
+        assert gpus[3]["cordon"]["reason"] == "fan"
+        assert gpus[3]["mode"]["reason"].endswith(": fan")
+        assert "which pods hold it is not known" in gpus[0]["mode"]["reason"]
+        _, text = await command(rig, "status")
+        assert "off (cordoned)" in text
+        assert max(map(len, text.splitlines())) <= 100

@@ -67,10 +67,11 @@ async def test_the_choice_is_written_to_the_pod_and_a_refusal_becomes_an_event()
         gpu = await vgpu.gpu_of(rig, lucky)
         index = str(rig.gpu_uuids().index(gpu))
         written = {"tencent.com/predicate-gpu-idx-0": index, "tencent.com/gpu-assigned": "true"}
-        await rig.kubelet.wait_for(
+        await rig._wait(
             lambda: rig.kubelet.pod(lucky).written == written, 10.0, lambda: "the choice is not written"
         )
-        await rig.kubelet.wait_for(
+        # By looking again and again: events wake nobody.
+        await rig._wait(
             lambda: any(
                 event["reason"] == "AllocationRefused" and event["involvedObject"]["name"] == "unlucky"
                 for event in rig.http.events

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -11,7 +12,8 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -19,7 +21,11 @@ import pytest
 
 from agent.app import run as app
 from agent.app.agent import Agent
+from agent.cluster import reviews
+from agent.cluster.api import ApiRefused, KubeApi
+from agent.telemetry.access import MOST_ADMITTED, MOST_REFUSED, Admission
 from agent.web.control import NAME
+from agent.web.server import Reply, Request
 from tests.component.kubelet_room.parts import GPU
 from tests.component.test_app import _get, _kubelet, _nvml, _settings
 from tests.fuzz.campaign import Campaign
@@ -94,6 +100,7 @@ REQUESTS = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
     b"CONNECT a:443 HTTP/1.1\r\nHost: a:443\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer eyJ.x.y\r\n\r\n",
 )
 HTTP_WORDS = (
     b"\r\n\r\n",
@@ -166,3 +173,55 @@ async def test_control_socket(campaign: Campaign, folder: Path) -> None:
         nested = b'{"command":' * 3000 + b"\n"  # ended the server once
         words = (b'"command":', b'"release"', b'"gpu":', b'"removed":true', b"\n")
         await campaign.run_async(act, (*COMMANDS, nested), words)
+
+
+TOKENS = (
+    b"Bearer good 1 1",
+    b"Bearer eyJhbGciOi.x-_~+/==  0 1",
+    b"Basic Z29vZA== 1 0",
+    b"bearer  good 1 2",
+    b"",
+)
+
+
+async def test_scrapers_tokens_and_the_answers_about_them(campaign: Campaign) -> None:
+    """Nobody is admitted without the API server's word, whatever the header; nothing is kept without end."""
+    admitted: set[str] = set()
+    answer: list[object] = []
+
+    async def post(path: str, body: Any, deadline: float = 0) -> bytes:
+        if path == reviews.TOKENS:
+            assert re.fullmatch(r"[!-~]+", body["spec"]["token"])
+        reply = answer[path == reviews.ACCESS]
+        if reply is None:
+            raise ApiRefused(500, "no answer")
+        return json.dumps({"status": reply}).encode()
+
+    async def page(_: Request) -> Reply:
+        return Reply.text("figures")
+
+    api = cast("KubeApi", SimpleNamespace(post=post))
+    now = 0.0
+    admission = Admission(reviews.Reviews(api, "/metrics", 1.0).review, lambda: now)
+    guarded = admission.guarded(page)
+
+    async def act(data: bytes) -> str:
+        nonlocal now
+        now += 1.0
+        text, _, rest = data.decode("latin-1").rpartition(" ")
+        header, _, first = text.rpartition(" ")
+        user = {"username": "u", "groups": ["g"], "extra": {}}
+        tokens = {"1": {"authenticated": True, "user": user}, "0": {"authenticated": False}}
+        access = {"1": {"allowed": True}, "0": {"allowed": False}}
+        answer[:] = [tokens.get(first, data.decode("latin-1")), access.get(rest)]
+        reply = await guarded(Request("/metrics", headers={"Authorization": header}))
+        assert reply.status in (200, 401, 403, 503)
+        if reply.status == 200:
+            token = header.split()[-1]
+            assert (first, rest) == ("1", "1") or token in admitted
+            admitted.add(token)
+        assert len(admission._admitted) <= MOST_ADMITTED
+        assert len(admission._refused) <= MOST_REFUSED
+        return str(reply.status)
+
+    await campaign.run_async(act, TOKENS, (b"Bearer ", b" 1 1", b" 0", b"good"), callers=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from tests.pictures import boards, captures, rooms, switch
+from tests.pictures import boards, captures, kubectl, rooms, switch
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
@@ -30,6 +30,7 @@ MAKERS: Mapping[str, Callable[[], None]] = {
     "rooms": lambda: _write("rooms.svg", rooms.drawn()),
     "switch": _switch,
     "terminals": _captures,
+    "kubectl": lambda: anyio.run(kubectl.made, FOLDER),
     "dashboards": partial(boards.make, FOLDER),
 }
 

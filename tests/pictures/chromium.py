@@ -35,3 +35,7 @@ def screenshot(page: Path, width: int, height: int, into: Path) -> None:
             capture_output=True,
             timeout=SECONDS,
         )
+
+
+if __name__ == "__main__":  # before tests, which have no time for it
+    ready()

@@ -26,7 +26,7 @@ from msgspec.structs import replace  # noqa: E402
 
 from tests.storm import figures  # noqa: E402
 from tests.storm.acts import families, later_families  # noqa: E402
-from tests.storm.excuses import excused  # noqa: E402
+from tests.storm.excuses import excused, excused_of  # noqa: E402
 from tests.storm.jobs import Summary, side_by_side  # noqa: E402
 from tests.storm.memory import ignore_what_is_there  # noqa: E402
 from tests.storm.plan import SEEDS, Plan, planned, read  # noqa: E402
@@ -157,8 +157,7 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
     print(
         f"seed {seed}: {plan.tempo}, {outcome.steps} steps, {outcome.faults} faults ({faults}), "
         f"{outcome.virtual_seconds:.0f} s in {perf_counter() - started:.1f}, "
-        f"excused {outcome.offers.excused}/{outcome.offers.looks} "
-        f"{outcome.refusals.excused}/{outcome.refusals.looks}, history {outcome.digest}: "
+        f"excused {outcome.excuses or 'nothing'}, history {outcome.digest}: "
         f"{outcome.violation or 'good'}",
         flush=True,
     )
@@ -171,8 +170,7 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
         outcome.violation,
         outcome.digest,
         outcome.families,
-        outcome.offers.figures,
-        outcome.refusals.figures,
+        *excused_of(outcome.excuses),
     )
     if outcome.violation and not options.no_shrink and options.kept is None:
         outcome.skipped = _numbers(options.skip)
@@ -189,6 +187,7 @@ def _lived(plan: Plan, options: argparse.Namespace, wanted: frozenset[str] | Non
 def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
     with_faults = [each for each in summaries if each.families]
     offers = excused([each.offers for each in with_faults])
+    admissions = excused([each.admissions for each in with_faults])
     refusals = excused([each.refusals for each in with_faults])
     return {
         "seeds": len(summaries),
@@ -196,8 +195,9 @@ def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
         "virtual_hours": round(sum(each.virtual_seconds for each in summaries) / 3600, 2),
         "faults": sum(each.faults for each in summaries),
         "invariants": sum(each.checks for each in summaries),
-        "excused_percent": max(offers, refusals),
+        "excused_percent": max(offers, admissions),
         "excused_percent_of_offers": offers,
+        "excused_percent_of_admissions": admissions,
         "excused_percent_of_refusals": refusals,
         "failures": sum(each.violation is not None for each in summaries),
         "digests": {str(each.seed): each.digest for each in sorted(summaries, key=lambda each: each.seed)},

@@ -23,6 +23,7 @@ from agent.simulator.kubelet.device_tables import Allocation
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.simulator.kubelet.workers import PodWorkers
 from tests.storm.excuses import Excuses
 from tests.storm.holders import OURS
 from tests.storm.neighbours import OTHERS
@@ -41,6 +42,7 @@ Entry = tuple[str, str, str, Allocation]  # UID, container, resource
 def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Callable[[], None]:
     """Call `found` with each refusal that nothing excuses; the answer ends it."""
     before, allocate, free = Life._reject, DeviceManager.allocate, DeviceManager.free_inactive
+    begin = PodWorkers.start
     offered: dict[str, Used] = {}  # by UID; one pod at a time is admitted
     freed: deque[tuple[float, list[Entry]]] = deque()  # what was in use until then
 
@@ -74,11 +76,18 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
             bare = all(judged.fits(used, strict=True) for used in views)
             fits = bare or all(judged.fits(used) for used in views)
             excuses.refusals.count(excused=fits and not bare)
+            excuses.admissions.count(excused=fits and not bare)
             if bare:
                 found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
+    def start(self: PodWorkers, pod: Pod) -> None:
+        if not OURS.isdisjoint(pod.spec.resources):
+            excuses.admissions.count(excused=False)
+        begin(self, pod)
+
     DeviceManager.allocate = seen  # type: ignore[method-assign]
+    PodWorkers.start = start  # type: ignore[method-assign]
     DeviceManager.free_inactive = free_inactive  # type: ignore[method-assign]
     Life._reject = reject  # type: ignore[method-assign]
 
@@ -86,6 +95,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         DeviceManager.allocate = allocate  # type: ignore[method-assign]
         DeviceManager.free_inactive = free  # type: ignore[method-assign]
         Life._reject = before  # type: ignore[method-assign]
+        PodWorkers.start = begin  # type: ignore[method-assign]
 
     return end
 
@@ -157,7 +167,7 @@ class Judged:
 
 
 def _needs(spec: PodSpec) -> Counter[str] | None:
-    """What one GPU has to have for the pod to fit whatever is chosen for each container; None: not judged."""
+    """Room that one GPU needs for the pod to fit whatever is chosen for each container; None: not judged."""
     plain = [each for each in spec.init_containers if not each.restartable]
     limits: Counter[str] = Counter()
     if not plain:

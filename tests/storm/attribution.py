@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import anyio
-
 from agent.model.ledger import PairMember
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
@@ -12,9 +10,6 @@ from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.storm import seams
 from tests.storm.world import World
-
-# Until a reading says that a pod lives on of which the API server knows no more.
-PUT_BACK_SECONDS = 6.0
 
 
 def observe(found: Callable[[str], None]) -> Callable[[], None]:
@@ -52,31 +47,24 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
 
 
 class Limits:
-    """Containers that run and whose limits were removed, and since when."""
+    """Containers that run and whose limits were removed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._since: dict[str, float] = {}
 
     def gone(self) -> str | None:
         """The fault, in words."""
-        world, now = self._world, anyio.current_time()
+        world = self._world
         if not world.shape.resize:
             return None
-        life, run = world.kubelet._life, str(world.folder / "run")
-        by_api = {pod.uid for pod in world.kubelet.api.pods.values() if not pod.phase.finished}
-        # Those that were deleted by force run on for a while, and the kubelet lists them.
-        listed = life._pods.values() if life else ()
-        known = by_api | {pod.uid for pod in listed if not pod.phase.finished}
-        containers, found = world.kubelet._machine.containers, {}
+        run = str(world.folder / "run")
+        pods = {pod.uid for pod in world.kubelet.api.pods.values() if not pod.phase.finished}
+        containers = world.kubelet._machine.containers
         for (uid, name), view in containers.views.items():
-            if uid in known and containers.running(uid, name):
+            if uid in pods and containers.running(uid, name):
                 gone = [
                     each for each in view.mounts.values() if each.startswith(run) and not Path(each).exists()
                 ]
-                for each in gone:
-                    since = found[each] = self._since.get(each, now)
-                    if now - since >= (0.0 if uid in by_api else PUT_BACK_SECONDS):
-                        return f"container {name} of pod {uid} runs, and its {each} was removed"
-        self._since = found
+                if gone:
+                    return f"container {name} of pod {uid} runs, and its {gone[0]} was removed"
         return None

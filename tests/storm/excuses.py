@@ -1,4 +1,4 @@
-"""What excuses units that are not offered and pods that are refused: by cause, by GPU, for a time.
+"""Excuses for units that are not offered and pods that are refused: by cause, by GPU, for a time.
 
 A cause excuses what it reaches and nothing else: a hung MPS daemon the shares of its own GPU, an API server
 that is away only shares (whole GPUs are granted without it), and each only for as long as the agent may need
@@ -48,16 +48,17 @@ class Tally:
         self.looks += 1
         self.excused += excused
 
-    @property
-    def figures(self) -> tuple[int, int]:
-        """Looks, and how many of them were excused."""
-        return self.looks, self.excused
-
 
 def excused(figures: Collection[tuple[int, int]]) -> float:
     """How many percent of the looks of several storms were excused."""
     looks = sum(each[0] for each in figures)
     return round(100 * sum(each[1] for each in figures) / looks, 1) if looks else 0.0
+
+
+def excused_of(excuses: "Excuses | None") -> Iterator[tuple[int, int]]:
+    """Looks and excused ones of GPUs, of pods, and of refused pods."""
+    for each in (excuses.offers, excuses.admissions, excuses.refusals) if excuses else (Tally(),) * 3:
+        yield each.looks, each.excused
 
 
 class Excuses:
@@ -70,7 +71,11 @@ class Excuses:
         self._modes: dict[str, object] = {}
         self._begun: dict[str, float] = {}  # causes that last, and since when at the earliest
         self._since = anyio.current_time()  # when was looked last
-        self.offers, self.refusals = Tally(), Tally()
+        # Of GPUs, of pods that were admitted or refused, and of the refused alone.
+        self.offers, self.admissions, self.refusals = Tally(), Tally(), Tally()
+
+    def __str__(self) -> str:
+        return " ".join(f"{excused}/{looks}" for looks, excused in excused_of(self))
 
     def note(self) -> None:
         """Look which causes there are now."""
@@ -110,7 +115,7 @@ class Excuses:
         """For how many seconds a cause excuses something."""
         began = self._begun.get(kind, LONG)
         if kind == "api" and any(self._last.get(each, -LONG) >= began for each in ("agent", "kubelet")):
-            return LONG  # who has just started knows of no end that only the API server tells
+            return LONG  # who has just started knows of no end that the API server alone has seen
         return LASTS.get(kind, LONG)
 
     def applies(self, uuid: str) -> bool:
@@ -161,7 +166,11 @@ class Excuses:
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         for one in state.gpus:
             # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
-            if asked.name != state.desired or one.active != one.wanted or self._modes.get(one.uuid) != one.active:
+            if (
+                asked.name != state.desired
+                or one.active != one.wanted
+                or self._modes.get(one.uuid) != one.active
+            ):
                 self._modes[one.uuid] = one.active
                 yield f"mode {one.uuid}"
 

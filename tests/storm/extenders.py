@@ -41,7 +41,8 @@ class Replica(Process):
         self.extender: Extender | None = None
         self._socket = socket
         self._settings = Settings(
-            http=Http(address="127.0.0.1", port=0), lease=Lease(namespace="ns", identity=f"{name}-{number}")
+            http=Http(address="127.0.0.1", port=0, verbs=True),
+            lease=Lease(namespace="ns", identity=f"{name}-{number}"),
         )
         self._context = contextvars.copy_context()
         self._requests = InOrder()

@@ -18,6 +18,7 @@ NAMES = (
     "failures",
     "excused_percent",
     "excused_percent_of_offers",
+    "excused_percent_of_admissions",
     "excused_percent_of_refusals",
     "mutants",
     "mutants_found",

@@ -223,7 +223,9 @@ class Invariants:
         pod = self._world.kubelet.api.pods.get((namespace, name))
         if written.get(ASSIGNED) != "true" or pod is None:
             return
-        missing = [key for key in _choices(pod) if key not in written and key not in pod.written]
+        if body.get("metadata", {}).get("uid", pod.api_uid) != pod.api_uid:
+            return  # a write to an earlier pod of this name, which is refused
+        missing = [key for key in self._choices(pod) if key not in written and key not in pod.written]
         current = self._world.current
         # What a life granted that was killed before it wrote is written by nobody.
         if (
@@ -233,11 +235,24 @@ class Invariants:
         ):
             self.found.append(f"{ASSIGNED} was written to pod {name} without {', '.join(missing)}")
 
+    def _choices(self, pod: Pod) -> list[str]:
+        """Annotations with the GPUs of each container that asks for a share: app containers come first.
 
-def _choices(pod: Pod) -> list[str]:
-    """Annotations with the GPUs of each container that asks for a share: app containers come first."""
-    containers = (*pod.spec.containers, *pod.spec.init_containers)
-    return [f"{HINT}{number}" for number, each in enumerate(containers) if MODES.keys() & each.limits.keys()]
+        One that has started without devices, before the kubelet knew of any, got no GPU.
+        """
+        kubelet = self._world.kubelet
+        tables = kubelet._life.devices.tables if kubelet._life else None
+        containers = (*pod.spec.containers, *pod.spec.init_containers)
+        return [
+            f"{HINT}{number}"
+            for number, each in enumerate(containers)
+            if MODES.keys() & each.limits.keys()
+            and not (
+                tables is not None
+                and (pod.uid, each.name) in kubelet._machine.containers.views
+                and not tables.pods.of_container(pod.uid, each.name)
+            )
+        ]
 
 
 def one_holder(held: Held) -> dict[str, Mode]:

@@ -35,6 +35,7 @@ class Summary(msgspec.Struct, frozen=True):
     digest: str = ""
     families: list[str] = []  # of faults
     offers: tuple[int, int] = (0, 0)  # looks, and how many of them needed an excuse
+    admissions: tuple[int, int] = (0, 0)
     refusals: tuple[int, int] = (0, 0)
 
 

@@ -41,7 +41,7 @@ class Neighbour:
         return available[:size]
 
     async def allocate(self, ids: list[str]) -> list[ContainerAllocateResponse]:
-        """What the container gets. Raises CallFailed."""
+        """The answer for a container. Raises CallFailed."""
         del ids
         if self.seconds:
             await anyio.sleep(self.seconds)

@@ -42,7 +42,8 @@ class Offers:
             lasts = now - min(missing.values(), default=now)
             late = lasts > OFFER_SECONDS
             cause = self._excuses.of(uuid, mode, lasts) if late else None
-            self._excuses.offers.count(excused=cause is not None)
+            if cause != "agent":  # one that has just begun can offer as little as one that is gone
+                self._excuses.offers.count(excused=cause is not None)
             if late and cause is None:
                 problem = f"for {lasts:.2f} s nobody holds {min(missing)}, and nobody is offered it"
         self._since = found

@@ -15,7 +15,7 @@ from tests.storm import attribution, cheaper
 from tests.storm.acts import USERS, Act, calm
 from tests.storm.admission import observe
 from tests.storm.clock import CLOCK
-from tests.storm.excuses import Tally
+from tests.storm.excuses import Excuses
 from tests.storm.invariants import Invariants, Violation
 from tests.storm.liveness import check_calm
 from tests.storm.plan import Plan
@@ -39,8 +39,7 @@ class Outcome:
     faults: int = 0
     steps: int = 0
     checks: int = 0  # how often the invariants were looked at
-    offers: Tally = field(default_factory=Tally)
-    refusals: Tally = field(default_factory=Tally)
+    excuses: Excuses | None = None
     skipped: frozenset[int] = frozenset()
     plan: Plan | None = None
 
@@ -89,7 +88,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                 end()
                 ends.pop()()
             outcome.checks = invariants.looks
-            outcome.offers, outcome.refusals = invariants.excuses.offers, invariants.excuses.refusals
+            outcome.excuses = invariants.excuses
             outcome.history.append(_state(made))
             outcome.virtual_seconds = CLOCK.now
     web_app._cached_build_middleware.cache_clear()  # it would keep the API server, and all with it

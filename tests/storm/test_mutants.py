@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.storm import figures
-from tests.storm.mutants import HUNTS, MOST_STEPS, NAMED, OTHERS, PATCHES, ROOT, hunt
+from tests.storm.mutants import BY_TESTS, HUNTS, MOST_STEPS, NAMED, OTHERS, PATCHES, ROOT, UNFOUND, hunt
 
 # As issue 17 wants it: so many beside those that it names, no more than four of them in one room.
 OTHERS_WANTED, MOST_IN_ONE_ROOM = 20, 4
@@ -27,7 +27,15 @@ def found_mutants() -> Iterator[set[str]]:
 
 
 def test_every_mutant_has_its_storm() -> None:
-    assert {each.stem for each in PATCHES.glob("*.patch")} == HUNTS.keys()
+    known = HUNTS.keys() | BY_TESTS.keys() | UNFOUND
+    assert {each.stem for each in PATCHES.glob("*.patch")} == known
+    assert len(known) == len(HUNTS) + len(BY_TESTS) + len(UNFOUND)
+
+
+def test_tests_that_find_mutants_are_there() -> None:
+    for place in BY_TESTS.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / "unit" / file).read_text(encoding="utf-8")
 
 
 def test_mutants_are_spread_over_the_rooms() -> None:

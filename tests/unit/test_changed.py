@@ -11,7 +11,7 @@ from tests import changed
 IMPORTERS = {
     "agent.pairing.pairing": ("agent.pairing.reducer", "agent.plugins.context", "tests.unit.status.parts"),
     "tests.virtual_time": ("tests.unit.kit.test_cell", "tests.component.test_app"),
-    "agent.settings": ("agent.app.build", "agent.cli.main"),
+    "agent.settings": ("agent.app.build", "agent.__main__"),
 }
 
 

@@ -14,7 +14,8 @@ from tests.pictures.switch import Look, Record
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = {
-    *(f"{name}.svg" for name in ("demo", "status", "top", "explain", "rooms", "switch")),
+    *(f"{name}.svg" for name in ("demo", "status", "top", "explain", "rooms", "switch", "kubectl-gpu")),
+    "page.png",
     *(f"{path.stem}.png" for path in (ROOT / "charts/gpu-node-agent/files/dashboards").glob("*.json")),
 }
 ICON = "icon.svg"  # of the chart
@@ -61,6 +62,7 @@ def test_terminals_show_commands_that_there_are_and_headings_that_they_print() -
         "status": ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", "HELD BY"),
         "top": ("NAMESPACE/POD", "CONTAINER", "PEAK", "MEMORY GiB"),
         "explain": ("it fits on none of", "it would fit if these ended"),
+        "kubectl-gpu": ("FREE", "LARGEST", "WAITING POD", "it fits on none of", "beside it", "drains until"),
         "demo": ("The agent starts", "Pods ask for GPUs", "HELD BY"),
     }
     for name, found in heads.items():

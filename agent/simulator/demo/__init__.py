@@ -10,6 +10,7 @@ import anyio
 
 from agent.kit import logs
 from agent.kit.supervise import describe
+from agent.simulator.demo.page import show_page
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import NotAsTold, stage
 from agent.simulator.demo.story import Story
@@ -31,8 +32,11 @@ class _Tail(io.TextIOBase):
         return len(text)
 
 
-def main(profile: str) -> int:
-    """Show the demo on standard output. Exit code 0: all happened as announced, 1: not, 2: wrong profile."""
+def main(profile: str, page: bool = False) -> int:
+    """Show the demo on standard output. Exit code 0: all happened as announced, 1: not, 2: wrong profile.
+
+    `page`: then serve the page of the node until interrupted.
+    """
     try:
         profile_named(profile)
     except ValueError as error:
@@ -40,20 +44,25 @@ def main(profile: str) -> int:
         return 2
     tail = _Tail()
     logs.configure("info", "json", tail)  # type: ignore[arg-type]
-    code = show(profile, sys.stdout)
+    code = show(profile, sys.stdout, page=page)
     if code:
         print("The agent's last log lines:", *tail.lines, sep="\n  ", file=sys.stderr)
     return code
 
 
 def show(
-    profile: str, out: TextIO, patience: float = PATIENCE_SECONDS, status_tick: float = STATUS_TICK_SECONDS
+    profile: str,
+    out: TextIO,
+    patience: float = PATIENCE_SECONDS,
+    status_tick: float = STATUS_TICK_SECONDS,
+    page: bool = False,
 ) -> int:
     """The demo on `out`; 0 or 1, 128 + N after signal N. Runs an event loop of its own."""
     screen = Screen(out)
 
     async def perform() -> int:
         interruption = 0
+        seen_all = False
         async with anyio.create_task_group() as group:
 
             async def heed_signals() -> None:
@@ -66,6 +75,9 @@ def show(
             group.start_soon(heed_signals)
             async with stage(profile, patience, status_tick) as set_up:
                 await Story(set_up, screen).tell()
+                seen_all = True
+                if page:
+                    await show_page(set_up, screen)
             if await anyio.Path(set_up.folder).exists():
                 raise NotAsTold(f"{set_up.folder} is still there")
             screen.gap()
@@ -73,7 +85,7 @@ def show(
                 f"All of this was seen and checked ({set_up.checked} checks). Nothing is left behind."
             )
             group.cancel_scope.cancel()
-        return 128 + interruption if interruption else 0
+        return 128 + interruption if interruption and not (page and seen_all) else 0
 
     try:
         return anyio.run(perform)

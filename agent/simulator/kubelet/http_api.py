@@ -51,6 +51,7 @@ class HttpApi:
         app.add_routes(
             [
                 web.get("/api/v1/pods", self._pods),
+                web.get("/api/v1/namespaces/{namespace}/pods", self._pods),
                 web.get(pods, self._pod),
                 web.patch(pods, self._patch_pod),
                 web.get("/api/v1/namespaces", self._namespaces),
@@ -58,6 +59,7 @@ class HttpApi:
                 web.get("/api/v1/nodes/{name}", self._node),
                 web.patch("/api/v1/nodes/{name}", self._patch_node),
                 web.patch("/api/v1/nodes/{name}/status", self._patch_status),
+                web.get(events, self._listed_events),
                 web.post(events, self._post_event),
                 web.patch(events + "/{name}", self._patch_event),
                 web.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review),
@@ -213,6 +215,14 @@ class HttpApi:
             waiting = [pod for pod in self._api.pods.values() if pod.node_name is None]
             return await self._collection(request, lambda: map(self.pod_object, waiting))
         unfinished = "status.phase!=Succeeded" in selector
+        if "spec.nodeName" not in selector:
+            space = request.match_info.get("namespace")
+            everything = [
+                pod
+                for pod in self._api.pods.values()
+                if space in (None, pod.spec.namespace) and not (unfinished and pod.phase.finished)
+            ]
+            return await self._collection(request, lambda: map(self.pod_object, everything))
 
         def bound() -> Iterator[Object]:
             pods = self._api.bound_pods()
@@ -324,6 +334,12 @@ class HttpApi:
         self._api.set_node_status(self._api.capacity | capacity, self._api.allocatable | allocatable)
         self._api.changed()
         return web.json_response(self._node_object())
+
+    async def _listed_events(self, request: web.Request) -> web.Response:
+        self._check()
+        space = request.match_info["namespace"]
+        found = [each for each in self.events if each["metadata"]["namespace"] == space]
+        return web.json_response({"items": found})
 
     async def _post_event(self, request: web.Request) -> web.Response:
         self._check()

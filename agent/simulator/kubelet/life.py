@@ -181,14 +181,12 @@ class Life:
             await self._api.changes.wait_change(self._api.changes.version)
         while True:
             seen = self._api.changes.version
+            self._drop_removed()
             for pod in self._api.pods_of_the_kubelet():
                 if pod.uid not in self._pods and not pod.deleting:
                     await self._take_up(pod)
             self.devices.sources_ready = True
-            # Those that were deleted by force are in its own memory alone.
-            for pod in {
-                id(pod): pod for pod in (*self._api.pods_of_the_kubelet(), *self._taken_up())
-            }.values():
+            for pod in self._api.pods_of_the_kubelet():
                 if pod.deleting and self._has_ended(pod):
                     self._pods.pop(pod.uid, None)
                     self._workers.terminate(pod)
@@ -196,6 +194,18 @@ class Life:
             self._api.mirror_static_pods()
             await self._api.changes.wait_change(seen)
             await anyio.sleep(self._timings.watch)
+
+    def _drop_removed(self) -> None:
+        """Know no more of pods that were deleted by force; their processes take their time to end.
+
+        Removals come before additions (`pkg/kubelet/config/config.go`, `Merge`).
+        """
+        known = (self._api.pods, self._api.manifests)
+        for pod in self._taken_up():
+            if pod.deleting and all(each.get(pod.spec.key) is not pod for each in known):
+                del self._pods[pod.uid]
+                left = pod.deleted_at + pod.spec.grace - anyio.current_time()
+                asyncio.get_running_loop().call_later(max(0.0, left), self._workers.terminate, pod)
 
     def _has_ended(self, pod: Pod) -> bool:
         """Whether a deleted pod's processes have had their time to end; one that does not run needs none."""

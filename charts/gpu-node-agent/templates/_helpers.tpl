@@ -84,6 +84,13 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if dig "http" "verbs" false .Values.extender.config }}true{{ end -}}
 {{- end -}}
 
+{{- /* The account, and its Secret, by which this release's own monitors scrape the agents. */ -}}
+{{- define "gna.scraperName" -}}
+{{- if and .Values.metrics.access.secret (or .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled) -}}
+{{ include "gna.fullname" . }}-scraper
+{{- end -}}
+{{- end -}}
+
 {{- define "gna.writesChoice" -}}
 {{- $vgpu := dig "vgpu" "writeChoice" true .Values.config -}}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}
@@ -125,6 +132,12 @@ cluster:
   extender: {{ .Values.extender.enabled }}
 http:
   port: {{ .Values.port }}
+{{- if .Values.metrics.access.secret }}
+https:
+  port: {{ .Values.metrics.access.port }}
+  certificate: /etc/gpu-node-agent-tls/tls.crt
+  key: /etc/gpu-node-agent-tls/tls.key
+{{- end }}
 logging:
   format: json
 kubelet:

@@ -10,6 +10,15 @@
 {{- if and $v.simulator.enabled $v.mps.enabled -}}
 {{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
 {{- end -}}
+{{- if hasKey $v.config "https" -}}
+{{- fail "config.https must fit the mounts and monitors, so the chart sets it: use metrics.access instead" -}}
+{{- end -}}
+{{- if and $v.metrics.access.readers (not $v.metrics.access.secret) -}}
+{{- fail "metrics.access.readers names accounts, but every pod may read the metrics: set metrics.access.secret, or leave readers empty" -}}
+{{- end -}}
+{{- if and $v.metrics.access.secret (eq (int $v.metrics.access.port) (int $v.port)) -}}
+{{- fail (printf "metrics.access.port and port are both %d: give one of them another" (int $v.port)) -}}
+{{- end -}}
 {{- range $key := list "modes" "http" "version" "simulator" -}}
 {{- if hasKey $v.config $key -}}
 {{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled, port or simulator instead" $key) -}}

@@ -4,15 +4,18 @@ A sanitizer's own library wants to be the first that a program loads, and asks f
 So nothing is preloaded here: the program calls the library's dlsym by another name, all else is as ever.
 """
 
+import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from agent.isolation.clib import build_library, headers
 from agent.isolation.clib.rules import SOURCES
+from agent.isolation.clib.wheels import only_one
 from tests.cluster.build import debian
 
 SANITIZERS: Final = {
@@ -45,17 +48,37 @@ class Sanitized:
     program: Path
 
     @classmethod
-    def build(cls, folder: Path, sanitizer: str, source: Path) -> "Sanitized":
-        """Compile a program with the library. Raises BuildError without gcc, and CalledProcessError."""
+    def cached(cls, directory: Path, sanitizer: str, source: Path) -> "Sanitized":
+        """A program with the library, below `directory`; compiled unless one of the same sources is there.
+
+        Raises BuildError without gcc, and CalledProcessError.
+        """
         debian.ensure(NEEDS, print)
-        folder.mkdir(parents=True)
-        for path in (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source):
+        version = subprocess.run(["gcc", "--version"], capture_output=True, check=True, timeout=30).stdout
+        digest = hashlib.sha256(
+            repr((version, _FLAGS, SANITIZERS[sanitizer], build_library.HEADERS)).encode()
+        )
+        made_by = (*SOURCES.glob("*.py"), SOURCES / "wheels.lock", Path(__file__))
+        sources = (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source)
+        for path in sorted({*made_by, *sources}):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        folder = directory / f"sanitized-{sanitizer}-{digest.hexdigest()[:16]}"
+        with only_one(directory, folder.name):
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                    cls._build(Path(scratch) / "made", sanitizer, sources, source.stem).folder.rename(folder)
+        return cls(folder, sanitizer, folder / source.stem)
+
+    @classmethod
+    def _build(cls, folder: Path, sanitizer: str, sources: Iterable[Path], name: str) -> "Sanitized":
+        folder.mkdir()
+        for path in sources:
             shutil.copy(path, folder)
         build_library.generate(folder)
         for path in folder.glob("*.c"):
             # gcc knows no such attribute, and jumps by itself where it can.
             path.write_text(path.read_text().replace("__attribute__((musttail)) return", "return"))
-        made = cls(folder, sanitizer, folder / source.stem)
+        made = cls(folder, sanitizer, folder / name)
         made._compile(sorted(path.name for path in folder.glob("*.c")))
         return made
 

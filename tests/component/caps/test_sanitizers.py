@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from agent.isolation import layout
-from tests.component.caps.conftest import MakeContainer
+from tests.component.caps.conftest import CACHE, MakeContainer
 from tests.component.caps.container import CHEAP_MIB, Container
 from tests.component.caps.sanitized import ENVIRONMENT, FOUND, SANITIZERS, Sanitized
 from tests.cuda_double.machine import MIB, CudaMachine
@@ -49,17 +49,8 @@ FAULTS: Final = {
 }
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sanitized]:
-    """The program by sanitizer, each built when it is first asked for."""
-
-    class _Built(dict[str, Sanitized]):
-        def __missing__(self, sanitizer: str) -> Sanitized:
-            folder = tmp_path_factory.mktemp("sanitized") / sanitizer
-            self[sanitizer] = Sanitized.build(folder, sanitizer, Path(__file__).with_name("race.c"))
-            return self[sanitizer]
-
-    return _Built()
+def built(sanitizer: str) -> Sanitized:
+    return Sanitized.cached(CACHE, sanitizer, Path(__file__).with_name("race.c"))
 
 
 def race(
@@ -89,10 +80,10 @@ def race(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_memory_race_under_a_sanitizer(
-    sanitizer: str, built: dict[str, Sanitized], container: MakeContainer, gpu: CudaMachine, driver: Path
+    sanitizer: str, container: MakeContainer, gpu: CudaMachine, driver: Path
 ) -> None:
     made = container(CAP, context=CHEAP_MIB)
-    done = race(built[sanitizer], made, gpu, driver, 4, 6, 400, 7)
+    done = race(built(sanitizer), made, gpu, driver, 4, 6, 400, 7)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (usage,) = layout.read_usage(made.usage.read_bytes())
     print(sanitizer, usage, f"peak {gpu.peak() / MIB} of {CAP} MiB")
@@ -106,14 +97,13 @@ def test_memory_race_under_a_sanitizer(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_sanitizers_find_what_is_broken_on_purpose(
     fault: str,
-    built: dict[str, Sanitized],
     container: MakeContainer,
     gpu: CudaMachine,
     driver: Path,
     tmp_path: Path,
 ) -> None:
     sanitizer, name, before, after, message = FAULTS[fault]
-    broken = built[sanitizer].with_fault(tmp_path / "broken", name, before, after)
+    broken = built(sanitizer).with_fault(tmp_path / "broken", name, before, after)
     done = race(broken, container(CAP, context=CHEAP_MIB), gpu, driver, 1, 6, 400, 7)
     assert done.returncode == 1, done.stderr
     assert message in done.stderr

@@ -9,6 +9,7 @@ from agent.inventory.snapshot import GpuState
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine
 from tests.component.health.bench import FACE, watching
+from tests.pace import scaled
 
 EVENTS = 1000
 HARMLESS = (13, 31, 43, 45, 63, 92, 109)
@@ -70,7 +71,7 @@ async def test_the_inventory_ends_equal_to_the_machine(seed: int) -> None:
                 await anyio.sleep(0.05)
         for slot in sorted(storm.gone)[::2]:
             storm.bring_back(slot)
-        await anyio.sleep(3)  # quiet times are half a second here
+        await anyio.sleep(scaled(3))  # quiet times are half a second here
         for slot in range(8):
             assert storm.agrees(slot, watched.state(slot)), watched.state(slot)
         watched.steady(7)

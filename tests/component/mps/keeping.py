@@ -47,6 +47,10 @@ class Modes(ComputeModes):
             raise MpsError("the compute mode cannot be read: NVML did not answer within 2 s")
         return None if uuid in self.lost else self.modes.get(uuid, ComputeMode.DEFAULT)
 
+    async def users(self, uuid: str) -> frozenset[int] | None:
+        del uuid
+        return frozenset()
+
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         if self.broken:
             raise MpsError("compute modes cannot be set on this test machine")

@@ -128,6 +128,7 @@ async def test_a_hung_daemon_is_replaced_though_its_idle_server_lives(
     monkeypatch.setattr(probing, "HANG_SECONDS", 0.5)
     bench = Bench(run_folder, newest)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
+    daemon.control._deadline = 0.5
     async with bench.kept(daemon):
         before = await reached(daemon, DaemonState.SERVING)
         server = await one_server(daemon)
@@ -145,6 +146,7 @@ async def test_a_hung_daemon_is_left_while_a_client_lives(
     monkeypatch.setattr(probing, "HANG_SECONDS", 0.2)
     bench = Bench(run_folder, newest)
     daemon = bench.daemon(options=replace(OPTIONS, prestart=True))
+    daemon.control._deadline = 0.5
     async with bench.kept(daemon):
         before = await reached(daemon, DaemonState.SERVING)
         assert before.pid
@@ -152,7 +154,10 @@ async def test_a_hung_daemon_is_left_while_a_client_lives(
             await reached(daemon, DaemonState.STARTING)
             # The stand-in serves nobody: this process plays a client that was seen before the hang.
             daemon._prober.clients = (os.getpid(),)
-            await anyio.sleep(4)
+            with anyio.fail_after(20):
+                while daemon._prober._kept is None:
+                    await anyio.sleep(0.02)
+            assert f"process {os.getpid()} is a client of its server" in daemon._prober._kept
             assert [each.pid for each in await daemons_of(daemon)] == [before.pid]
         assert (await reached(daemon, DaemonState.SERVING)).pid == before.pid
         # It was not served for a while, which is no failure that was reported.

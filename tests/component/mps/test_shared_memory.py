@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.cleanup import this_node
 from agent.mps import launch, shared_memory
 from agent.mps import shm_sweep as sweep_module
 from agent.mps.binary import Program
@@ -21,6 +22,7 @@ from agent.mps.control_commands import Survey
 from agent.mps.directories import Directories
 from agent.mps.shm_sweep import Swept, sweep
 from agent.mps.upkeep import Upkeep
+from agent.settings import load
 from tests.component.mps.keeping import OPTIONS, UUID, Modes
 from tests.component.mps.pods import NOBODY, Container
 from tests.component.mps.test_daemon_manager import gpu, manager_of, running
@@ -227,6 +229,22 @@ def test_shm_is_put_right(folders: Directories) -> None:
     assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o1777, 0, 0)
     assert not os.listxattr(folders.shm)
     assert not shared_memory.restore(folders.shm)
+
+
+def test_logs_that_were_left_mounted_are_removed_by_the_clean_up(run_folder: Path, tmp_path: Path) -> None:
+    """By 0.2.0, to which a node was rolled back: it does not know the mount."""
+    folders = Directories.of(run_folder, UUID)
+    folders.make()
+    (folders.log / "control.log").write_bytes(bytes(2 * shared_memory.LOG_BYTES_KEPT))
+    assert shared_memory.bound_logs(folders.log) is None
+    assert shared_memory.bound_logs(folders.log) is None
+    # What was there came along, its end alone.
+    assert (folders.log / "control.log").stat().st_size == shared_memory.LOG_BYTES_KEPT
+    folders.remove()
+    places = {"kubelet.root": "kubelet", "host.state": "state", "host.cdi": "cdi"}
+    words = [f"host.run={run_folder}", *(f"{key}={tmp_path}/{name}" for key, name in places.items())]
+    this_node.remove_files(load(None, {}, [*words, "cluster.access=off"]))
+    assert not list(run_folder.iterdir())
 
 
 def test_what_is_young_stays(folders: Directories) -> None:

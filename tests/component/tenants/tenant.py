@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,14 @@ def take(file: int, kind: int, seconds: float) -> bool:
 
 
 def broken(*_: object) -> None:
+    """Let go of each lease that somebody breaks, and take it again."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
     for file, kind in leases.items():
         if fcntl.fcntl(file, fcntl.F_GETLEASE) != kind:
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            with suppress(OSError):  # the kernel has ended it
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             take(file, kind, 0.2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
 
 
 def write_lease(path: str) -> bool:

@@ -22,7 +22,7 @@ from agent.isolation import layout
 from agent.isolation.clib.build_library import cached
 from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.isolation.isolation_errors import FolderUnusable
-from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
+from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Library
 from agent.isolation.limits import Policy
 from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
@@ -153,6 +153,13 @@ class Host:
         folders.usage(key)
         folders.entries(key)
 
+    def has_all(self, name: str) -> bool:
+        """Whether the agent has all files of a container open."""
+        key = key_of(self.abouts[name].ids)
+        build = self.agent.containers.value[key].about.build
+        names = Library(Path(), build).names
+        return self.agent._held.has(build, names) and self.agent.folders.held.has(key, (LIMITS, USAGE))
+
     def serves_soon(self, name: str) -> None:
         """The same, after what the kernel makes the agent wait for."""
         until = time.monotonic() + SOON
@@ -222,6 +229,21 @@ def test_nobody_sees_the_program_starts_of_others(host: Host) -> None:
     tenant("start()")
     assert tenant(f"seen({watched})") > 0
     host.restore("none")
+
+
+def test_leases_on_all_files_are_waited_for_at_once(host: Host) -> None:
+    """Taken while no agent was there, each may last for `fs.lease-break-time`; the next agent asks once."""
+    host.leave()
+    try:
+        assert all(host.containers["none"](f"write_lease({path!r})") for path in host.paths["none"])
+        host.come_back()
+        until = time.monotonic() + SOON
+        while not host.has_all("none"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        host.serves("none")
+    finally:
+        host.restore("none")
 
 
 @pytest.mark.parametrize("tenant", ["default", "none", "agent is down"])

@@ -12,6 +12,7 @@ from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
+from agent.mps.clients import PodFacts
 from agent.mps.daemon_status import EventReason
 from tests.unit.pairing.kubelet_model import machine
 
@@ -27,7 +28,8 @@ def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEven
     events = SimpleNamespace(
         node=lambda reason, text, warning: told.append((reason, text, warning)),
     )
-    return MpsEvents(Cell(snapshot), Cell(PodList(held, ())), cast("Any", events)), uuid
+    pods = (PodFacts("3fa85f64-5717-4562-b3fc-2c963f66afa6", "default", "silent"),)
+    return MpsEvents(Cell(snapshot), Cell(PodList(held, ())), cast("Any", events), lambda: pods), uuid
 
 
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
@@ -39,6 +41,15 @@ def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
     assert "default/one, default/two must be restarted" in text
     assert text.endswith("the log names process 4711")
+
+
+def test_who_said_nothing_is_named_by_its_pod() -> None:
+    told: list[tuple[str, str, bool]] = []
+    report, uuid = events_of(told, "one")
+    report(EventReason.SILENT, uuid, "process 7 of user 1 in pod 3fa85f64-5717-4562-b3fc-2c963f66afa6 said")
+    assert told == [
+        ("MPSSilentClient", f"GPU 1 ({uuid}): process 7 of user 1 in pod default/silent said", True)
+    ]
 
 
 def test_recovery_is_no_warning_and_concerns_no_pod() -> None:

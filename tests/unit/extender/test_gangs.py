@@ -36,6 +36,7 @@ class Cluster:
 
     def keep(self, uid: str = "u", demand: PodDemand = HALF, gpu: int = 0) -> PodClaim:
         claim = PodClaim(demand, chosen=((gpu,),), name=f"ns/{uid}")
+        self.gangs.show(uid, Member("ns/gang", demand))
         self.gangs.keep(uid, "ns/gang", "n", claim)
         return claim
 
@@ -171,3 +172,13 @@ async def test_a_pod_that_is_bound_keeps_its_gpus_over_the_end_of_the_other_watc
     pending.fleet.assume("u", "n", claim, 30.0)  # as the binder does
     pending.pods.removed("u", None)
     assert pending.kept_until() == 30.0
+
+
+@pytest.mark.parametrize("gone", [True, False])
+async def test_a_pod_that_goes_while_its_gpus_are_looked_for_keeps_none(gone: bool) -> None:
+    pending = Pending()
+    pending.shows()
+    if gone:
+        pending.pods.removed("u", None)
+    pending.gangs.keep("u", "ns/gang", "n", PodClaim(HALF, chosen=((0,),), name="ns/u"))
+    assert pending.fleet.waiting == (0 if gone else 1)

@@ -11,7 +11,7 @@ import pytest
 
 from agent.isolation.ending import end
 from agent.isolation.limits import Policy
-from agent.isolation.watch import CONTEXT_BYTES, END_READINGS, READINGS, tolerance
+from agent.isolation.watch import CONTEXT_BYTES, END_READINGS, READINGS, REFUSED_READINGS, tolerance
 from agent.settings import Settings
 from tests.unit.isolation.test_watch import CAP, Node
 
@@ -142,3 +142,23 @@ async def test_one_that_cannot_be_ended_is_reported(
         await node.look(ABOVE, process.pid)
     assert ("a", "ContainerNotEnded", True) in node.owners.events
     assert node.publisher.ends == {"ended": 0, "failed": 1}
+
+
+async def test_by_option_who_keeps_the_agent_from_its_files_is_ended(
+    tmp_path: Path, processes: Processes
+) -> None:
+    node = Node(tmp_path)
+    node.ending(MINE)
+    key = await node.admit()
+    mine, other = [await anyio.to_thread.run_sync(processes.start, each) for each in (MINE, OTHER)]
+    for refusing in (REFUSED_READINGS - 1, 0, REFUSED_READINGS - 1):
+        node.isolation.refusing = {key: "usage is kept from the agent"} if refusing else {}
+        for _ in range(refusing or 1):
+            await node.look(0)
+    node.isolation.refusing = {key: "usage is kept from the agent"}
+    assert mine.poll() is None
+    await node.look(0)
+    assert await anyio.to_thread.run_sync(mine.wait) == -9
+    assert other.poll() is None
+    assert node.publisher.ends == {"ended": 1, "failed": 0}
+    assert any("usage is kept from the agent): it was ended" in each for each in node.owners.messages)

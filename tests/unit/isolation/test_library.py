@@ -56,6 +56,23 @@ def test_copies_share_their_blocks_where_the_file_system_can(
     assert descriptors() == before
 
 
+def test_a_copy_that_cannot_be_made_whole_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = library._write
+
+    def full(file: int, content: bytes) -> None:
+        if not content.startswith(ELF):
+            raise OSError(28, "No space left on device")
+        write(file, content)
+
+    original = library.install(source(tmp_path), tmp_path / "state")
+    monkeypatch.setattr(library, "_write", full)
+    with pytest.raises(LibraryUnusable, match="No space left on device"):
+        original.copy()
+    assert not list((tmp_path / "state" / "lib").iterdir())
+
+
 def test_copies_of_another_version_have_another_name(tmp_path: Path) -> None:
     first = library.install(source(tmp_path), tmp_path / "state").copy()
     second = library.install(source(tmp_path, b"two"), tmp_path / "state").copy()

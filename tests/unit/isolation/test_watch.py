@@ -68,9 +68,9 @@ class Node:
         self.watch = LimitWatch(self.isolation, self.publisher, root / "proc")
         self.publisher._watch = self.watch
 
-    def ending(self) -> None:
-        """By option, containers above their caps are ended."""
-        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc", ends=True)
+    def ending(self, *ids: str) -> None:
+        """By option, containers above their caps are ended; `ids` of those that there are."""
+        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc", True, lambda _: ids)
         self.publisher._watch = self.watch
 
     async def admit(self) -> str:

@@ -409,3 +409,22 @@ async def test_an_answer_that_comes_late_does_not_replace_a_newer_one(node: Node
     assert newer == {("q", "main", B)}
     assert node.watch.cell.value is not None
     assert [each.pod for each in node.watch.cell.value.holdings] == ["q"]
+
+
+async def test_the_checkpoint_is_read_before_the_kubelet_is_asked(node: Node) -> None:
+    """A pod that comes in between is listed, and not taken for one that only the checkpoint shows."""
+    node.know("u", "train-0")
+    usual = node.kubelet.list
+
+    async def admitted_after_the_answer(deadline: float = 2.0) -> PodList:
+        answer = await usual(deadline)
+        node.kubelet.pods = {"train-0": {"main": A}}
+        await anyio.to_thread.run_sync(node.kubelet.records, ("u", "main", A))
+        return answer
+
+    node.kubelet.list = admitted_after_the_answer  # type: ignore[method-assign]
+    assert await node.held() == set()
+    node.kubelet.list = usual  # type: ignore[method-assign]
+    found = await node.watch.refresh()
+    assert found is not None
+    assert [each.listed for each in found.holdings] == [True]

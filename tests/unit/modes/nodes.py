@@ -167,6 +167,7 @@ async def switching(
     standing: Desired | None = None,
     gate: Gate = no_gate,
     cordons: Any = None,
+    lingering: Any = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first request is `desired`, or mode `first` everywhere.
@@ -189,6 +190,7 @@ async def switching(
         standing=standing,
         gate=gate,
         cordons=cordons,
+        lingering=lingering,
     )
     async with anyio.create_task_group() as group:
         if run:

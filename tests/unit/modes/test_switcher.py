@@ -17,7 +17,7 @@ from agent.model.modes import Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.switch_state import Phase
-from agent.modes.switcher import DRAIN_LOOK_SECONDS
+from agent.modes.switcher import DELIVER_SECONDS, DRAIN_LOOK_SECONDS
 from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
@@ -252,6 +252,26 @@ async def test_a_storm_of_requests_ends_in_the_last_one() -> None:
         node.want(Mode.VGPU)
         await node.reach("vgpu", "vgpu")
         await settle(node, Phase.APPLIED)
+        never_in_two_modes(node)
+
+
+@in_virtual_time
+async def test_a_mode_is_offered_once_the_list_of_the_old_one_has_left() -> None:
+    """An ID that still stands on an open list must not stand on another: the kubelet may be slow to read."""
+    async with switching(gpu(0), first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        left = anyio.Event()
+        node.lists.delivered = left.wait  # type: ignore[method-assign]
+        node.want(Mode.VGPU)
+        await anyio.sleep(DELIVER_SECONDS - 0.5)
+        assert node.modes() == ["pgpu-"]
+        await anyio.sleep(1.0)  # it is not waited for without end before the GPU closes,
+        assert node.modes() == ["off"]  # nor before the next one is offered
+        offered = anyio.current_time() + DELIVER_SECONDS - 1.0
+        await anyio.sleep(0.5)
+        left.set()
+        await node.reach("vgpu")
+        assert anyio.current_time() < offered
         never_in_two_modes(node)
 
 

@@ -167,3 +167,10 @@ def test_any_order_of_events_ends_in_the_last_request(
 def test_what_concerns_another_stage_changes_nothing(event: Callable[[ModeState], ModeState]) -> None:
     state = standing(PGPU)
     assert event(state) is state
+
+
+def test_a_gpu_that_drains_waits_for_a_grant_that_no_record_shows_yet() -> None:
+    draining = held(wanted(standing(VGPU), PGPU))
+    assert draining.stage is Stage.DRAINING
+    assert looked(draining, held=False, granted=True) is draining
+    assert free(draining).stage is Stage.TEARING_DOWN

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.mps import probing, processes
+from agent.mps import probing, processes, server_users
 from agent.mps.control_commands import Survey
 from agent.mps.daemon_logs import ServerLog
 from agent.mps.daemon_parts import DaemonParts, Options
@@ -30,6 +30,7 @@ class Scene:
         self.state = state
         self.gives_state = state is not None
         self.clients: tuple[int, ...] = ()
+        self.seen_by_driver: frozenset[int] | None = frozenset()
         self.moments: list[float] = []
         self.told: list[EventReason] = []
         self._flood = flood
@@ -38,10 +39,15 @@ class Scene:
         any_part: Any = self
         options = Options(probe_seconds=PROBE_SECONDS, prestart=False)
         folders = Directories(Path("/nowhere"))
-        self.prober = DaemonProber(DaemonParts(any_part, folders, any_part, any_part, publisher, options))
+        parts = DaemonParts(any_part, folders, any_part, any_part, publisher, options, any_part)
+        self.prober = DaemonProber(parts)
 
     async def hold(self, lost: bool = False) -> None:
         """Nothing to hold."""
+
+    async def users(self, uuid: str) -> frozenset[int] | None:
+        del uuid
+        return self.seen_by_driver
 
     async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
         self.moments.append(anyio.current_time())
@@ -112,9 +118,11 @@ async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
     assert scene.told == 10 * [EventReason.FAULT, EventReason.RECOVERED] + [EventReason.FAULT]
 
 
-@pytest.mark.parametrize("used", [False, True])
-async def test_a_daemon_that_hangs_after_its_first_probe_is_ended_unless_it_has_clients(
-    used: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "word", ["nobody", "daemon", "kernel", "driver", "driver is silent", "kernel is silent"]
+)
+async def test_a_daemon_that_hangs_is_ended_only_where_kernel_and_driver_see_no_client(
+    word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon, server = Process(5, 1), Process(17, 1)
     ended: list[Process] = []
@@ -122,10 +130,20 @@ async def test_a_daemon_that_hangs_after_its_first_probe_is_ended_unless_it_has_
     async def end(found: Collection[Process]) -> None:
         ended.extend(found)
 
+    def peers_of(_pid: int) -> frozenset[int]:
+        if word == "kernel is silent":
+            raise PermissionError(1, "Operation not permitted")
+        return frozenset({os.getpid()} if word == "kernel" else ())
+
     monkeypatch.setattr(processes, "servers", lambda _: (server,))
     monkeypatch.setattr(processes, "end", end)
+    monkeypatch.setattr(server_users, "peers_of", peers_of)
     scene = Scene(ServerState.ACTIVE)
-    scene.clients = (os.getpid(),) if used else ()
+    scene.clients = (os.getpid(),) if word == "daemon" else ()
+    if word == "driver is silent":
+        scene.seen_by_driver = None
+    else:
+        scene.seen_by_driver = frozenset({17, os.getpid()} if word == "driver" else {17})
     await scene.prober._probe()
     await scene.prober._end_hung(daemon)
-    assert ended == ([] if used else [daemon, server])
+    assert ended == ([daemon, server] if word == "nobody" else [])

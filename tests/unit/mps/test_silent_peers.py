@@ -1,4 +1,4 @@
-"""Whom a daemon waits for, by the kernel's word: the daemon is played by a process of the same shape."""
+"""The process that a daemon waits for, by the kernel: the daemon is played by one of the same shape."""
 
 import os
 import socket
@@ -7,12 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agent.model.cgroup import ContainerRef
 from agent.mps import processes, silent_peers
+from agent.mps.daemon_parts import DaemonParts, Options
+from agent.mps.daemon_status import EventReason, StatusPublisher
+from agent.mps.directories import Directories
 from agent.mps.processes import Process
-from agent.mps.silent_peers import SilentPeers
+from agent.mps.silent_peers import Guard, Look, Peer, SilentPeers
 
 # Hears one connection at a time. On "start" it waits for the word of a server of its own.
 DAEMON = """
@@ -101,13 +106,23 @@ def test_who_says_nothing_is_cut_off_and_who_waits_behind_is_heard(
         assert other.recv(1) == b""  # it was heard to its end
 
 
+def test_who_keeps_nobody_waiting_may_be_silent(peers: SilentPeers, daemon: Daemon) -> None:
+    """A version that hears others meanwhile has its clients' connections open for as long as they live."""
+    with daemon.connected() as silent:
+        assert looked(peers, daemon) == []
+        with daemon.connected():
+            assert len(looked(peers, daemon)) == 1
+        assert silent.recv(1) == b""
+
+
 def test_a_client_that_waits_for_its_server_is_never_cut_off(peers: SilentPeers, daemon: Daemon) -> None:
     with daemon.connected() as client:
         client.send(b"start")
         while peers._seen is None:
             peers.look(daemon.process)
         assert peers._seen.peer.pid == daemon.process.pid
-        assert looked(peers, daemon) == []
+        with daemon.connected():
+            assert looked(peers, daemon) == []
         daemon.serve()
         assert client.recv(100) == b"server"
 
@@ -121,7 +136,9 @@ def test_a_connection_whose_process_has_ended_is_known_by_no_other(
         number = handed_on.fileno()
         words = [sys.executable, "-I", "-S", "-c", code, str(daemon.path), str(number)]
         subprocess.run(words, pass_fds=(number,), check=True)
-        (peer,) = looked(peers, daemon)
+        with daemon.connected() as behind:
+            behind.send(b"hello")
+            (peer,) = looked(peers, daemon)
     assert peer.ended
     assert "which has ended" in str(peer)
 
@@ -132,3 +149,58 @@ def test_where_the_kernel_shows_nothing_it_is_said(
     monkeypatch.setattr(silent_peers, "_PIDFD_GETFD", 1 << 20)
     with daemon.connected(), pytest.raises(OSError, match="Function not implemented"):
         looked(peers, daemon)
+
+
+class Scene:
+    """A guard whose looks are played."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[EventReason, str]] = []
+        self.next: Look | OSError = Look((), None)
+        self.prolonged = 0
+        publisher = StatusPublisher("GPU-1", lambda kind, _, text, *__: self.told.append((kind, text)))
+        self.publisher = publisher
+        part: Any = self
+        self.guard = Guard(DaemonParts(part, Directories(Path("/x")), part, part, publisher, Options(), part))
+        self.guard._peers = part
+
+    def look(self, _daemon: Process) -> Look:
+        if isinstance(self.next, OSError):
+            raise self.next
+        return self.next
+
+    def prolong(self) -> None:
+        self.prolonged += 1
+
+    async def see(self, look: Look | OSError) -> None:
+        self.next = look
+        await self.guard._look(Process(1, 1))
+
+
+async def test_an_agent_that_may_not_look_says_so_in_its_status_until_it_may() -> None:
+    scene = Scene()
+    await scene.see(PermissionError(1, "Operation not permitted"))
+    assert "cannot be cut off" in scene.publisher.now.unguarded
+    assert "Operation not permitted; it takes Linux 5.6" in scene.publisher.now.unguarded
+    await scene.see(Look((), None))
+    assert not scene.publisher.now.unguarded
+    await scene.see(ProcessLookupError())  # the daemon ended: that is no lack of rights
+    assert not scene.publisher.now.unguarded
+
+
+async def test_each_is_counted_and_they_are_named_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, now = Scene(), 1000.0
+    monkeypatch.setattr("agent.mps.silent_peers.anyio.current_time", lambda: now)
+    pods = [ContainerRef(f"uid-{number}", f"container-{number}") for number in range(7)]
+    await scene.see(Look((Peer(7, 1000, container=pods[0]), Peer(8, 1000, container=pods[0])), None))
+    await scene.see(Look(tuple(Peer(9, 1000, container=each) for each in pods), None))
+    assert scene.publisher.now.cut == 9
+    assert scene.prolonged == 2
+    now += 61
+    await scene.see(Look((Peer(9, 1000, container=pods[1]),), None))
+    (first, second) = scene.told
+    assert first[0] is EventReason.SILENT
+    assert "process 8 of user 1000 in pod uid-0 connected" in first[1]
+    assert "2 connections were cut off" in first[1]
+    assert "and 2 more connected" in second[1]
+    assert "8 connections were cut off" in second[1]

@@ -26,7 +26,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
         "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
     )
     unused: Any = None
-    parts = DaemonParts(unused, Directories(tmp_path), unused, unused, publisher, Options())
+    parts = DaemonParts(unused, Directories(tmp_path), unused, unused, publisher, Options(), unused)
     starter = Starter(NO_PROGRAM, parts, multi_user={})
     for _ in range(2):
         assert await starter.adopted() is None

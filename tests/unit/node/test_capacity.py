@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from agent.cluster.api import ApiRefused
+from agent.node.capacity import ARRIVE_SECONDS, GONE_SECONDS
 from tests.unit.node.memory_api import Act, MemoryApi
 from tests.unit.node.world import CORE, GPU, NOTHING, PGPU, VGPU, Kubelet, World, world
 from tests.virtual_time import in_virtual_time
@@ -196,3 +197,19 @@ async def test_a_taint_of_before_goes_in_the_end_though_the_status_cannot_be_pat
         assert api.tainted
         await anyio.sleep(2)
         assert not api.tainted
+
+
+@in_virtual_time
+async def test_growth_waits_for_the_end_of_a_withdrawal() -> None:
+    async with world() as node:
+        async with anyio.create_task_group() as group:
+            node.kubelet.unserved = {"bound a moment ago"}
+            group.start_soon(node.switch, VGPU)
+            await anyio.sleep(1)
+            node.api.change(_tick({GPU: "4"}))  # a tick of the kubelet that had read an older list
+            await anyio.sleep(GONE_SECONDS + ARRIVE_SECONDS + 1)
+            assert [one.what for one in node.api.writes].count("status") == 0
+            assert node.api.allocatable == {GPU: 4}
+            node.kubelet.unserved.clear()
+        await node.settled()
+        assert node.api.allocatable == {CORE: 800}

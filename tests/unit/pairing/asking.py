@@ -1,6 +1,8 @@
 """A recorder that remembers, and the kubelet's calls for single members."""
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 from agent.model.demand import Pod
 from agent.model.ledger import PairMember
@@ -50,3 +52,14 @@ async def first(kubelet: KubeletModel, new: Pod, member: PairMember) -> None:
     kubelet.api[new.key] = new
     kubelet.taken_up[new.key] = Admission(new)
     await first_member(kubelet, member, new.containers[0].limits[kubelet.pair.core])
+
+
+class InOrder(random.Random):
+    """The order of members of one container after the other; of all else what chance brings."""
+
+    def __init__(self, *orders: list[PairMember]) -> None:
+        super().__init__(0)
+        self._left = list(orders)
+
+    def sample(self, population: Any, k: int, **named: Any) -> list[Any]:
+        return self._left.pop(0) if population == list(PairMember) else super().sample(population, k, **named)

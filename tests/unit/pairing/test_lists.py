@@ -13,6 +13,7 @@ from agent.pairing.pod_access import PairRefused
 from agent.plugins.inject import Injector
 from agent.plugins.shared_pair import SharedPairPlugin, Sharing
 from agent.settings import load
+from tests.unit.pairing.asking import InOrder
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 SEEDS = range(20)
@@ -175,3 +176,46 @@ async def test_a_gpu_that_drains_keeps_its_holders_under_a_restarted_kubelet() -
     kubelet.heard = set()
     await kubelet.told()
     assert kubelet.figures() == before
+
+
+@pytest.mark.parametrize("offering", [Offering.CLOSING, Offering.CLOSED])
+@pytest.mark.parametrize("member", PairMember)
+async def test_a_begun_pair_gets_its_second_half_from_a_gpu_that_closes(
+    offering: Offering, member: PairMember
+) -> None:
+    kubelet = Kubelet(gpus=1)
+    (gpu,) = kubelet.pairing.ledger.pools
+    healthy: list[int] = []
+
+    def closes(call: int) -> None:
+        if call == 2:  # between the halves
+            kubelet.modes.publish(Assignment({gpu: GpuMode(kubelet.mode, offering)}))
+        kubelet.read()
+        healthy.append(len(kubelet.listed(member.other)))
+
+    kubelet.random = InOrder([member, member.other], [member, member.other])
+    assert await outcome(kubelet.admit(pod("a", share("main", 30, 10)), closes)) == "runs"
+    assert healthy[2] > 0
+    # From then on nothing of it is on offer, and the next pod finds nothing.
+    kubelet.read()
+    assert not kubelet.listed(member)
+    assert not kubelet.listed(member.other)
+    assert await outcome(kubelet.admit(pod("b", share("main", 30, 10)))) != "runs"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 11.0, 3600.0])
+async def test_a_second_half_that_comes_late_lies_where_the_first_does(seconds: float) -> None:
+    """After the promise has expired the record says on which GPU the container is."""
+    for seed in SEEDS:
+        kubelet = Kubelet(gpus=3, seed=seed)
+
+        def late(call: int, kubelet: Kubelet = kubelet) -> None:
+            if call == 2:
+                kubelet.now += seconds
+            kubelet.read()
+
+        await kubelet.admit(pod("filler", share("main", 60, 10)), late)
+        spread = pod("a", share("main", 20, 20), annotations={"gpu-node-agent.io/placement": "spread"})
+        assert await outcome(kubelet.admit(spread, late)) == "runs"
+        (gpu,) = kubelet.gpus_of(spread.key, "main")
+        assert gpu not in kubelet.gpus_of(("default", "filler"), "main")

@@ -1,9 +1,7 @@
 """Finding out who asks where that is in doubt: two readings, no API server, no records."""
 
 import itertools
-import random
 from dataclasses import replace
-from typing import Any
 
 import anyio
 import pytest
@@ -14,20 +12,9 @@ from agent.model.ledger import PairMember
 from agent.pairing.pairing import PROMPT_SECONDS
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.resolver import DOUBT_SECONDS
-from tests.unit.pairing.asking import first, index
+from tests.unit.pairing.asking import InOrder, first, index
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
-
-
-class InOrder(random.Random):
-    """The order of members of one container after the other; of all else what chance brings."""
-
-    def __init__(self, *orders: list[PairMember]) -> None:
-        super().__init__(0)
-        self._left = list(orders)
-
-    def sample(self, population: Any, k: int, **named: Any) -> list[Any]:
-        return self._left.pop(0) if population == list(PairMember) else super().sample(population, k, **named)
 
 
 async def test_one_list_for_each_member() -> None:

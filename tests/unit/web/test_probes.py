@@ -1,10 +1,12 @@
 """Answers of /healthz and /readyz."""
 
+import time
+
 import anyio
 import pytest
 
 from agent.kit.supervise import Supervisor, TaskState
-from agent.web.probes import Probes
+from agent.web.probes import Probes, without_pods
 from agent.web.server import HttpServer, Request
 
 REQUEST = Request("/")
@@ -95,3 +97,33 @@ def test_all_routes_are_taken() -> None:
     for path in ("/healthz", "/readyz", "/readyz/agent"):
         with pytest.raises(ValueError, match=path):
             server.add_route(path, Probes(Supervisor(), list).ready)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "answer"),
+    [
+        (
+            "nothing is there yet: waiting for 2 pod(s) to end: team-a/train-0, b/c.d-1 and 3 more; label",
+            "nothing is there yet: waiting for 2 pod(s) to end: <pod>, <pod> and 3 more; label",
+        ),
+        ("GPUs are in use by team-a/x; end these pods", "GPUs are in use by <pod>; end these pods"),
+        ("PATCH /api/v1/namespaces/team-a/pods/train-0: 403", "PATCH /api/v1/namespaces/<pod>: 403"),
+        ("PATCH /api/v1/nodes/n1/status: 403 no; see https://x.test/a/b", None),
+        ("GPU 3 (GPU-1-2): /var/lib/gpu-node-agent/x is no folder, resource nvidia.com/gpu.shared", None),
+    ],
+)
+async def test_probes_name_no_pods(sentence: str, answer: str | None) -> None:
+    supervisor = Supervisor()
+    supervisor.states["t"] = TaskState("t", last_error=sentence)
+    probes = Probes(supervisor, lambda: [sentence], lambda: [sentence], list)
+    shown = answer or sentence
+    assert (await probes.ready(REQUEST)).body.decode() == f"{shown}\n"
+    assert (await probes.agent_ready(REQUEST)).body.decode() == "ready\n" + f"{shown}\n"
+    assert shown in (await probes.health(REQUEST)).body.decode()
+
+
+def test_a_long_sentence_is_searched_in_no_time() -> None:
+    began = time.perf_counter()
+    for each in ("a" * 100_000, "a-" * 50_000, "a/" * 50_000, "a/a." * 25_000, "-" * 100_000):
+        without_pods(each)
+    assert time.perf_counter() - began < 5

@@ -1,0 +1,87 @@
+"""Callers by their tokens, and what they may get, as the API server says: its delegated authorization.
+
+https://kubernetes.io/docs/reference/access-authn-authz/webhook/ has the same two reviews the other way round.
+"""
+
+from dataclasses import dataclass, field
+
+import anyio
+import msgspec
+
+from agent.cluster.api import ApiError, KubeApi
+
+TOKENS = "/apis/authentication.k8s.io/v1/tokenreviews"
+ACCESS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+
+
+class User(msgspec.Struct, frozen=True):
+    """As the review of a token names it."""
+
+    username: str = ""
+    uid: str = ""
+    groups: list[str] = msgspec.field(default_factory=list)
+    extra: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
+class _TokenStatus(msgspec.Struct):
+    authenticated: bool = False
+    user: User = msgspec.field(default_factory=User)
+
+
+class _TokenReview(msgspec.Struct):
+    status: _TokenStatus
+
+
+class _AccessStatus(msgspec.Struct):
+    allowed: bool
+
+
+class _AccessReview(msgspec.Struct):
+    status: _AccessStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one token; a name where the API server knows it."""
+
+    user: str = ""
+    allowed: bool = field(default=False)
+
+
+class Reviews:
+    """Asks for each token whether its holder may `get` a path that is no resource of Kubernetes."""
+
+    def __init__(self, api: KubeApi, path: str, seconds: float) -> None:
+        """`seconds`: for both calls of one review."""
+        self._api = api
+        self._path = path
+        self._seconds = seconds
+
+    async def review(self, token: str) -> Verdict:
+        """Raises ApiError where the API server gives no answer."""
+        try:
+            with anyio.fail_after(self._seconds):
+                user = await self._user(token)
+                return Verdict() if user is None else Verdict(user.username, await self._allowed(user))
+        except TimeoutError as error:
+            raise ApiError(f"the API server has not reviewed a token within {self._seconds:g} s") from error
+        except msgspec.DecodeError as error:
+            raise ApiError(f"the API server's review of a token cannot be read: {error}") from error
+
+    async def _user(self, token: str) -> User | None:
+        kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview"}
+        answer = await self._api.post(TOKENS, {**kind, "spec": {"token": token}}, self._seconds)
+        status = msgspec.json.decode(answer, type=_TokenReview).status
+        return status.user if status.authenticated and status.user.username else None
+
+    async def _allowed(self, user: User) -> bool:
+        spec = {
+            "user": user.username,
+            "uid": user.uid,
+            "groups": user.groups,
+            "extra": user.extra,
+            "nonResourceAttributes": {"path": self._path, "verb": "get"},
+        }
+        kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
+        answer = await self._api.post(ACCESS, {**kind, "spec": spec}, self._seconds)
+        return msgspec.json.decode(answer, type=_AccessReview).status.allowed

@@ -1,0 +1,118 @@
+"""Why a pod does not fit on a node, from the node's annotations: one sentence, or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from agent.kubectl.view import PAIRS, WHOLE, Document, limits_of
+
+
+class Want:
+    """The request of one container: whole GPUs, or cores and blocks of one GPU in a mode."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        self.gpus = sum(limits.get(name, 0) for name in WHOLE)
+        self.mode, self.cores, self.blocks = "pgpu", 0, 0
+        for mode, (core, memory) in PAIRS.items():
+            if core in limits or memory in limits:
+                self.mode, self.cores, self.blocks = mode, limits.get(core, 0), limits.get(memory, 0)
+        self.whole = self.cores // 100 if self.cores > 100 else 0  # 200, 300 ...: so many GPUs
+
+    def words(self) -> str:
+        if self.mode == "pgpu":
+            return f"{self.gpus} x {WHOLE[0]}"
+        return f"{self.cores} {PAIRS[self.mode][0]} and {self.blocks} {PAIRS[self.mode][1]}"
+
+
+def wants_of(pod: Document) -> list[Want]:
+    """App containers and sidecars, which run together; if they ask for nothing, the first init container."""
+    spec = pod.get("spec", {})
+    inits = spec.get("initContainers") or []
+    together = [
+        *(each for each in inits if each.get("restartPolicy") == "Always"),
+        *spec.get("containers", []),
+    ]
+    found = [Want(limits) for each in together if (limits := limits_of(each))]
+    return found or [Want(limits) for each in inits if (limits := limits_of(each))][:1]
+
+
+def lacks(node: Document, pod: Document) -> str:
+    """The reason why the pod does not fit on the node; empty: its GPUs are free."""
+    if not node["nodeReady"]:
+        return "the node is not ready"
+    if node["unschedulable"]:
+        return "the node is cordoned (unschedulable)"
+    selector = pod.get("spec", {}).get("nodeSelector") or {}
+    for key, value in selector.items():
+        if node["labels"].get(key) != value:
+            return f"its label {key} is not {value}"
+    free: list[dict[str, Any]] = [
+        {"mode": gpu["mode"], "cores": gpu["free"][0], "blocks": gpu["free"][1], "idle": gpu["used"][0] == 0}
+        for gpu in node["gpus"]
+        if gpu["offered"] and gpu["cordon"] is None
+    ]
+    if not all(gpu["known"] for gpu in node["gpus"]):
+        return "its agent does not say what is free (it is of an earlier version)"
+    for want in sorted(wants_of(pod), key=lambda each: (-each.gpus, -each.cores, -each.blocks)):
+        if reason := _take(free, want, node):
+            return reason
+    return ""
+
+
+def _take(free: list[dict[str, Any]], want: Want, node: Document) -> str:
+    """Take what is wanted out of `free`; why that is not possible."""
+    there = [gpu for gpu in free if gpu["mode"] == want.mode]
+    if not there:
+        return f"no GPU is offered in mode {want.mode}{_instead(node)}"
+    if want.mode == "pgpu" or want.whole:
+        need = want.gpus or want.whole
+        fit = [gpu for gpu in there if gpu["cores"] > 0 and (want.mode == "pgpu" or gpu["idle"])]
+        units = sum(gpu["cores"] for gpu in fit) if want.mode == "pgpu" else len(fit)
+        if units < need:
+            return f"{units} of {need} GPUs free in mode {want.mode}"
+        for gpu in fit:
+            taken = min(need, gpu["cores"] if want.mode == "pgpu" else 1)
+            need -= taken
+            gpu["cores"], gpu["idle"] = (gpu["cores"] - taken if want.mode == "pgpu" else 0), False
+            if not need:
+                break
+        return ""
+    fit = [gpu for gpu in there if gpu["cores"] >= want.cores and gpu["blocks"] >= want.blocks]
+    if not fit:
+        most = max(there, key=lambda gpu: (min(gpu["cores"], want.cores), gpu["blocks"]))
+        return (
+            f"no single GPU has {want.cores} cores and {want.blocks} blocks of memory free; "
+            f"the nearest has {most['cores']} and {most['blocks']}"
+        )
+    best = min(fit, key=lambda gpu: (gpu["cores"], gpu["blocks"]))
+    best["cores"] -= want.cores
+    best["blocks"] -= want.blocks
+    best["idle"] = False
+    return ""
+
+
+def _instead(node: Document) -> str:
+    modes = Counter(
+        "cordoned" if gpu["cordon"] is not None else "unhealthy" if not gpu["healthy"] else str(gpu["mode"])
+        for gpu in node["gpus"]
+    )
+    return " (" + ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items())) + ")" if modes else ""
+
+
+def fragments(node: Document) -> Document:
+    """Free cores of GPUs that are partly used, and the largest free piece: larger requests do not fit."""
+    shared = [
+        gpu for gpu in node["gpus"] if gpu["mode"] in PAIRS and gpu["offered"] and gpu["cordon"] is None
+    ]
+    partly = [gpu["free"][0] for gpu in shared if gpu["used"][0]]
+    return {
+        "freeGpus": sum(
+            gpu["free"][0]
+            for gpu in node["gpus"]
+            if gpu["mode"] == "pgpu" and gpu["offered"] and gpu["cordon"] is None
+        ),
+        "freeCores": sum(gpu["free"][0] for gpu in shared),
+        "inFragments": sum(partly),
+        "largest": max((gpu["free"][0] for gpu in shared), default=0),
+    }

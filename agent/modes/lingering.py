@@ -1,0 +1,109 @@
+"""Processes that outlive their pod's end on a GPU: it is withheld until they have gone.
+
+After a deletion by force a pod holds nothing by any record, and a process of it that hangs in the driver has
+its memory on the GPU still. Whose it was, its cgroup says. Of processes of others nothing follows here.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from agent.kit.cell import Cell
+from agent.model.cgroup import ContainerRef
+from agent.modes.withheld import Withheld
+
+LOOK_SECONDS = 2.0  # between looks at processes that have stayed
+IDLE_SECONDS = 30.0  # a namesake that holds the same changes the record, and nothing is published
+# A GPU whose processes cannot be read is sick, or gone: its health keeps it off the lists.
+MOST_FAILURES = 5
+
+Processes = Callable[[Collection[str]], Awaitable[Mapping[str, Collection[int]]]]
+Owners = Callable[[Iterable[int]], Mapping[int, ContainerRef | None]]
+
+
+class Lingering:
+    """Looks at a GPU's processes when a holder of it has ended."""
+
+    def __init__(
+        self,
+        holders: Callable[[], Mapping[str, frozenset[str]]],
+        processes: Processes,
+        owners: Owners,
+        record: Cell[Any],
+    ) -> None:
+        """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what it cannot read.
+
+        `owners` blocks. `record` is published when holders change.
+        """
+        self._holders = holders
+        self._processes = processes
+        self._owners = owners
+        self._record = record
+        self._before: Mapping[str, frozenset[str]] = {}
+        self._left: dict[str, set[str]] = {}  # UIDs of pods that have ended and may have processes, by GPU
+        self._failures: dict[str, int] = {}
+        self.looks = Cell(0)  # published after each look
+        self.found: Withheld = {}  # GPUs with a process of a pod that held them before
+
+    @property
+    def unsettled(self) -> frozenset[str]:
+        """GPUs of which a holder has ended, by the record of now, and whose processes may be there still."""
+        return frozenset(self._ended()) | self._left.keys()
+
+    async def run(self) -> None:
+        """Look at each change of the record, and again while somebody stays; for ever."""
+        while True:
+            seen = self._record.version
+            await self.look()
+            with anyio.move_on_after(LOOK_SECONDS if self._left else IDLE_SECONDS):
+                await self._record.wait_change(seen)
+
+    async def look(self) -> None:
+        for gpu, uids in self._ended().items():
+            self._left.setdefault(gpu, set()).update(uids)
+        self._before = self._holders()
+        if self._left:
+            self.found = await self._stayed()
+            self.looks.publish(self.looks.value + 1)
+
+    def _ended(self) -> Mapping[str, set[str]]:
+        """UIDs of pods that hold GPUs no more, by GPU."""
+        now, found = self._holders(), dict[str, set[str]]()
+        for uid, gpus in self._before.items():
+            for gpu in gpus - now.get(uid, frozenset()):
+                found.setdefault(gpu, set()).add(uid)
+        return found
+
+    async def _stayed(self) -> Withheld:
+        asked = tuple(self._left)
+        pids = await self._processes(asked)
+        every = {pid for found in pids.values() for pid in found}
+        owners = await anyio.to_thread.run_sync(self._owners, every) if every else {}
+        reasons: dict[str, str] = {}
+        for gpu in asked:
+            if gpu not in pids:
+                self._failures[gpu] = self._failures.get(gpu, 0) + 1
+                if self._failures[gpu] >= MOST_FAILURES:
+                    self._forget(gpu)
+                continue
+            stay = {
+                pid: owner.pod_uid
+                for pid in pids[gpu]
+                if (owner := owners.get(pid)) and owner.pod_uid in self._left[gpu]
+            }
+            self._left[gpu] &= set(stay.values())
+            if not stay:
+                self._forget(gpu)
+                continue
+            named = ", ".join(f"{pid} of pod {uid}" for pid, uid in sorted(stay.items()))
+            reasons[gpu] = (
+                f"the pod has ended, and its process is still on the GPU: {named}; it is offered when that "
+                "has ended, or after a reset of the GPU"
+            )
+        return reasons
+
+    def _forget(self, gpu: str) -> None:
+        del self._left[gpu]
+        self._failures.pop(gpu, None)

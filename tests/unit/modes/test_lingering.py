@@ -1,0 +1,114 @@
+"""Processes that outlive their pod's end: their GPU is in no mode until they have gone."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.model.cgroup import ContainerRef
+from agent.model.modes import Mode
+from agent.modes.lingering import LOOK_SECONDS, MOST_FAILURES, Lingering
+from tests.unit.modes.nodes import Kubelet, gpu, switching
+from tests.virtual_time import in_virtual_time
+
+FIRST, OTHER = gpu(0), gpu(1)
+
+
+class Host:
+    """Holders by the record, processes by the driver, and whose these are by their cgroups."""
+
+    def __init__(self) -> None:
+        self.kubelet = Kubelet()
+        self.held: dict[str, frozenset[str]] = {}
+        self.pids: dict[str, dict[int, str]] = {FIRST.uuid: {}, OTHER.uuid: {}}  # UID of the pod; empty: none
+        self.readable = True
+        self.looks = 0
+        self.lingering = Lingering(lambda: dict(self.held), self.processes, self.owners, self.kubelet.cell)
+
+    async def processes(self, gpus: Collection[str]) -> Mapping[str, Collection[int]]:
+        self.looks += 1
+        await anyio.lowlevel.checkpoint()
+        return {gpu: tuple(self.pids[gpu]) for gpu in gpus} if self.readable else {}
+
+    def owners(self, pids: Iterable[int]) -> Mapping[int, ContainerRef | None]:
+        every = {pid: uid for found in self.pids.values() for pid, uid in found.items()}
+        return {pid: ContainerRef(every[pid], "") if every[pid] else None for pid in pids}
+
+    def start(self, pod: str, gpu: str) -> None:
+        self.held[f"uid-{pod}"] = frozenset({gpu})
+        self.kubelet.hold(pod, "nvidia.com/gpu", gpu)
+
+    def end(self, pod: str) -> None:
+        del self.held[f"uid-{pod}"]
+        self.kubelet.end(pod)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are of no use in virtual time."""
+
+    async def run_sync(call: Any, *arguments: Any, **_: Any) -> Any:
+        return call(*arguments)
+
+    monkeypatch.setattr("agent.modes.lingering.anyio.to_thread.run_sync", run_sync)
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("switches", [False, True])
+def test_a_process_that_stays_keeps_its_gpu(switches: bool) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, OTHER, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu", "pgpu")
+            host.start("hangs", FIRST.uuid)
+            host.pids[FIRST.uuid] = {7: "uid-hangs", 8: ""}
+            host.pids[OTHER.uuid] = {9: "", 10: "uid-monitor"}  # of others: nothing follows
+            if switches:
+                node.want(Mode.VGPU)
+                await node.reach("pgpu-", "vgpu")
+            await anyio.sleep(1)
+            host.end("hangs")
+            await node.reach("pgpu-", "vgpu" if switches else "pgpu")
+            await anyio.sleep(60)
+            message = node.switcher.state.value.message
+            assert "its process is still on the GPU: 7 of pod uid-hangs" in message
+            assert node.modes()[0] == "pgpu-"
+            host.pids[FIRST.uuid] = {8: ""}
+            await node.reach(*(["vgpu"] if switches else ["pgpu"]) * 2)
+            assert not host.lingering.unsettled
+            looks = host.looks
+            await anyio.sleep(600)
+            assert host.looks == looks  # and nobody is asked about it any more
+            group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_driver_that_does_not_say_holds_nothing_up_for_long() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        host.readable = False
+        host.start("p", FIRST.uuid)
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu")
+            node.want(Mode.VGPU)
+            await node.reach("pgpu-")
+            host.end("p")
+            ended = anyio.current_time()
+            await node.reach("vgpu")
+            assert anyio.current_time() - ended < (MOST_FAILURES + 1) * LOOK_SECONDS
+            group.cancel_scope.cancel()
+
+    run()
