@@ -189,17 +189,13 @@ def read_usage(content: bytes) -> list[Usage]:
     newer, name = NEWER.unpack_from(content, NEWER_AT)
     text = name.partition(b"\0")[0].decode("ascii", "replace")
     named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
-    return [
-        replace(
-            Usage(
-                *FIGURES.unpack_from(content, start + FIGURES_AT),
-                *SHARE.unpack_from(content, start + SHARE_AT),
-            ),
-            newer=newer,
-            newer_name=named,
+    counts = [
+        Usage(
+            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
         )
         for start in starts
     ]
+    return [replace(each, newer=newer, newer_name=named) for each in counts]
 
 
 def read_share(descriptor: int, number: int = 0) -> tuple[int, int, int]:
