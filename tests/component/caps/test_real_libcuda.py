@@ -1,4 +1,4 @@
-"""NVIDIA's own libcuda, without a GPU: whoever asks it for an entry point gets the library's hook."""
+"""NVIDIA's own libcuda, without a GPU: a program that asks for an entry point gets the library's hook."""
 
 import json
 from collections.abc import Iterator
