@@ -111,8 +111,10 @@ def test_others_are_reported_once_and_change_nothing() -> None:
             host.ours = frozenset({7})
             host.pids[FIRST.uuid] = {7: "", 40: "uid-holder", MONITOR: "", EVERYWHERE: "uid-all"}
             host.pids[OTHER.uuid] = {7: "", EVERYWHERE: "uid-all"}
+            version = host.unexplained.withheld.version
             with capture_logs() as logs:
                 await anyio.sleep(600)
+                assert host.unexplained.withheld.version == version  # nobody is woken in vain
                 both = f"{MONITOR} of no pod, {EVERYWHERE} of pod uid-all"
                 reported = [("gpu_used_by_others", each) for each in (both, f"{EVERYWHERE} of pod uid-all")]
                 assert told(logs) == reported
@@ -221,6 +223,23 @@ def test_gpus_that_nobody_wants_offered_are_anybodys() -> None:
             with capture_logs() as logs:
                 await anyio.sleep(SOON)
             assert (told(logs), host.metric()) == ([("gpu_left_by_others", None)], {})
+
+    run()
+
+
+def test_a_process_that_is_there_for_a_moment_is_passed_over() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host(strict=True)
+        async with running(host) as node:
+            with capture_logs() as logs:
+                for _ in range(5):
+                    host.pids[FIRST.uuid] = {MONITOR: ""}
+                    await anyio.sleep(STEADY_SECONDS - 1)
+                    host.pids[FIRST.uuid] = {}
+                    await anyio.sleep(LOOK_SECONDS)
+            assert told(logs) == []
+            assert node.modes() == ["pgpu", "pgpu"]
 
     run()
 
