@@ -11,6 +11,7 @@ from agent.model.growth import Growth
 from agent.model.modes import Mode
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
+from agent.modes.unexplained import Unexplained
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Agent:
     modes: Mapping[Mode, ModeParts]
     desired: DesiredSource
     switcher: ModeSwitcher
+    unexplained: Unexplained
     # Bytes by GPU that containers have beyond what their pods asked for.
     grown: Cell[Mapping[str, Growth]]
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API

@@ -80,12 +80,25 @@ async def build(
         cluster.node.name if cluster else "",
     )
     modes = await build_modes(ModeContext(core, tasks, cluster, plugins, request.source, uses, grown))
-    switching = await build_switching(core, tasks, cluster, monitor, request, modes, assignment, grown)
+    switching = await build_switching(
+        core, tasks, cluster, monitor, request, modes, assignment, grown, sources.sampler
+    )
 
     async def serve() -> None:
         await start_switching(switching, core, tasks, request, grown)
-        start_commands(core, tasks, monitor, injector, modes, switching.cordons, sources)
+        start_commands(
+            core, tasks, monitor, injector, modes, switching.cordons, switching.unexplained, sources
+        )
         log.info("agent_started", http_port=core.http.port)
 
-    agent = Agent(core, modes, request.source, switching.switcher, grown, cluster, switching.node)
+    agent = Agent(
+        core,
+        modes,
+        request.source,
+        switching.switcher,
+        switching.unexplained,
+        grown,
+        cluster,
+        switching.node,
+    )
     return agent, serve

@@ -9,6 +9,7 @@ from agent.app.parts import Core, Tasks
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
+from agent.modes.unexplained import Unexplained
 from agent.plugins.inject import Injector
 from agent.status import top
 from agent.status.commands import Commands
@@ -26,6 +27,7 @@ def start_commands(
     injector: Injector,
     modes: Mapping[Mode, ModeParts],
     cordons: CordonBook,
+    unexplained: Unexplained,
     sources: Sources,
 ) -> None:
     switch, readiness = core.readiness.switch, core.readiness
@@ -51,7 +53,8 @@ def start_commands(
         injection,
         readiness.blockers,
         daemon,
-        readiness.remarks,
+        # Probes have no part of the second: it names pods by their UIDs.
+        lambda: [*readiness.remarks(), *unexplained.sentences()],
         cordons,
         enforced,
         {mode: parts.limits.document for mode, parts in modes.items() if parts.limits},

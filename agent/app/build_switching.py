@@ -18,7 +18,7 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.owners import Owners
+from agent.kubelet.owners import Owners, pods_of_processes
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
@@ -31,12 +31,14 @@ from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
+from agent.modes.unexplained import Unexplained
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
 from agent.nvml.nvml_errors import NvmlError, NvmlHung
 from agent.nvml.port import Sample, SampleRequest
 from agent.nvml.sweep import Sweep
 from agent.settings import Settings
+from agent.telemetry.sampler import Sampler
 
 # How long an API server that does not answer is waited for before the last known request is taken up.
 FIRST_REQUEST_SECONDS = 3.0
@@ -54,6 +56,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Switching:
     switcher: ModeSwitcher
+    unexplained: Unexplained
     cordons: CordonBook
     resources: ResourceSet
     own: OwnNode | None  # None: there is no way to the Kubernetes API
@@ -76,6 +79,7 @@ async def build_switching(
     modes: Mapping[Mode, ModeParts],
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
+    sampler: Sampler,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -103,6 +107,8 @@ async def build_switching(
 
     lingering = _lingering(core)
     tasks.start("processes that stay", lingering.run)
+    unexplained = _unexplained(core, sampler, lingering)
+    tasks.start("processes of others", unexplained.run)
 
     def gate(state: GpuState, mode: Mode) -> str | None:
         return modes[mode].refusal(state)
@@ -121,19 +127,22 @@ async def build_switching(
         standing=request.source.catalog.remembered(request.remembered),
         cordons=in_force,
         lingering=lingering,
+        unexplained=unexplained,
     )
     upgrade = None
     if own and follows_upgrades:
         upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
     writers = node.writers if node else {}
-    core.collectors.append(partial(modes_collector, switcher.state, lambda: switcher.switches, writers))
+    core.collectors.append(
+        partial(modes_collector, switcher.state, lambda: switcher.switches, writers, unexplained)
+    )
     readiness.degradations += [
         lambda: degradations.writers(cluster, writers) if cluster else [],
         lambda: degradations.cordons(cordons),
         lambda: degradations.driver_upgrade(upgrade) if upgrade else [],
         lambda: degradations.mode(switcher.state.value),
     ]
-    return Switching(switcher, cordons, resources, own, node, upgrade)
+    return Switching(switcher, unexplained, cordons, resources, own, node, upgrade)
 
 
 async def start_switching(
@@ -192,6 +201,25 @@ def _lingering(core: Core) -> Lingering:
         return found
 
     return Lingering(record.gpus_by_pod, processes, Owners(Path(core.settings.host.proc)).of, record.cell)
+
+
+def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:
+    def processes() -> Mapping[str, Collection[int]]:
+        return {
+            uuid: [each.pid for each in taken.sample.processes]
+            for uuid, taken in sampler.fresh().items()
+            if taken.sample.processes is not None
+        }
+
+    settings = core.settings
+    return Unexplained(
+        core.holdings,
+        processes,
+        partial(pods_of_processes, proc=Path(settings.host.proc)),
+        core.readiness.switch,
+        lingering,
+        strict=settings.unexplained_processes == "strict",
+    )
 
 
 def _own_node(cluster: ClusterAccess) -> OwnNode:

@@ -18,7 +18,7 @@ from agent.settings import Settings
 log = structlog.get_logger()
 
 # Keys that take effect at once; all others need a restart, and the agent says so.
-LIVE = frozenset({"defaultMode", "layouts", "modes", "whenBusy", "logging"})
+LIVE = frozenset({"defaultMode", "layouts", "modes", "whenBusy", "unexplainedProcesses", "logging"})
 LOOK_SECONDS = 60.0
 # The kubelet swaps this link in one step when a ConfigMap changes (atomic writer of projected volumes).
 CONFIG_MAP_LINK = "..data"
@@ -76,6 +76,7 @@ class Reloader:
         if "logging" in changed:
             logs.configure(new.logging.level, new.logging.format)
         agent.switcher.when_busy = new.when_busy
+        agent.unexplained.strict = new.unexplained_processes == "strict"
         agent.desired.use(catalog_of(new))
 
     def _degradations(self) -> list[str]:

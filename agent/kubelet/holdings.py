@@ -129,6 +129,12 @@ class HoldingsWatch:
             for uid, pod in self._record.pods.items()
         }
 
+    def nameless_gpus(self) -> frozenset[str]:
+        """GPUs of which something is held by a pod whose UID is not known."""
+        named = {id(each) for pod in self._record.pods.values() for each in pod.holdings.values()}
+        nameless = (each.gpus for each in self._record.joined.holdings if id(each) not in named)
+        return frozenset[str]().union(*nameless)
+
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
         self._allocations.publish(self._allocations.value + 1)

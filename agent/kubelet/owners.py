@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from agent.model.cgroup import ContainerRef, container_of
+from agent.model.cgroup import ContainerRef, container_of, started_by_agent
 
 PROC = Path("/proc")
+KTHREADD = 2  # of the host alone: in no other PID namespace is that a thread of the kernel
 
 
 class ProcessUnreadable(Exception):
@@ -40,3 +41,25 @@ class Owners:
         # One that is not asked about has ended, and its number may be another's next time.
         self._known = found
         return found
+
+
+def pods_of_processes(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, str] | None:
+    """The UIDs of these processes' pods, empty for none; without the agent's own and those that have ended.
+
+    None: `proc` does not show the host's processes, and the driver's process IDs are those of others in it.
+    Blocks.
+    """
+    found: dict[int, str] = {}
+    try:
+        if (proc / str(KTHREADD) / "comm").read_bytes() != b"kthreadd\n":
+            return None
+        own = (proc / "self" / "cgroup").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    for pid in pids:
+        with suppress(OSError):
+            cgroups = (proc / str(pid) / "cgroup").read_bytes().decode(errors="replace")
+            if not started_by_agent(cgroups, own):
+                container = container_of(cgroups)
+                found[pid] = container.pod_uid if container else ""
+    return found

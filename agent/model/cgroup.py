@@ -8,6 +8,7 @@ cri-containerd-<id>.scope`), on v1 once per controller and on v2 once.
 import re
 from dataclasses import dataclass
 
+MPS_CGROUP = "gpu-node-agent-mps"  # of the agent's MPS daemons and their servers
 _UID = r"[0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 _POD = re.compile(rf"(?:^|[/-])pod({_UID})(?:\.slice)?(?=/|:|$)")
 _CONTAINER = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
@@ -31,3 +32,17 @@ def container_of(cgroups: str) -> ContainerRef | None:
         container = _CONTAINER.search(path, pod.end(1))
         return ContainerRef(pod[1].replace("_", "-"), container[1] if container else "")
     return None
+
+
+def started_by_agent(cgroups: str, own: str) -> bool:
+    """Whether `/proc/<pid>/cgroup` belongs to a process that the agent started.
+
+    The daemons' own cgroup stands at the root of a hierarchy, where no pod can put a process. On v1 one
+    hierarchy is enough: an older agent may have been unable to join another, and left its daemon in its own
+    pod's there. `own` is the agent's: a daemon that could get no cgroup of its own stays in that.
+    """
+    if cgroups == own:
+        return True
+    # A cgroup's name may hold other ends of lines.
+    lines = (line for line in cgroups.split("\n") if line.endswith(f"/{MPS_CGROUP}"))
+    return any(container_of(line) is None for line in lines)

@@ -52,6 +52,10 @@ class Lingering:
         """GPUs of which a holder has ended, by the record of now, and whose processes may be there still."""
         return frozenset(self._ended()) | self._left.keys()
 
+    def ended(self, gpu: str) -> frozenset[str]:
+        """UIDs of pods that have held a GPU, and may have processes on it still."""
+        return frozenset(self._left.get(gpu, ())) | self._ended().get(gpu, set())
+
     async def run(self) -> None:
         """Look at each change of the record, and again while somebody stays; for ever."""
         while True:

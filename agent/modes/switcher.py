@@ -12,7 +12,7 @@ before off the lists for a while.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import structlog
@@ -46,6 +46,7 @@ from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resourc
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
 from agent.modes.transition import WORKING, ModeState, Stage
+from agent.modes.unexplained import Unexplained
 
 log = structlog.get_logger()
 
@@ -79,6 +80,7 @@ class ModeSwitcher:
         standing: Desired | None = None,
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
+        unexplained: Unexplained | None = None,
     ) -> None:
         """`standing`: what was in force before this process, for a request that cannot be obeyed."""
         self._inventory = inventory
@@ -93,6 +95,7 @@ class ModeSwitcher:
         self._states: dict[str, ModeState] = {}
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
+        self._unexplained = unexplained
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
@@ -112,8 +115,9 @@ class ModeSwitcher:
         async with anyio.create_task_group() as group:
             self._group = group
             news = (self._inventory, self._desired, self._holdings.cell, self._cordons)
-            stay = (self._lingering.looks,) if self._lingering else ()
-            group.start_soon(follow, self._wake_up, *news, *stay)
+            looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
+            looks += [self._unexplained.withheld] if self._unexplained else []
+            group.start_soon(follow, self._wake_up, *news, *looks)
             self._work(self._states)
             while not self._closing:
                 self._wake = anyio.Event()
@@ -169,7 +173,8 @@ class ModeSwitcher:
         before, pods = self._others, self._holdings.cell.value
         if pods is not None:
             stay = self._lingering.found if self._lingering else {}
-            self._others = {**withheld.held_by_strangers(pods, self._gpus), **stay}
+            others = self._unexplained.withheld.value if self._unexplained else {}
+            self._others = {**others, **withheld.held_by_strangers(pods, self._gpus), **stay}
         for uuid, reason in self._others.items():
             if before.get(uuid) != reason:
                 log.warning("gpu_withheld", gpu=uuid, reason=reason)

@@ -12,13 +12,14 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from agent.model.cgroup import MPS_CGROUP
 from agent.mps import launcher
 from agent.mps import shared_memory as shm
 from agent.mps.binary import Program
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.mps_errors import StartFailed
 
-CGROUP = "gpu-node-agent-mps"
+CGROUP = MPS_CGROUP
 START_SECONDS = 10.0
 SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
 POLL_SECONDS = 0.01

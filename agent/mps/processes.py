@@ -15,9 +15,8 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.model.cgroup import container_of
+from agent.model.cgroup import container_of, started_by_agent
 from agent.model.mps_abilities import PIPE_DIRECTORY
-from agent.mps import launch
 from agent.mps.binary import CONTROL, SERVER
 from agent.mps.directories import SOCKETS, Directories
 
@@ -218,18 +217,8 @@ def _own(pid: int, root: bool = False) -> bool:
 
 
 def outside_pods(cgroups: str, own: str) -> bool:
-    """Whether `/proc/<pid>/cgroup` belongs to a process that the agent started, or of one that is in no pod.
-
-    The daemons' own cgroup stands at the root of a hierarchy, where no pod can put a process. On v1 one
-    hierarchy is enough: an older agent may have been unable to join another, and left its daemon in its own
-    pod's there. `own` is the agent's: a daemon that could get no cgroup of its own stays in that.
-    """
-    if cgroups == own:
-        return True
-    for line in cgroups.split("\n"):  # a cgroup's name may hold other ends of lines
-        if line.endswith(f"/{launch.CGROUP}") and container_of(line) is None:
-            return True
-    return container_of(cgroups) is None
+    """Whether `/proc/<pid>/cgroup` belongs to a process that the agent started, or to one in no pod."""
+    return started_by_agent(cgroups, own) or container_of(cgroups) is None
 
 
 def user_ids(pid: int, proc: Path = PROC) -> tuple[int, ...]:

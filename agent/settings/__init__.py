@@ -251,6 +251,8 @@ class Settings(Section, frozen=True):
     default_mode: str = "none"
     mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
     when_busy: Literal["drain", "refuse"] = "drain"
+    # Processes on a GPU of no pod that holds it: report them, or offer none of it until they have ended.
+    unexplained_processes: Literal["report", "strict"] = "report"
     modes: Modes = Modes()
     layouts: dict[LayoutName, list[LayoutEntry]] = msgspec.field(default_factory=dict)
     time_slicing: TimeSlicing = TimeSlicing()

@@ -105,6 +105,12 @@ GPU_PCIE = _gauge(
     "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
 )
 GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for computing.")
+GPU_UNEXPLAINED = _gauge(
+    "gpu_unexplained_processes",
+    _GPU,
+    "Processes on the GPU of no pod that holds it. Missing where no mode is wanted for the GPU, where the "
+    "agent does not see the host's process IDs, and while it does not know who holds what.",
+)
 GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),

@@ -7,8 +7,6 @@ changes meanwhile would fail the scrape, and a scrape would show halves of two s
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import anyio
-
 from agent.inventory.actor import Inventory
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
@@ -65,12 +63,10 @@ class Sources:
 
     def read(self) -> Reading:
         """The present moment; call it on the event loop."""
-        newest = self.sampler.samples.value
-        oldest = anyio.current_time() - self.sampler.fresh_seconds
         return Reading(
             snapshot=self.inventory.snapshot.value,
-            samples={uuid: taken for uuid, taken in newest.taken.items() if taken.at >= oldest},
-            sample_failures=newest.failures,
+            samples=self.sampler.fresh(),
+            sample_failures=self.sampler.samples.value.failures,
             stuck_calls=sum(thread.stuck for thread in self.threads),
             resources=tuple(
                 ResourceReading(endpoint.plugin.resource, endpoint.registered, frozen(endpoint.service.stats))

@@ -79,6 +79,11 @@ class Sampler:
         """How old a sample may be before it is worthless: the sampler itself must be held up then."""
         return 5.0 + 3 * self._interval
 
+    def fresh(self) -> Mapping[str, TakenSample]:
+        """The readings of the last round that are worth something still, by UUID."""
+        oldest = anyio.current_time() - self.fresh_seconds
+        return {uuid: taken for uuid, taken in self.samples.value.taken.items() if taken.at >= oldest}
+
     async def run(self) -> None:
         """Sample for ever. Rounds start at even intervals; one that overran is not made up for."""
         due = anyio.current_time()

@@ -180,7 +180,7 @@ health:
 {{- /* Without the keys that a running agent takes up by itself: only the others are worth a restart. */ -}}
 {{- define "gna.restartDigest" -}}
 {{- $all := include "gna.mergedConfig" . | fromYaml -}}
-{{- omit $all "defaultMode" "layouts" "modes" "whenBusy" "logging" | toYaml | sha256sum -}}
+{{- omit $all "defaultMode" "layouts" "modes" "whenBusy" "unexplainedProcesses" "logging" | toYaml | sha256sum -}}
 {{- end -}}
 
 {{- /* All replicas of the extender, as a label selector in one line. */ -}}

@@ -41,6 +41,7 @@ def cgroup(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A name that no other test uses; it must be gone at the end."""
     name = f"gna-mps-test-{os.getpid()}"
     monkeypatch.setattr(launch, "CGROUP", name)
+    monkeypatch.setattr("agent.model.cgroup.MPS_CGROUP", name)
     yield name
     left = [folder / name for folder in launch.hierarchies(CGROUPS) if (folder / name).exists()]
     for folder in left:

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from agent.kubelet import holdings as holdings_module
+from agent.kubelet.checkpoint import Entries
 from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu, strangers_by_gpu
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.model.modes import Mode
@@ -107,6 +108,21 @@ class Lister:
         if isinstance(answer, str):
             raise PodResourcesUnavailable(answer)
         return answer
+
+
+async def test_a_holder_without_a_uid_may_be_any_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = HoldingsWatch(Lister(_listed(_held(A), _held(B, pod="q"))))  # type: ignore[arg-type]
+    await watch.refresh()
+    assert watch.gpus_by_pod() == {}
+    assert watch.nameless_gpus() == frozenset({A, B})
+
+    async def entries() -> Entries:
+        return {("uid-p", "c", "r"): frozenset({A})}
+
+    monkeypatch.setattr(watch, "_entries", entries)
+    await watch.refresh()
+    assert watch.gpus_by_pod() == {"uid-p": frozenset({A})}
+    assert watch.nameless_gpus() == frozenset({B})
 
 
 async def test_the_watch_publishes_changes_and_tells_outages_once(

@@ -16,6 +16,7 @@ from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, no_gate
 from agent.modes.ports import SetUpFailed
+from agent.modes.switch_state import SwitchState
 from agent.modes.switcher import ModeSwitcher
 
 
@@ -168,6 +169,8 @@ async def switching(
     gate: Gate = no_gate,
     cordons: Any = None,
     lingering: Any = None,
+    unexplained: Any = None,
+    state: Cell[SwitchState] | None = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first request is `desired`, or mode `first` everywhere.
@@ -191,6 +194,8 @@ async def switching(
         gate=gate,
         cordons=cordons,
         lingering=lingering,
+        unexplained=unexplained,
+        state=state,
     )
     async with anyio.create_task_group() as group:
         if run:

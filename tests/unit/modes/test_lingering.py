@@ -1,7 +1,6 @@
 """Processes that outlive their pod's end: their GPU is in no mode until they have gone."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import anyio
 import pytest
@@ -42,16 +41,6 @@ class Host:
     def end(self, pod: str) -> None:
         del self.held[f"uid-{pod}"]
         self.kubelet.end(pod)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are of no use in virtual time."""
-
-    async def run_sync(call: Any, *arguments: Any, **_: Any) -> Any:
-        return call(*arguments)
-
-    monkeypatch.setattr("agent.modes.lingering.anyio.to_thread.run_sync", run_sync)
 
 
 @pytest.mark.usefixtures("inline")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.kubelet.owners import container_of_process
+from agent.kubelet.owners import container_of_process, pods_of_processes
 from agent.mps import processes
 from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods
@@ -56,6 +56,29 @@ OTHER, OTHER_V2 = (text.replace("3fa85f64", "aaaaaaaa") for text in (AGENT_V1, A
 )
 def test_a_daemon_is_known_by_its_cgroup(cgroups: str, own: str, trusted: bool) -> None:
     assert outside_pods(cgroups, own) is trusted
+
+
+def test_processes_are_of_a_pod_of_none_or_ours(tmp_path: Path) -> None:
+    texts = {
+        "self": AGENT_V2,
+        "7": AGENT_V2,
+        "8": "0::/gpu-node-agent-mps\n",
+        "41": "0::/system.slice/monitor.service\n",
+        "42": OTHER_V2,
+        "43": OTHER_V2.replace(".scope", ".scope/gpu-node-agent-mps"),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup").write_text(text)
+    pids = (0, 7, 8, 41, 42, 43, 99)
+    other = UID.replace("3fa85f64", "aaaaaaaa")
+    assert pods_of_processes(pids, tmp_path) is None
+    (tmp_path / "2").mkdir()
+    # In another PID namespace the second process is any.
+    (tmp_path / "2" / "comm").write_text("python3\n")
+    assert pods_of_processes(pids, tmp_path) is None
+    (tmp_path / "2" / "comm").write_text("kthreadd\n")
+    assert pods_of_processes(pids, tmp_path) == {41: "", 42: other, 43: other}
 
 
 def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:
