@@ -192,8 +192,8 @@ def _lingering(core: Core) -> Lingering:
         found: dict[str, Collection[int]] = {}
 
         def note(uuid: str, outcome: Sample | NvmlError) -> bool:
-            if isinstance(outcome, Sample):
-                found[uuid] = [each.pid for each in outcome.processes or ()]
+            if isinstance(outcome, Sample) and outcome.processes is not None:
+                found[uuid] = [each.pid for each in outcome.processes]
             return True
 
         with suppress(NvmlHung):

@@ -22,7 +22,7 @@ from agent.kubelet.podresources import (
     PodResources,
     PodResourcesUnavailable,
 )
-from agent.kubelet.record import OURS, Record, View, join
+from agent.kubelet.record import OURS, PodRecord, Record, View, join
 from agent.model.demand import Pod
 from agent.model.ids import SEPARATOR, BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -107,6 +107,8 @@ class HoldingsWatch:
         self._socket: Identity | None = None  # of the kubelet, as seen last
         self._answered_by: Identity | None = None  # whose answer the record is
         self._record = Record()
+        # Pods whose objects are gone, until the kubelet says whether their containers are, too.
+        self._doubted: Mapping[str, PodRecord] = {}
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
@@ -123,10 +125,10 @@ class HoldingsWatch:
         return self._record.listed.began
 
     def gpus_by_pod(self) -> dict[str, frozenset[str]]:
-        """The GPUs that each pod holds something of, by the pod's UID."""
+        """The GPUs that each pod holds something of, by the pod's UID, or held until its object went."""
         return {
             uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
-            for uid, pod in self._record.pods.items()
+            for uid, pod in {**self._doubted, **self._record.pods}.items()
         }
 
     def nameless_gpus(self) -> frozenset[str]:
@@ -167,23 +169,35 @@ class HoldingsWatch:
     async def _follow_pods(self) -> None:
         """A pod that has ended by the API server holds nothing from that moment on.
 
-        The next one is bound by the same event, and may be here before the next reading.
+        The next one is bound by the same event, and may be here before the next reading. Whether containers
+        of an object that was deleted by force have ended, too, the kubelet says in that reading.
         """
         seen: Mapping[str, Pod] = {}
         async for _ in self.pod_changes.values():
             record, view = self._record, self.view()
             pods = {**seen, **view.pods}
-            ended = frozenset(uid for uid, pod in pods.items() if pod.finished or uid not in view.pods)
+            ended = frozenset(
+                uid
+                for uid, pod in pods.items()
+                if pod.finished or uid not in view.pods.keys() | view.contested
+            )
+            asked = {uid for uid, pod in seen.items() if pod.devices and not pod.finished}
             seen = view.pods
             gone = any(pod.watched and (uid in ended or uid not in pods) for uid, pod in record.pods.items())
             if not gone and ended <= record.joined.ended:
                 continue
             over = {pods[uid].key for uid in ended if view.ended(uid)}
+            doubted = (record.joined.unfinished | asked) - view.pods.keys()
+            before = {**self._doubted, **record.pods}
             record = join(
                 record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
             )
+            self._doubted = {uid: before[uid] for uid in doubted & before.keys() - record.pods.keys()}
             # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
-            self._record = replace(record, joined=replace(record.joined, ended=ended))
+            unfinished = record.joined.unfinished | doubted
+            self._record = replace(record, joined=replace(record.joined, ended=ended, unfinished=unfinished))
+            if doubted:
+                self.allocated()  # as after an Allocate: the kubelet's word comes next
             if self.problem is None:
                 self._publish()
 
@@ -232,7 +246,7 @@ class HoldingsWatch:
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
-            self._record, self._answered_by = record, kubelet
+            self._record, self._answered_by, self._doubted = record, kubelet, {}
         self._differs = self._differs or record.joined != self.cell.value
         return record.joined
 

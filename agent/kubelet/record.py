@@ -150,7 +150,8 @@ def join(
         tuple(order),
         tuple(sorted(listed.containers)),
         finished,
-        frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished),
+        frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
+        | (pods.keys() & named.keys()) - finished,
         began=listed.began,
     )
     return Record(pods, frozenset(outlived), frozenset(heard_of), listed, joined)

@@ -65,10 +65,15 @@ class Lingering:
                 await self._record.wait_change(seen)
 
     async def look(self) -> None:
+        """Take in who holds what now, and find whose processes have stayed."""
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
-        self._before = self._holders()
-        if self._left:
+        self._before = held = self._holders()
+        for gpu in tuple(self._left):  # who holds it again has not ended: a pod deleted by force is listed on
+            self._left[gpu] -= {uid for uid in self._left[gpu] if gpu in held.get(uid, ())}
+            if not self._left[gpu]:
+                self._forget(gpu)
+        if self._left or self.found:
             self.found = await self._stayed()
             self.looks.publish(self.looks.value + 1)
 
@@ -89,9 +94,12 @@ class Lingering:
         for gpu in asked:
             if gpu not in pids:
                 self._failures[gpu] = self._failures.get(gpu, 0) + 1
-                if self._failures[gpu] >= MOST_FAILURES:
+                if gpu in self.found:  # who hangs in the driver may have others hang there, too
+                    reasons[gpu] = self.found[gpu]
+                elif self._failures[gpu] >= MOST_FAILURES:
                     self._forget(gpu)
                 continue
+            self._failures.pop(gpu, None)
             stay = {
                 pid: owner.pod_uid
                 for pid in pids[gpu]

@@ -189,8 +189,11 @@ async def test_limits_stay_while_the_container_runs(node: Node) -> None:
         node.now += 100 * GRACE_SECONDS
         await node.isolation.tidy()
         assert [file_of(each).stat().st_ino for each in mounts] == inodes, agent
-    # The API server's word ends it.
-    node.holding()
+    # Deleted by force, it is neither held nor known, and its containers run on until the kubelet says else.
+    node.holding(ended=["uid-a"], unfinished=["uid-a"])
+    await node.isolation.tidy()
+    assert [file_of(each).stat().st_ino for each in mounts] == inodes
+    node.holding(ended=["uid-a"])
     await node.isolation.tidy()
     assert await node.folders() == []
 

@@ -80,6 +80,66 @@ def test_a_process_that_stays_keeps_its_gpu(switches: bool) -> None:
 
 
 @pytest.mark.usefixtures("inline")
+def test_a_pod_that_holds_its_gpu_again_has_not_ended() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, kubelet=host.kubelet, first=Mode.VGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("vgpu")
+            for pod in ("forced", "other"):
+                host.start(pod, FIRST.uuid)
+            host.pids[FIRST.uuid] = {7: "uid-forced", 8: "uid-other"}
+            await anyio.sleep(1)
+            host.end("forced")
+            await node.reach("vgpu-")
+            host.end("other")
+            await anyio.sleep(5)
+            host.start("forced", FIRST.uuid)  # the kubelet lists it on
+            await anyio.sleep(5)
+            message = node.switcher.state.value.message
+            assert "8 of pod uid-other" in message
+            assert "uid-forced" not in message
+            host.start("other", FIRST.uuid)
+            await node.reach("vgpu")
+            assert not host.lingering.unsettled
+            assert not host.lingering.found
+            group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_process_that_was_found_is_not_forgotten_while_the_driver_does_not_say() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu")
+            host.start("hangs", FIRST.uuid)
+            host.pids[FIRST.uuid] = {7: "uid-hangs"}
+            await anyio.sleep(1)
+            host.end("hangs")
+            await node.reach("pgpu-")
+            host.readable = False
+            for _ in range(10 * MOST_FAILURES):
+                await anyio.sleep(LOOK_SECONDS / 2)
+                assert list(node.modes()) == ["pgpu-"]
+            host.readable, host.pids[FIRST.uuid] = True, {}
+            await node.reach("pgpu")
+            group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
 def test_a_driver_that_does_not_say_holds_nothing_up_for_long() -> None:
     @in_virtual_time
     async def run() -> None:
