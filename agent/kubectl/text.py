@@ -90,7 +90,8 @@ def top(view: Document, rows: int = 0) -> list[str]:
     gpus = [(node, gpu) for node in view["nodes"] for gpu in node["gpus"]]
     if rows:
         gpus.sort(key=lambda pair: -_share(pair[1]))
-    shown = gpus[: max(1, rows - 3)] if rows else gpus
+    missing = missing_rights(view)
+    shown = gpus[: max(1, rows - 2 - len(missing))] if rows else gpus  # less the head, and who is left out
     for node, gpu in shown:
         share = _share(gpu)
         memory = (
@@ -106,7 +107,7 @@ def top(view: Document, rows: int = 0) -> list[str]:
     lines = list(table(found))
     if len(shown) < len(gpus):
         lines.append(f"... {len(gpus) - len(shown)} more GPUs: --once or -o json shows them")
-    return lines + missing_rights(view)
+    return lines + missing
 
 
 def _share(gpu: Document) -> float:

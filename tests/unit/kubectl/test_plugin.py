@@ -208,7 +208,8 @@ def test_each_command_has_kubectl_get_label_or_annotate(
     assert asked(fake)[-1][2:4] == ["b", f"{CORDON}-"]
     assert plugin_main(["resize", "team/mine", "--memory", "24"]) == 0
     resize = 'gpu-node-agent.io/resize={"main":{"memory":24}}'
-    assert asked(fake)[-1] == ["annotate", "pod", "mine", "--namespace=team", resize, "--overwrite"]
+    whole = ["annotate", "pod", "mine", "--namespace=team", resize, "--overwrite", "--resource-version="]
+    assert asked(fake)[-1] == whole
     assert plugin_main(["explain", "team/mine"]) == 0
     assert plugin_main(["explain", "waits", "-n", "team"]) == 0
     assert plugin_main(["top", "--once"]) == 0
