@@ -39,8 +39,8 @@ from agent.kubectl.view import (
 
 MODE_LABEL = "nvidia-device-enable"
 WATCH_SECONDS = 2.0
-ALIASES = {"enable": "vgpu"}
-WORDS = ("pgpu", "vgpu", "mps", "disable", *ALIASES)  # all others are names of layouts
+ALIASES = {"enable": "vgpu", "disable": "none"}  # as the agent's state annotation names them
+WORDS = ("pgpu", "vgpu", "mps", "none", *ALIASES)  # all others are names of layouts
 ALL_DRAIN = "all GPUs in another mode drain until their pods end"
 ENDED = ("Succeeded", "Failed")
 TRY_RESOURCES = {

@@ -36,6 +36,10 @@ class Want:
             return f"no node grants {self.blocks} of {memory} without {core}"
         return ""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.cores, self.blocks)
+
     def words(self) -> str:
         if self.mode == "pgpu":
             return f"{self.gpus} x {WHOLE[0]}"
@@ -74,6 +78,16 @@ def lacks(node: Document, pod: Document) -> str:
     if not all(gpu["known"] for gpu in node["gpus"]):
         return "its agent does not say what is free (it is of an earlier version)"
     for wants in _rounds_of(pod):
+        reason = next((text for want in wants if (text := want.fault())), "") or _together(wants, node)
+        if reason:
+            return reason
+    return ""
+
+
+def _together(wants: list[Want], node: Document) -> str:
+    """Why containers do not fit side by side; each is put where it fits best, by cores, then by memory."""
+    refused = ""
+    for at, than in ((0, 1), (1, 0)):
         free: list[dict[str, Any]] = [
             {
                 "mode": gpu["mode"],
@@ -85,14 +99,18 @@ def lacks(node: Document, pod: Document) -> str:
             for gpu in node["gpus"]
             if gpu["offered"] and gpu["cordon"] is None
         ]
-        for want in sorted(wants, key=lambda each: (-each.gpus, -each.cores, -each.blocks)):
-            if reason := want.fault() or _take(free, want, node):
-                return reason
-    return ""
+        largest = sorted(wants, key=lambda each: (each.gpus, each.whole, each.size[at], each.size[than]))
+        reasons = (_take(free, want, node, at) for want in reversed(largest))
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            return ""
+        beside = " beside its other containers" if len(wants) > 1 else ""
+        refused = refused or reason + beside
+    return refused
 
 
-def _take(free: list[dict[str, Any]], want: Want, node: Document) -> str:
-    """Take what is wanted out of `free`; why that is not possible."""
+def _take(free: list[dict[str, Any]], want: Want, node: Document, by: int) -> str:
+    """Take what is wanted out of `free`, where the least cores (`by` 0) or memory are left; why not."""
     there = [gpu for gpu in free if gpu["mode"] == want.mode]
     if not there:
         return f"no GPU is offered in mode {want.mode}{_instead(node)}"
@@ -119,7 +137,8 @@ def _take(free: list[dict[str, Any]], want: Want, node: Document) -> str:
             f"no single GPU has {want.cores} cores and {want.blocks} blocks of memory free; "
             f"the nearest has {most['cores']} and {most['blocks']}"
         )
-    best = min(fit, key=lambda gpu: (gpu["cores"], gpu["blocks"]))
+    order = ("blocks", "cores") if by else ("cores", "blocks")
+    best = min(fit, key=lambda gpu: [gpu[key] for key in order])
     best["cores"] -= want.cores
     best["blocks"] -= want.blocks
     best["idle"] = False

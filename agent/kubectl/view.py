@@ -16,6 +16,7 @@ INVENTORY, HOLDERS, STATE, CORDON = (PREFIX + name for name in ("inventory", "ho
 DIGITS = 12  # of the digest of a pod's UID in the annotation of holders
 LAST_EVENTS = 20
 OTHER = "other"
+CUT = (120, 400, 1024)  # lengths at which the agent cuts sentences
 WHOLE = ("nvidia.com/gpu", "nvidia.com/gpu.shared")
 PAIRS = {
     "vgpu": ("tencent.com/vcuda-core", "tencent.com/vcuda-memory"),
@@ -46,6 +47,8 @@ class Seen:
 
     def masked(self, text: str) -> str:
         """A sentence of the agent without names of pods that the viewer may not read."""
+        if len(text) in CUT:  # it may end within a namespace, which looks like no name of a pod
+            text = text.rpartition(" ")[0] + " ..."
         return POD_NAME.sub(lambda found: found[0] if found[0] in self.names else OTHER, text)
 
 

@@ -89,6 +89,25 @@ def test_explain_counts_clients_of_mps() -> None:
     assert "ceiling of MPS clients" in lacks(view, waits)
 
 
+def test_containers_that_fit_side_by_side_in_one_way_alone() -> None:
+    first, second = gpu(0, ("f/x", 50, 310)), gpu(1, ("f/y", 60, 220))
+    view = node_view(node("a", first, second), Seen([]))
+    assert view is not None
+    waits = pod("t/p", 40, 10)
+    waits["spec"]["containers"].append(pod("t/q", 35, 90)["spec"]["containers"][0])
+    assert lacks(view, waits) == ""
+    waits["spec"]["containers"].append(pod("t/q", 35, 90)["spec"]["containers"][0])
+    assert lacks(view, waits).endswith("beside its other containers")
+
+
+def test_a_sentence_that_was_cut_within_a_namespace() -> None:
+    said = ("waiting for 9 pod(s) to end: " + ", ".join(["secret/" + "x" * 59] * 9))[:400]
+    for start in range(60):
+        view = node_view(node("a", gpu(0), state={"message": ("w" * start + said)[:400]}), Seen([]))
+        assert view is not None
+        assert "sec" not in view["message"]
+
+
 def test_quantities_are_read_as_the_api_server_writes_them() -> None:
     waits = pod("t/p")
     waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: "1k"}
@@ -159,6 +178,17 @@ def test_what_a_switch_to_another_word_for_the_mode_drains(
     assert "nothing drains" in capsys.readouterr().out
     assert plugin_main(["switch", "a", "halves", "--dry-run"]) == 0
     assert "if layout halves gives it another mode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("word", "desired"), [("disable", "none"), ("enable", "vgpu"), ("mps", "mps")])
+def test_a_wait_knows_the_agents_word_for_the_mode(
+    fake: Path, capsys: pytest.CaptureFixture[str], word: str, desired: str
+) -> None:
+    state = json.dumps({"state": "applied", "desired": desired, "gpus": {}})
+    found = json.loads((fake / "api_v1_nodes_a").read_text())
+    changed(fake, "nodes_a", annotations={**found["metadata"]["annotations"], STATE: state})
+    assert plugin_main(["switch", "a", word, "--wait", "--timeout", "1"]) == 0
+    assert f"mode {word} is in force" in capsys.readouterr().out
 
 
 def test_a_resize_keeps_what_was_asked_for_before(fake: Path) -> None:
