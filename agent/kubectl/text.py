@@ -102,7 +102,15 @@ def top(view: Document, rows: int = 0) -> list[str]:
         filled = round(share * BAR)
         bar = "[" + "|" * filled + " " * (BAR - filled) + "]" if gpu["known"] else "?"
         found.append(
-            (node["name"], str(gpu["index"]), _mode(gpu), f"{share * 100:.0f} %", bar, memory, _holders(gpu))
+            (
+                node["name"],
+                str(gpu["index"]),
+                _mode(gpu),
+                f"{share * 100:.0f} %" if gpu["known"] else "?",
+                bar,
+                memory,
+                _holders(gpu),
+            )
         )
     lines = list(table(found))
     if len(shown) < len(gpus):
@@ -123,7 +131,9 @@ def _mode(gpu: Document) -> str:
 
 
 def _holders(gpu: Document) -> str:
-    return ", ".join(each["pod"] or f"{each['pods']} {OTHER}" for each in gpu["holders"]) or "-"
+    return ", ".join(each["pod"] or f"{each['pods']} {OTHER}" for each in gpu["holders"]) or (
+        "-" if gpu["known"] else "?"
+    )
 
 
 def explained_waiting(pod: Document, view: Document) -> list[str]:

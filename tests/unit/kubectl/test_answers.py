@@ -151,6 +151,14 @@ def test_a_missing_right_names_only_roles_that_have_it() -> None:
     assert str(failure(said.format("patch", "pods"))) == "missing right: patch pods in namespace t"
 
 
+def test_holders_that_an_earlier_agent_does_not_say_are_not_shown_as_none() -> None:
+    old = node("a", gpu(0))
+    del old["metadata"]["annotations"][HOLDERS]
+    row = top(cluster_view(viewer([old], []), "t"))[1].split()
+    assert row[:5] == ["a", "0", "vgpu", "?", "?"]
+    assert row[-1] == "?"
+
+
 def changed(fake: Path, name: str, **metadata: Any) -> dict[str, Any]:
     file = fake / f"api_v1_{name}"
     found: dict[str, Any] = json.loads(file.read_text())
