@@ -23,6 +23,14 @@ HEAD = """\
 # kubectl gpu, of gpu-node-agent {version}: put this file into a folder of PATH as kubectl-gpu, executable.
 # It needs kubectl and Python 3.11 or newer, nothing else. Made from agent/kubectl by `make docs`.
 """
+# Before imports that an older one lacks, as macOS has it.
+GUARD = """\
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit("kubectl-gpu needs Python 3.11 or newer, this is " + sys.version.split()[0])
+
+"""
 
 
 def joined() -> str:
@@ -35,7 +43,7 @@ def joined() -> str:
     body = "\n\n".join(parts)
     assert body.count(read) == 1
     imports.discard("from pathlib import Path")
-    head = HEAD.format(version=__version__) + "from __future__ import annotations\n\n"
+    head = HEAD.format(version=__version__) + "from __future__ import annotations\n\n" + GUARD
     literal = '"""' + html + '"""'
     return f"{head}{chr(10).join(sorted(imports))}\n\n{body.replace(read, literal)}"
 

@@ -57,7 +57,7 @@ def show(
             continue
         shown = text
         repainted = getattr(options, "watch", False) and options.output in (None, "wide")
-        print(painted(text) if repainted and sys.stdout.isatty() else text, flush=True)
+        print(painted(fitting(text)) if repainted and sys.stdout.isatty() else text, flush=True)
     return 0
 
 
@@ -72,6 +72,15 @@ def _answers(
         time.sleep(WATCH_SECONDS)
 
 
+def fitting(text: str) -> str:
+    """As many lines as the terminal has, less one for the cursor: more would scroll at each painting."""
+    lines, room = text.split("\n"), size()[1] - 1
+    if room < 1 or len(lines) <= room:
+        return text
+    kept = lines[: room - 1]
+    return "\n".join([*kept, f"... {len(lines) - len(kept)} more lines: without --watch all are shown"])
+
+
 def painted(text: str) -> str:
     """A screen in place of the one before: home, then each line erased to its end, then what is below.
 
@@ -81,9 +90,9 @@ def painted(text: str) -> str:
     return f"\033[H{body}\033[K\033[J"
 
 
-def size() -> tuple[int, int]:
-    """Columns and rows to write for; rows 0: there is no terminal, and nothing is cut."""
+def size(fewest: int = FEWEST_COLUMNS) -> tuple[int, int]:
+    """Columns, `fewest` or more, and rows to write for; rows 0: there is no terminal, and nothing is cut."""
     if not sys.stdout.isatty():
         return COLUMNS, 0
     found = shutil.get_terminal_size((COLUMNS, ROWS))
-    return max(FEWEST_COLUMNS, found.columns), max(1, found.lines)
+    return max(fewest, found.columns), max(1, found.lines)

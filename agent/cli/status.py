@@ -78,7 +78,7 @@ def _top(path: Path, options: argparse.Namespace) -> int:
     """Repaint until interrupted; without a terminal, print once."""
 
     def text(document: Document) -> str:
-        columns, rows = size()
+        columns, rows = size(fewest=1)  # a longer line would take two rows
         if not rows or options.output == "wide":
             return top_table.render(document)
         return top_table.render(document, columns, 0 if options.once else rows)

@@ -25,11 +25,13 @@ from agent.kubectl.text import (
 from agent.kubectl.view import (
     CORDON,
     OTHER,
+    PAIRS,
     PREFIX,
     Document,
     Seen,
     asks,
     cordons_of,
+    limits_of,
     node_view,
     read,
     visible_pods,
@@ -37,6 +39,9 @@ from agent.kubectl.view import (
 
 MODE_LABEL = "nvidia-device-enable"
 WATCH_SECONDS = 2.0
+ALIASES = {"enable": "vgpu", "disable": "none"}  # as the agent's state annotation names them
+WORDS = ("pgpu", "vgpu", "mps", "none", *ALIASES)  # all others are names of layouts
+ALL_DRAIN = "all GPUs in another mode drain until their pods end"
 ENDED = ("Succeeded", "Failed")
 TRY_RESOURCES = {
     "pgpu": {"nvidia.com/gpu": "1"},
@@ -176,32 +181,38 @@ def do_switch(kubectl: Kubectl, options: argparse.Namespace) -> int:
 def _drains(node: Document | None, mode: str) -> list[str]:
     if node is None:
         return ["the node has no GPUs of this agent yet: nothing drains"]
-    lines = []
+    if not all(gpu["known"] for gpu in node["gpus"]):
+        return [f"who holds its GPUs is not known, as its agent is of an earlier version: {ALL_DRAIN}"]
+    lost = node["holdersLost"]
+    lines = [f"who holds its GPUs is known as of {lost} alone"] if lost else []
+    where = "" if mode in WORDS else f", if layout {mode} gives it another mode,"
+    mode = ALIASES.get(mode, mode)
     for gpu in node["gpus"]:
         if gpu["mode"] == mode or not gpu["holders"]:
             continue
         names = ", ".join(each["pod"] or f"{each['pods']} {OTHER} pods" for each in gpu["holders"])
-        lines.append(f"GPU {gpu['index']} ({gpu['mode']}) drains until these end: {names}")
+        lines.append(f"GPU {gpu['index']} ({gpu['mode']}) drains{where} until these end: {names}")
     return lines or ["nothing drains: no pod holds a GPU in another mode"]
 
 
 def _waited(kubectl: Kubectl, path: str, options: argparse.Namespace) -> int:
     said, until = "", time.monotonic() + options.timeout
     while time.monotonic() < until:
-        node = node_view(kubectl.get(path), visible_pods(kubectl.get, options.namespace, []))
-        # `enable` is another word for vgpu.
-        taken_up = node is not None and node["desired"] in (
-            options.mode,
-            "vgpu" if options.mode == "enable" else "",
-        )
-        if node and taken_up:
+        try:
+            node = node_view(kubectl.get(path), visible_pods(kubectl.get, options.namespace, []))
+        except (MissingRight, NotFound):
+            raise
+        except KubectlFailed as error:
+            node, said = None, str(error)  # an API server that is away for a moment ends no wait
+        taken_up = (options.mode, ALIASES.get(options.mode, options.mode))
+        if node and node["desired"] in taken_up:
             if node["phase"] == "applied":
                 print(f"mode {options.mode} is in force on node {options.node}")
                 return 0
             text = f"{node['phase']}: {node['message']}"
             if text != said:
                 said = text
-                print(text, flush=True)
+                print(plain(text), flush=True)
             if node["phase"] == "blocked":
                 return 1
         time.sleep(1.0)
@@ -218,7 +229,8 @@ def do_cordon(kubectl: Kubectl, options: argparse.Namespace) -> int:
     notes = node["metadata"].get("annotations") or {}
     text = notes.get(CORDON, "")
     before = read(text) if text.lstrip().startswith("{") else {}
-    if text.lstrip().startswith("{") and not before and text.strip() != "{}":
+    odd = not all(isinstance(each, dict) for each in before.values())
+    if odd or (text.lstrip().startswith("{") and not before and text.strip() != "{}"):
         raise KubectlFailed(f"annotation {CORDON} of the node cannot be read: mend or remove it first")
     known = cordons_of(text)
     for name in (str(gpu["index"]), gpu["uuid"]):
@@ -263,19 +275,25 @@ def do_resize(kubectl: Kubectl, options: argparse.Namespace) -> int:
     namespace = namespace or options.namespace
     pod = kubectl.get(f"/api/v1/namespaces/{_quoted(namespace)}/pods/{_quoted(name)}")
     containers = [
-        each["name"] for each in pod["spec"]["containers"] if each.get("resources", {}).get("limits")
+        each["name"]
+        for each in pod["spec"]["containers"]
+        if any(name in limits_of(each) for name in PAIRS["vgpu"])
     ]
     container = options.container or (containers[0] if containers else "")
     if container not in containers:
         raise KubectlFailed(
-            f"pod {namespace}/{name} has no container {container!r} with limits: {containers}"
+            f"pod {namespace}/{name} has no container {container!r} with a share of vGPU: {containers}"
         )
     text = (pod["metadata"].get("annotations") or {}).get(f"{PREFIX}resize", "{}")
     wanted: dict[str, Any] = read(text)
+    before = wanted.get(container, {})
+    asked_for = {"memory": before} if isinstance(before, int) else before if isinstance(before, dict) else {}
     amounts = {"memory": options.memory, "cores": options.cores}
-    wanted[container] = {key: value for key, value in amounts.items() if value is not None}
+    # What is not named stays as it was asked for: it may wait for units that come free.
+    wanted[container] = {**asked_for, **{key: each for key, each in amounts.items() if each is not None}}
+    version = f"--resource-version={pod['metadata'].get('resourceVersion', '')}"
     value = f"{PREFIX}resize={json.dumps(wanted, separators=(',', ':'))}"
-    kubectl.run("annotate", "pod", name, f"--namespace={namespace}", value, "--overwrite")
+    kubectl.run("annotate", "pod", name, f"--namespace={namespace}", value, "--overwrite", version)
     print(f"asked for; the event that answers: kubectl gpu explain {namespace}/{name}")
     return 0
 
@@ -316,10 +334,10 @@ def _tried(kubectl: Kubectl, path: str, options: argparse.Namespace) -> int:
             break
         time.sleep(1.0)
     else:
-        print("\n".join(_explained(kubectl, found, options.namespace)), file=sys.stderr)
+        print("\n".join(map(plain, _explained(kubectl, found, options.namespace))), file=sys.stderr)
         return 1
     if found["status"]["phase"] != "Succeeded":
-        print("\n".join(explained_end(found)), file=sys.stderr)
+        print("\n".join(map(plain, explained_end(found))), file=sys.stderr)
         return 1
     print(kubectl.run("get", "--raw", f"{path}/log").rstrip())
     print(f"the share was given on node {found['spec']['nodeName']}")
@@ -327,5 +345,7 @@ def _tried(kubectl: Kubectl, path: str, options: argparse.Namespace) -> int:
 
 
 def _quoted(name: str) -> str:
-    """A name as one part of a path."""
+    """A name as one part of a path. Raises KubectlFailed: without a name it would be the path of a list."""
+    if not name.strip("."):
+        raise KubectlFailed(f"{name!r} is no name")
     return quote(name, safe="")

@@ -17,7 +17,28 @@ class Want:
         for mode, (core, memory) in PAIRS.items():
             if core in limits or memory in limits:
                 self.mode, self.cores, self.blocks = mode, limits.get(core, 0), limits.get(memory, 0)
-        self.whole = self.cores // 100 if self.cores > 100 else 0  # 200, 300 ...: so many GPUs
+        # Of vGPU 100, 200 ... cores are so many GPUs with all their memory, whatever memory is asked for.
+        self.whole = self.cores // 100 if self.mode == "vgpu" and self.cores % 100 == 0 else 0
+
+    def fault(self) -> str:
+        """Why no node can grant it; empty: one could. The rules of agent/model/demand.py."""
+        if self.mode == "pgpu" or self.whole:
+            return ""
+        core, memory = PAIRS[self.mode]
+        if self.cores > 100:
+            rule = (
+                "of one GPU, which has 100" if self.mode == "mps" else "above 100 must be 200, 300 and so on"
+            )
+            return f"no node grants {self.cores} of {core}: shares {rule}"
+        if not self.blocks:
+            return f"no node grants {self.cores} of {core} without {memory}"
+        if not self.cores and self.mode == "mps":
+            return f"no node grants {self.blocks} of {memory} without {core}"
+        return ""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.cores, self.blocks)
 
     def words(self) -> str:
         if self.mode == "pgpu":
@@ -37,6 +58,13 @@ def wants_of(pod: Document) -> list[Want]:
     return found or [Want(limits) for each in inits if (limits := limits_of(each))][:1]
 
 
+def _rounds_of(pod: Document) -> list[list[Want]]:
+    """Containers that run together, then each plain init container, which runs alone: each must fit."""
+    inits = pod.get("spec", {}).get("initContainers") or []
+    alone = [limits_of(each) for each in inits if each.get("restartPolicy") != "Always"]
+    return [wants_of(pod), *([Want(limits)] for limits in alone if limits)]
+
+
 def lacks(node: Document, pod: Document) -> str:
     """The reason why the pod does not fit on the node; empty: its GPUs are free."""
     if not node["nodeReady"]:
@@ -47,21 +75,42 @@ def lacks(node: Document, pod: Document) -> str:
     for key, value in selector.items():
         if node["labels"].get(key) != value:
             return f"its label {key} is not {value}"
-    free: list[dict[str, Any]] = [
-        {"mode": gpu["mode"], "cores": gpu["free"][0], "blocks": gpu["free"][1], "idle": gpu["used"][0] == 0}
-        for gpu in node["gpus"]
-        if gpu["offered"] and gpu["cordon"] is None
-    ]
     if not all(gpu["known"] for gpu in node["gpus"]):
         return "its agent does not say what is free (it is of an earlier version)"
-    for want in sorted(wants_of(pod), key=lambda each: (-each.gpus, -each.cores, -each.blocks)):
-        if reason := _take(free, want, node):
+    for wants in _rounds_of(pod):
+        reason = next((text for want in wants if (text := want.fault())), "") or _together(wants, node)
+        if reason:
             return reason
     return ""
 
 
-def _take(free: list[dict[str, Any]], want: Want, node: Document) -> str:
-    """Take what is wanted out of `free`; why that is not possible."""
+def _together(wants: list[Want], node: Document) -> str:
+    """Why containers do not fit side by side; each is put where it fits best, by cores, then by memory."""
+    refused = ""
+    for at, than in ((0, 1), (1, 0)):
+        free: list[dict[str, Any]] = [
+            {
+                "mode": gpu["mode"],
+                "cores": gpu["free"][0],
+                "blocks": gpu["free"][1],
+                "idle": gpu["used"] == [0, 0],
+                "clients": gpu["clients"],
+            }
+            for gpu in node["gpus"]
+            if gpu["offered"] and gpu["cordon"] is None
+        ]
+        largest = sorted(wants, key=lambda each: (each.gpus, each.whole, each.size[at], each.size[than]))
+        reasons = (_take(free, want, node, at) for want in reversed(largest))
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            return ""
+        beside = " beside its other containers" if len(wants) > 1 else ""
+        refused = refused or reason + beside
+    return refused
+
+
+def _take(free: list[dict[str, Any]], want: Want, node: Document, by: int) -> str:
+    """Take what is wanted out of `free`, where the least cores (`by` 0) or memory are left; why not."""
     there = [gpu for gpu in free if gpu["mode"] == want.mode]
     if not there:
         return f"no GPU is offered in mode {want.mode}{_instead(node)}"
@@ -75,20 +124,26 @@ def _take(free: list[dict[str, Any]], want: Want, node: Document) -> str:
             taken = min(need, gpu["cores"] if want.mode == "pgpu" else 1)
             need -= taken
             gpu["cores"], gpu["idle"] = (gpu["cores"] - taken if want.mode == "pgpu" else 0), False
+            gpu["blocks"] = 0
             if not need:
                 break
         return ""
     fit = [gpu for gpu in there if gpu["cores"] >= want.cores and gpu["blocks"] >= want.blocks]
+    if fit and not (fit := [gpu for gpu in fit if gpu["clients"] != 0]):
+        return "the ceiling of MPS clients is reached on every GPU with room"
     if not fit:
         most = max(there, key=lambda gpu: (min(gpu["cores"], want.cores), gpu["blocks"]))
         return (
             f"no single GPU has {want.cores} cores and {want.blocks} blocks of memory free; "
             f"the nearest has {most['cores']} and {most['blocks']}"
         )
-    best = min(fit, key=lambda gpu: (gpu["cores"], gpu["blocks"]))
+    order = ("blocks", "cores") if by else ("cores", "blocks")
+    best = min(fit, key=lambda gpu: [gpu[key] for key in order])
     best["cores"] -= want.cores
     best["blocks"] -= want.blocks
     best["idle"] = False
+    if best["clients"]:
+        best["clients"] -= 1
     return ""
 
 

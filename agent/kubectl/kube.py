@@ -18,6 +18,13 @@ FORBIDDEN = re.compile(
     r'(?: in the namespace "([^"]+)"| at the cluster scope)'
 )
 
+_READ = frozenset({("get", "nodes"), ("list", "nodes")})
+# Rights in the chart's templates/kubectl.yaml.
+ROLES = {
+    "gpu-viewer": _READ,
+    "gpu-operator": _READ | {("patch", "nodes"), ("get", "pods"), ("list", "pods"), ("list", "events")},
+}
+
 Get = Callable[[str], Any]  # the object at a path of the API server; raises KubectlFailed
 
 
@@ -35,10 +42,9 @@ class MissingRight(KubectlFailed):
     def __init__(self, verb: str, resource: str, namespace: str) -> None:
         self.verb, self.resource, self.namespace = verb, resource, namespace
         where = f"in namespace {namespace}" if namespace else "in the whole cluster"
-        super().__init__(
-            f"missing right: {verb} {resource} {where}; the chart's ClusterRoles gpu-viewer and "
-            "gpu-operator have it"
-        )
+        roles = [name for name, rights in ROLES.items() if (verb, resource) in rights]
+        named = f"; the chart's ClusterRole {' or '.join(roles)} has it" if roles else ""
+        super().__init__(f"missing right: {verb} {resource} {where}{named}")
 
 
 class Kubectl:
@@ -67,8 +73,15 @@ class Kubectl:
             )
         except FileNotFoundError as error:
             raise KubectlFailed(f"{self._command[0]} is not in PATH: install kubectl") from error
+        except OSError as error:
+            raise KubectlFailed(f"{self._command[0]} cannot be run: {error}") from error
         except subprocess.TimeoutExpired as error:
-            raise KubectlFailed(f"kubectl {arguments[0]} did not end within {CALL_SECONDS:g} s") from error
+            # A login may have asked for something, such as to open a page.
+            said = " ".join((error.stderr or b"").decode(errors="replace").split())
+            raise KubectlFailed(
+                f"kubectl {arguments[0]} did not end within {CALL_SECONDS:g} s"
+                + (f"; it said: {said} (log in first, with any command of kubectl)" if said else "")
+            ) from error
         if done.returncode:
             raise failure(done.stderr)
         return done.stdout

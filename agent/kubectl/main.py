@@ -47,7 +47,7 @@ def plugin_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands; without one: the overview of nodes")
 
     top = commands.add_parser("top", parents=[usual], help="how much of each GPU is allocated, and to whom")
-    _documents(top)
+    _documents(top, argparse.SUPPRESS)
     top.add_argument("--once", action="store_true", help="print it once and end")
     top.set_defaults(command=do_top)
 
@@ -57,7 +57,7 @@ def plugin_parser() -> argparse.ArgumentParser:
         help="why a pod waits, or which GPU and limits it has and who is beside it",
     )
     explain.add_argument("pod", metavar="POD", help="its name, or namespace/name")
-    _documents(explain)
+    _documents(explain, argparse.SUPPRESS)
     explain.set_defaults(command=do_explain)
 
     switch = commands.add_parser(
@@ -103,9 +103,16 @@ def plugin_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _documents(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", choices=["json"], help="as a document")
-    parser.add_argument("-w", "--watch", action="store_true", help="go on and show changes until interrupted")
+def _documents(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """`default` SUPPRESS: what stands before the command counts, too."""
+    parser.add_argument("-o", "--output", choices=["json"], default=default, help="as a document")
+    parser.add_argument(
+        "-w",
+        "--watch",
+        action="store_true",
+        default=default or False,
+        help="go on and show changes until interrupted",
+    )
 
 
 def plugin_main(arguments: Sequence[str] | None = None) -> int:
@@ -113,8 +120,8 @@ def plugin_main(arguments: Sequence[str] | None = None) -> int:
     options = plugin_parser().parse_args(arguments)
     flags = [f"--{name}={getattr(options, name)}" for name in PASSED_ON if hasattr(options, name)]
     kubectl = Kubectl(flags)
-    options.namespace = getattr(options, "namespace", None) or kubectl.namespace()
     try:
+        options.namespace = getattr(options, "namespace", None) or kubectl.namespace()
         code: int = options.command(kubectl, options)
         sys.stdout.flush()
     except KubectlFailed as error:

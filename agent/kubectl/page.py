@@ -129,7 +129,11 @@ class Page:
 
 
 def do_page(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    with Page(lambda: cluster_view(kubectl.get, options.namespace), options.port) as page:
+    try:
+        served = Page(lambda: cluster_view(kubectl.get, options.namespace), options.port)
+    except (OSError, OverflowError) as error:
+        raise KubectlFailed(f"port {options.port} cannot be served: {error}; choose another") from error
+    with served as page:
         print(
             f"{page.address}\nSeen with your own rights, by this machine alone. Control-C ends it.",
             flush=True,

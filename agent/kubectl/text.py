@@ -90,7 +90,8 @@ def top(view: Document, rows: int = 0) -> list[str]:
     gpus = [(node, gpu) for node in view["nodes"] for gpu in node["gpus"]]
     if rows:
         gpus.sort(key=lambda pair: -_share(pair[1]))
-    shown = gpus[: max(1, rows - 3)] if rows else gpus
+    missing = missing_rights(view)
+    shown = gpus[: max(1, rows - 2 - len(missing))] if rows else gpus  # less the head, and who is left out
     for node, gpu in shown:
         share = _share(gpu)
         memory = (
@@ -101,12 +102,20 @@ def top(view: Document, rows: int = 0) -> list[str]:
         filled = round(share * BAR)
         bar = "[" + "|" * filled + " " * (BAR - filled) + "]" if gpu["known"] else "?"
         found.append(
-            (node["name"], str(gpu["index"]), _mode(gpu), f"{share * 100:.0f} %", bar, memory, _holders(gpu))
+            (
+                node["name"],
+                str(gpu["index"]),
+                _mode(gpu),
+                f"{share * 100:.0f} %" if gpu["known"] else "?",
+                bar,
+                memory,
+                _holders(gpu),
+            )
         )
     lines = list(table(found))
     if len(shown) < len(gpus):
         lines.append(f"... {len(gpus) - len(shown)} more GPUs: --once or -o json shows them")
-    return lines + missing_rights(view)
+    return lines + missing
 
 
 def _share(gpu: Document) -> float:
@@ -122,7 +131,9 @@ def _mode(gpu: Document) -> str:
 
 
 def _holders(gpu: Document) -> str:
-    return ", ".join(each["pod"] or f"{each['pods']} {OTHER}" for each in gpu["holders"]) or "-"
+    return ", ".join(each["pod"] or f"{each['pods']} {OTHER}" for each in gpu["holders"]) or (
+        "-" if gpu["known"] else "?"
+    )
 
 
 def explained_waiting(pod: Document, view: Document) -> list[str]:

@@ -16,6 +16,7 @@ INVENTORY, HOLDERS, STATE, CORDON = (PREFIX + name for name in ("inventory", "ho
 DIGITS = 12  # of the digest of a pod's UID in the annotation of holders
 LAST_EVENTS = 20
 OTHER = "other"
+CUT = (120, 400, 1024)  # lengths at which the agent cuts sentences
 WHOLE = ("nvidia.com/gpu", "nvidia.com/gpu.shared")
 PAIRS = {
     "vgpu": ("tencent.com/vcuda-core", "tencent.com/vcuda-memory"),
@@ -24,6 +25,9 @@ PAIRS = {
 RESOURCES = {*WHOLE, *(name for pair in PAIRS.values() for name in pair)}
 UNFINISHED = quote("status.phase!=Succeeded,status.phase!=Failed", safe="")
 UNBOUND = quote("spec.nodeName=,status.phase=Pending", safe="")
+# Whole numbers, as the API server writes them: 1000 as 1k.
+QUANTITY = re.compile(r"([0-9]{1,18})([kMG]|[KMG]i)?")
+FACTORS = {None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 # namespace/name of a pod in a sentence; domains and paths are none.
 POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?)")
 
@@ -43,6 +47,8 @@ class Seen:
 
     def masked(self, text: str) -> str:
         """A sentence of the agent without names of pods that the viewer may not read."""
+        if len(text) in CUT:  # it may end within a namespace, which looks like no name of a pod
+            text = text.rpartition(" ")[0] + " ..."
         return POD_NAME.sub(lambda found: found[0] if found[0] in self.names else OTHER, text)
 
 
@@ -69,6 +75,14 @@ def node_view(node: Document, seen: Seen) -> Document | None:
     if not inventory:
         return None
     held, cordons = read(notes.get(HOLDERS)), cordons_of(notes.get(CORDON, ""))
+    try:
+        gpus = [
+            gpu_view(each, state.get("gpus", {}), held.get("gpus", {}), cordons, seen)
+            for each in sorted(inventory.get("gpus", []), key=lambda gpu: int(gpu["i"]))
+        ]
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        # One node's must not take the view of all others away.
+        gpus, state = [], {"message": "its annotations cannot be understood"}
     conditions = {each.get("type"): each for each in node.get("status", {}).get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status", "True") == "True"
     labels = meta.get("labels") or {}
@@ -79,15 +93,12 @@ def node_view(node: Document, seen: Seen) -> Document | None:
         "mode": labels.get(PREFIX + "mode", "none"),
         "desired": state.get("desired", "none"),
         "phase": state.get("state", "unknown"),
-        "message": seen.masked(state.get("message", "")),
+        "message": seen.masked(str(state.get("message", ""))),
         "nodeReady": ready,
         "unschedulable": bool(node.get("spec", {}).get("unschedulable")),
         # Since when the agent knows of no newer holders; null: they are of now.
         "holdersLost": held.get("lost"),
-        "gpus": [
-            gpu_view(each, state.get("gpus", {}), held.get("gpus", {}), cordons, seen)
-            for each in sorted(inventory.get("gpus", []), key=lambda gpu: int(gpu["i"]))
-        ],
+        "gpus": gpus,
     }
 
 
@@ -99,6 +110,12 @@ def gpu_view(
     total, holders = (known or {}).get("t", [0, 0, 0]), holders_of((known or {}).get("h", []), seen)
     used = [sum(each["cores"] for each in holders), sum(each["blocks"] for each in holders)]
     wanted = state.get("desired")
+    # By live resize containers hold more than their pods asked for, which the kubelet's records do not show.
+    left = [total[0] - used[0] - gpu.get("g", 0), total[1] - used[1]]
+    if total[2]:
+        left[1] = min(total[1], gpu["mem"] // total[2]) - used[1]
+    if gpu["m"] == "vgpu" and any(key and cores >= total[0] for key, cores, _ in (known or {}).get("h", [])):
+        left = [0, 0]  # a container with all the cores has the GPU to itself
     return {
         "index": index,
         "uuid": uuid,
@@ -115,7 +132,9 @@ def gpu_view(
         "blockMiB": total[2],
         "total": total[:2],
         "used": used,
-        "free": [max(0, total[at] - used[at]) for at in (0, 1)],
+        "free": [max(0, each) for each in left],
+        # Further MPS clients, at most: a pod may be more than one; null: without a ceiling.
+        "clients": max(0, gpu["c"] - sum(each["pods"] for each in holders)) if gpu.get("c") else None,
         "holders": holders,
     }
 
@@ -148,7 +167,7 @@ def read(text: str | None) -> Document:
     """An annotation's object; empty where there is none, or none that can be understood."""
     try:
         found = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -156,7 +175,8 @@ def read(text: str | None) -> Document:
 def limits_of(container: Document) -> dict[str, int]:
     """The agent's resources that a container asks for."""
     limits = container.get("resources", {}).get("limits") or {}
-    return {name: int(limits[name]) for name in RESOURCES if str(limits.get(name, "")).isdigit()}
+    found = {name: QUANTITY.fullmatch(str(limits.get(name, ""))) for name in RESOURCES}
+    return {name: int(each[1]) * FACTORS[each[2]] for name, each in found.items() if each}
 
 
 def asks(pod: Document) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import KubectlFailed
 from agent.kubectl.page import PAGE_HTML, Page, policy
+from agent.kubectl.view import HOLDERS
 from tests.browser import browser, served
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
@@ -121,6 +122,15 @@ async def test_what_cannot_be_read_now_stays_as_last_known() -> None:
         assert await tab.value("document.querySelectorAll('.gpu').length") == 2
         away = False
         await tab.until("document.getElementById('state').textContent.startsWith('1 nodes')")
+
+
+async def test_the_page_calls_no_gpu_free_whose_holders_are_not_known() -> None:
+    old = node("a", gpu(0))
+    del old["metadata"]["annotations"][HOLDERS]
+    async with served(of([old], [])) as page, browser() as tab:
+        await tab.open(page.address)
+        await tab.until(DRAWN)
+        assert await tab.value(TILES) == ["GPU 0, mode vgpu, healthy, holders not known"]
 
 
 def test_windows_share_one_question() -> None:

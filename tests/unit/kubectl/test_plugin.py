@@ -43,6 +43,14 @@ def test_the_file_needs_the_standard_library_alone() -> None:
     assert "explain" in done.stdout
 
 
+def test_the_file_says_which_python_it_needs() -> None:
+    code = f"import sys; sys.version_info = (3, 9); exec(open({str(plugin_file.FILE)!r}).read())"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kubectl-gpu needs Python 3.11 or newer, this is ")
+
+
 def cluster() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     nodes = [
         node("a", gpu(0, ("team/mine", 30, 16), ("foe/secret", 60, 100)), gpu(1, bad="Xid 79")),
@@ -208,7 +216,8 @@ def test_each_command_has_kubectl_get_label_or_annotate(
     assert asked(fake)[-1][2:4] == ["b", f"{CORDON}-"]
     assert plugin_main(["resize", "team/mine", "--memory", "24"]) == 0
     resize = 'gpu-node-agent.io/resize={"main":{"memory":24}}'
-    assert asked(fake)[-1] == ["annotate", "pod", "mine", "--namespace=team", resize, "--overwrite"]
+    whole = ["annotate", "pod", "mine", "--namespace=team", resize, "--overwrite", "--resource-version="]
+    assert asked(fake)[-1] == whole
     assert plugin_main(["explain", "team/mine"]) == 0
     assert plugin_main(["explain", "waits", "-n", "team"]) == 0
     assert plugin_main(["top", "--once"]) == 0
