@@ -261,11 +261,13 @@ def test_options_before_the_command_count() -> None:
         assert (found.output, found.watch) == (None, False)
 
 
-def test_watched_documents_stand_in_one_line_each_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watched_documents_stand_in_one_line_each_and_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers = iter([{"at": "1", "n": 1}, {"at": "2", "n": 1}, {"at": "3", "n": 2}])
     options = argparse.Namespace(output="json", watch=True)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(StopIteration):
         shown(options, lambda: next(answers), lambda _: [])
     found = [json.loads(line)["at"] for line in capsys.readouterr().out.splitlines()]
     assert found == ["1", "3"]
