@@ -58,15 +58,19 @@ def shown(
     options: argparse.Namespace, ask: Callable[[], Document], text: Callable[[Document], list[str]]
 ) -> None:
     """Print a document, with --watch each change of it, until interrupted."""
-    before = ""
+    before, watch = "", getattr(options, "watch", False)
     while True:
         found = ask()
-        lines = [json.dumps(found, indent=2)] if options.output == "json" else map(plain, text(found))
-        words = "\n".join(lines)
-        if words != before:
-            before = words
+        if options.output == "json":
+            # One line each where documents follow one another; the time alone is no change.
+            words = json.dumps(found, indent=None if watch else 2)
+            state = json.dumps({**found, "at": ""})
+        else:
+            state = words = "\n".join(map(plain, text(found)))
+        if state != before:
+            before = state
             print(words, flush=True)
-        if not getattr(options, "watch", False):
+        if not watch:
             return
         time.sleep(WATCH_SECONDS)
 

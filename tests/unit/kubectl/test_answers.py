@@ -1,7 +1,9 @@
 """`kubectl gpu` where annotations, rights or the terminal are unusual; answers as the extender gives them."""
 
+import argparse
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from agent.extender.free_capacity import HeldUnits, PodClaim, free_capacity
 from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.kubectl.cluster import cluster_view
+from agent.kubectl.commands import shown
 from agent.kubectl.fit import lacks
 from agent.kubectl.kube import Kubectl, KubectlFailed, failure
 from agent.kubectl.main import plugin_main, plugin_parser
@@ -256,6 +259,18 @@ def test_options_before_the_command_count() -> None:
         assert (found.output, found.watch) == ("json", True)
         found = plugin_parser().parse_args(command)
         assert (found.output, found.watch) == (None, False)
+
+
+def test_watched_documents_stand_in_one_line_each_and_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([{"at": "1", "n": 1}, {"at": "2", "n": 1}, {"at": "3", "n": 2}])
+    options = argparse.Namespace(output="json", watch=True)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(StopIteration):
+        shown(options, lambda: next(answers), lambda _: [])
+    found = [json.loads(line)["at"] for line in capsys.readouterr().out.splitlines()]
+    assert found == ["1", "3"]
 
 
 def test_top_fits_a_small_terminal_with_rights_missing() -> None:
