@@ -70,6 +70,7 @@ class Pod:
     annotations: Mapping[str, str] = field(default_factory=dict)
     phase: str = "Pending"
     ending: bool = False  # deletion was asked for
+    started: bool = False  # its kubelet has admitted it, or turned it away: its status has a start time
 
     @property
     def key(self) -> tuple[str, str]:

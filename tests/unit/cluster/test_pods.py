@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
-from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources
+from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources, convert
 from agent.cluster.reflector import Metadata, OwnerReference
 from agent.pairing.cluster_pods import ClusterPods
 
@@ -38,6 +38,13 @@ NODE = OwnerReference("v1", "Node", "node", "node-uid", controller=True)
 def mirror(uid: str, config_hash: str, *owners: OwnerReference) -> Pod:
     annotations = {HASH_ANNOTATION: config_hash, "kubernetes.io/config.mirror": config_hash}
     return Pod(Metadata(uid, uid=uid, annotations=annotations, owner_references=[*owners] or [NODE]))
+
+
+def test_a_pod_with_a_start_time_was_admitted_or_turned_away() -> None:
+    for text, started in ((b"{}", False), (b'{"startTime": "2026-01-01T00:00:00Z"}', True)):
+        assert (
+            convert(Pod(Metadata("p"), status=msgspec.json.decode(text, type=PodStatus))).started is started
+        )
 
 
 def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
