@@ -101,7 +101,7 @@ def test_simulated_node_by_chart(simulated: Installation) -> None:
     def ask(*words: str) -> str:
         return cluster.exec(pod, "agent", ["gpu-node-agent", *words], namespace=NAMESPACE)
 
-    said = ask("status")
+    said = ask("status", "-o", "wide")
     assert "the GPUs are simulated" in said
     assert all(uuid in said for uuid in seen)
     assert "done" in ask("fault", "xid", "79", "--gpu", "0")

@@ -65,6 +65,7 @@ def _extender(cluster: Cluster, log: Path) -> subprocess.Popen[bytes]:
     flags = {
         "http.address": NODE_ADDRESS,
         "http.port": PORT,
+        "http.verbs": "true",
         "cluster.kubeconfig": cluster.kubeconfig,
         "lease.namespace": NAMESPACE,
     }
