@@ -10,6 +10,7 @@ import pytest
 
 from agent.kubelet import holdings as holdings_module
 from agent.kubelet.podresources import PodList
+from agent.kubelet.record import LAG_SECONDS
 from tests.unit.kubelet.record_node import Node
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -274,6 +275,23 @@ async def test_units_that_came_to_another_pod_are_its_own_though_the_checkpoint_
         assert node.watch.cell.value is not None
         assert [each.pod for each in node.watch.cell.value.holdings] == ["train-1"]
         group.cancel_scope.cancel()
+
+
+async def test_what_nobody_knows_ends_when_the_watch_has_shown_everybody(node: Node) -> None:
+    """A pod was deleted while the agent was down; kubelets before 1.34 list a completed Job."""
+    node.know("job", "completed", finished=True)
+    node.kubelet.pods = {"completed": {"main": ""}}
+    node.kubelet.records(("gone", "main", A))
+    nameless = {("pod with UID gone", "main", A)}
+    assert await node.held() == nameless  # it may be the next pod of that name
+    node.heard = time.monotonic() + LAG_SECONDS / 2
+    assert await node.held() == nameless
+    node.kubelet.pods["of a file"] = {"main": ""}
+    node.heard = time.monotonic() + 2 * LAG_SECONDS
+    assert await node.held() == nameless  # of that one the API server may never know
+    del node.kubelet.pods["of a file"]
+    assert await node.held() == set()
+    assert await node.held() == set()
 
 
 async def test_entries_of_a_pod_that_is_gone_are_not_the_next_ones(node: Node) -> None:
