@@ -128,8 +128,6 @@ def join(
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
-    # One whose entries are read once more after its end stays ended.
-    nameless = {uid: when for uid, when in before.nameless.items() if not fresh or uid in by_pod}
     for uid, held in by_pod.items():
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
@@ -139,8 +137,6 @@ def join(
             for place, ids in held.items()
         }
         pod = PodRecord(key, known is not None or earlier.watched, holdings)
-        if key is None:
-            nameless.setdefault(uid, listed.began)
         if key in keys or uid in before_heard:
             heard_of.add(uid)
         if lives(uid, pod):
@@ -167,7 +163,19 @@ def join(
         | (pods.keys() & named.keys()) - finished,
         began=listed.began,
     )
+    unknown = by_pod.keys() - view.pods.keys() - named.keys()
+    nameless = _nameless(before, unknown, listed.began, fresh=fresh)
     return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, listed, joined)
+
+
+def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
+    """Of `uids`, which the API server does not show, those whose names nobody knows. `began`: the reading.
+
+    One whose entries are read once more after its end stays ended.
+    """
+    found = {uid for uid in uids if before.pods.get(uid, UNKNOWN).key is None}
+    since = {uid: before.nameless.get(uid, began) for uid in found}
+    return since if fresh else {**before.nameless, **since}
 
 
 def _by_pod(
