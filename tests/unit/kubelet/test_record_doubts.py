@@ -94,7 +94,7 @@ async def test_a_uid_that_is_contested_has_not_ended(node: Node) -> None:
         await anyio.wait_all_tasks_blocked()
         del node.pods["u"]
         node.contested = frozenset({"u"})
-        node.know("v", "another", finished=True)  # whose end is told
+        node.know("v", "another", finished=True)  # whose end is published
         await anyio.wait_all_tasks_blocked()
         assert node.watch.cell.value is not None
         assert node.watch.cell.value.ended == {"v"}
