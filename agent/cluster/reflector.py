@@ -100,6 +100,7 @@ class Reflector(Generic[Item]):
         self._decoder = msgspec.json.Decoder(kind)
         self.name = name
         self._version = ""
+        self._reached = "0"  # that a list from a cache must not be older than
         self._streaming_list = True
         self.items: Cell[Mapping[str, Item]] = Cell(MappingProxyType({}))
         self.synced = False
@@ -131,7 +132,10 @@ class Reflector(Generic[Item]):
                     continue
                 asked = min(failure.retry_after or 0.0, LONGEST_RETRY_AFTER_SECONDS)
             resumed = bool(self._version)
-            if _is_outdated(failure):
+            if isinstance(failure, ApiRefused) and _is_outdated(failure):
+                # What was seen once is not taken back by a server that is behind; one that was restored from
+                # a backup never gets there.
+                self._reached = (self._version or self._reached) if failure.status == 410 else "0"
                 self._version = ""
             if failure is not None and not (resumed and _is_outdated(failure)):
                 self._failed(failure)
@@ -236,12 +240,12 @@ class Reflector(Generic[Item]):
             await self.items.wait_change(self.items.version)
 
     async def _list(self) -> None:
-        """A plain list, for servers without streaming lists; version 0 comes from the server's cache.
+        """A plain list, for servers without streaming lists; with a version it may be of the server's cache.
 
         Other lists come in pages: of the JSON of a whole cluster's pods no more than one is held at a time.
         """
         query = dict(self._selector)
-        query |= {"resourceVersion": "0"} if self.from_cache else {"limit": str(PAGE_ITEMS)}
+        query |= {"resourceVersion": self._reached} if self.from_cache else {"limit": str(PAGE_ITEMS)}
         found: dict[str, Item] = {}
         while True:
             body = await self._api.get(self._path, query, LIST_SECONDS)

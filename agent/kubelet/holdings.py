@@ -170,7 +170,7 @@ class HoldingsWatch:
         """A pod that has ended by the API server holds nothing from that moment on.
 
         The next one is bound by the same event, and may be here before the next reading. Whether containers
-        of an object that was deleted by force have ended, too, the kubelet says in that reading.
+        of an object that is gone have ended, too, the kubelet says in that reading.
         """
         seen: Mapping[str, Pod] = {}
         async for _ in self.pod_changes.values():

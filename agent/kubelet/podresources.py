@@ -73,7 +73,7 @@ class PodList:
     # UIDs of pods that are over by the API server; the kubelet knows nothing of it.
     ended: frozenset[str] = frozenset()
     # UIDs of pods that ask for devices and are not over by the API server, as far as it is known, and of
-    # those that hold some by the kubelet though their object is gone, as after a deletion by force.
+    # those that hold some by the kubelet though their object is gone: a static pod's mirror may be deleted.
     unfinished: frozenset[str] = frozenset()
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)

@@ -6,6 +6,7 @@ it keeps those of pods that have ended. Whether a pod has ended is judged here, 
 API server says of it, and by a kubelet that has listed it and does so no more. Time ends nothing.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,8 @@ PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
 NOTHING = PodList((), ())
 OURS = "GPU-"  # begins every device ID of this agent
+# A watch that speaks so long after a reading has shown all pods of which that reading can know.
+LAG_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class View:
     pods: Mapping[str, Pod] = field(default_factory=dict)
     complete: bool = False  # the watch is up: a pod that is not among them is gone, or very new
     contested: frozenset[str] = frozenset()  # UIDs that several pods claim: nobody knows whose they are
+    heard: float = -math.inf  # when the watch last spoke, by the monotonic clock in seconds
 
     def ended(self, uid: str) -> bool:
         """Whether a pod that was seen before is gone or has finished, as far as is known."""
@@ -56,6 +60,8 @@ class Record:
     outlived: frozenset[str] = frozenset()
     # UIDs in the checkpoint that the kubelet of now has listed: one that it lists no more has ended.
     heard_of: frozenset[str] = frozenset()
+    # UIDs in the checkpoint of which nobody knows the names, and when the first reading with them began.
+    nameless: Mapping[str, float] = field(default_factory=dict)
     listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: PodList = NOTHING
 
@@ -95,6 +101,7 @@ def join(
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
+    unseen = unnamed - {pod.key for pod in view.pods.values()}
 
     def handed_on(pod: PodRecord) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -111,7 +118,9 @@ def join(
         if handed_on(pod):
             return False
         if pod.key is None:
-            return bool(unnamed) or not view.complete
+            # The next of a pod's name, which only its predecessor's object has yet, the watch shows soon.
+            shown = view.heard > before.nameless.get(uid, math.inf) + LAG_SECONDS
+            return bool(unseen) or not view.complete or (bool(unnamed) and not shown)
         return uid not in before_heard
 
     pods: dict[str, PodRecord] = {}
@@ -154,7 +163,19 @@ def join(
         | (pods.keys() & named.keys()) - finished,
         began=listed.began,
     )
-    return Record(pods, frozenset(outlived), frozenset(heard_of), listed, joined)
+    unknown = by_pod.keys() - view.pods.keys() - named.keys()
+    nameless = _nameless(before, unknown, listed.began, fresh=fresh)
+    return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, listed, joined)
+
+
+def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
+    """Of `uids`, which the API server does not show, those whose names nobody knows. `began`: the reading.
+
+    One whose entries are read once more after its end stays ended.
+    """
+    found = {uid for uid in uids if before.pods.get(uid, UNKNOWN).key is None}
+    since = {uid: before.nameless.get(uid, began) for uid in found}
+    return since if fresh else {**before.nameless, **since}
 
 
 def _by_pod(

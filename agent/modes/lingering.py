@@ -69,7 +69,7 @@ class Lingering:
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
         self._before = held = self._holders()
-        for gpu in tuple(self._left):  # who holds it again has not ended: a pod deleted by force is listed on
+        for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended
             self._left[gpu] -= {uid for uid in self._left[gpu] if gpu in held.get(uid, ())}
             if not self._left[gpu]:
                 self._forget(gpu)

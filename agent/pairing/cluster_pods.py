@@ -36,7 +36,8 @@ class ClusterPods(PodSource):
         """The pods by the UIDs that their cgroups carry."""
         known, reflector = self._cache.cgroup_uids(), self._cache.reflector
         pods = dict(zip(known.pods, self._as_model(known.pods.values()), strict=True))
-        return View(pods, reflector.synced and reflector.problem is None, known.contested)
+        heard = -math.inf if reflector.heard is None else reflector.heard
+        return View(pods, reflector.synced and reflector.problem is None, known.contested, heard)
 
     def pods_on_node(self) -> Collection[Pod]:
         return self._as_model(self._cache.pods().values())

@@ -58,7 +58,10 @@ class Limits:
         if not world.shape.resize:
             return None
         run = str(world.folder / "run")
-        pods = {pod.uid for pod in world.kubelet.api.pods.values() if not pod.phase.finished}
+        # A kubelet that has not heard of a deletion by force runs containers on.
+        life = world.kubelet._life
+        known = (*world.kubelet.api.pods.values(), *(life._pods.values() if life else ()))
+        pods = {pod.uid for pod in known if not pod.phase.finished}
         containers = world.kubelet._machine.containers
         for (uid, name), view in containers.views.items():
             if uid in pods and containers.running(uid, name):

@@ -12,7 +12,18 @@ from agent.cluster.deltas import DeltaReflector
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
 from tests.component.cluster.following import INITIAL, PODS, A, B, following, names, warnings
-from tests.component.cluster.server import FakeApi, bookmark, client, event, opened, page, pod, status, watch
+from tests.component.cluster.server import (
+    FakeApi,
+    bookmark,
+    client,
+    error,
+    event,
+    opened,
+    page,
+    pod,
+    status,
+    watch,
+)
 from tests.component.kubelet_room.parts import eventually
 
 
@@ -77,6 +88,20 @@ async def test_a_server_without_streaming_lists_is_listed_plainly(code: int, log
         assert followed.version == "7"
         assert reflector.synced
     assert warnings(logs) == []
+
+
+async def test_a_list_after_a_watch_is_not_older_than_what_was_seen() -> None:
+    async with following(
+        status(400, "sendInitialEvents is forbidden"),
+        page("7", A),
+        watch(event("ADDED", pod("b", "9")), error(410, "too old"), then="end"),
+        status(504, "Too large resource version: 9, current: 8"),
+        page("8", A),
+        watch(),
+    ) as (fake, reflector):
+        await eventually(lambda: len(fake.asked) == 6)
+        assert [each.version for each in fake.asked] == [None, "0", "7", "9", "0", "8"]
+        await eventually(lambda: names(reflector) == {"a"})
 
 
 async def test_a_list_for_a_ledger_never_comes_from_the_servers_cache() -> None:

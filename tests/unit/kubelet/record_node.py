@@ -1,6 +1,7 @@
 """A kubelet with its files, and an agent that reads them beside the API server's word."""
 
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,12 +72,13 @@ class Node:
         self.pods: dict[str, Pod] = {}
         self.complete = True
         self.contested: frozenset[str] = frozenset()
+        self.heard = -math.inf
         self.changes: Cell[Any] = Cell(None)
         self.start_agent()
 
     def start_agent(self) -> None:
         self.watch = HoldingsWatch(self.kubelet, self.kubelet.folder)  # type: ignore[arg-type]
-        self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested)
+        self.watch.view = lambda: View(dict(self.pods), self.complete, self.contested, self.heard)
         self.watch.pod_changes = self.changes
 
     def know(self, uid: str, name: str, *, finished: bool = False, hides: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What was handed out counts until a reading could have shown it, by what the plugin's service answers."""
+"""Grants count until a reading could have shown them, by what the plugin's service answers."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
