@@ -185,9 +185,9 @@ class SilentPeers:
     def _patience(self, peer: Peer, daemon: int, now: float) -> float:
         if peer.ended:
             return ENDED_SECONDS
-        if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
-            return math.inf  # its server, or a session of ours, which has a deadline
-        if peer.container is None and self._is_server(peer.pid):
+        if peer.pid in (daemon, *SESSIONS):
+            return math.inf  # a session of ours has a deadline
+        if peer.container is None and (processes.parent(peer.pid) == daemon or self._is_server(peer.pid)):
             return math.inf
         if peer.container is None and peer.user == 0:
             return HOST_SECONDS
