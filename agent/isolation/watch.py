@@ -38,7 +38,7 @@ CONTEXT_BYTES = 600 << 20
 MOST_CONTEXTS = 8
 # The same for one that keeps the agent from its files: the kernel ends no lease before 45 s.
 REFUSED_READINGS = 60
-LOOK_SECONDS = 0.5  # for the maps of one container's processes
+LOOK_SECONDS = 2.0  # for the maps of one container's processes
 # Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20

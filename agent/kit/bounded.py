@@ -18,14 +18,18 @@ import structlog
 
 log = structlog.get_logger()
 
-SECONDS = 0.5
+SECONDS = 2.0  # of a busy machine
 MOST_LATE = 64  # threads that wait; beyond these nothing is begun
 CHUNK = 1 << 16
 T = TypeVar("T")
 
 
 class Late(TimeoutError):
-    """It did not return in time, or has not since an earlier call."""
+    """It did not return in time; `again`: nor has it since an earlier call."""
+
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class _Calls:
@@ -35,8 +39,10 @@ class _Calls:
 
     def call(self, key: Hashable, act: Callable[[], T], seconds: float) -> T:
         with self._lock:
-            if key in self._late or len(self._late) >= MOST_LATE or seconds <= 0:
-                raise Late("an earlier look is still waiting, or there is no time left")
+            if key in self._late:
+                raise Late("it has not returned since an earlier look", again=True)
+            if len(self._late) >= MOST_LATE or seconds <= 0:
+                raise Late("too many looks have not returned, or there is no time left")
         future: Future[T] = Future()
         # No thread of the loop's: an agent that stops waits for those.
         thread = threading.Thread(target=self._run, args=(key, act, future), daemon=True)

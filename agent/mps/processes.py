@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Any process may have the kernel give out gigabytes as these (PR_SET_MM_MAP of prctl(2)).
 COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
 GONE_SECONDS = 3.0
-LIVES_SECONDS = 0.2
+LIVES_SECONDS = 0.5
 POLL_SECONDS = 0.05
 
 
@@ -206,7 +206,7 @@ def _found(
             if outside_pods(_cgroups(folder), own):
                 found = look()
             else:
-                found = bounded.call(str(folder), look) if pods else None
+                found = bounded.call(str(folder), look, bounded.SECONDS) if pods else None
         except OSError:
             continue  # gone, or a kernel thread, or one that keeps its readers waiting
         if found:

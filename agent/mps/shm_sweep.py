@@ -34,7 +34,7 @@ MOST_FILES = 50_000  # of one look
 MOST_ENTRIES, MOST_SECONDS = 50_000, 1.0
 MAPPINGS_FOR_ENTRY = 8  # reading a mapping takes so much less than a descriptor
 ALL_SECONDS = 5.0  # of one look
-WAITED_SECONDS = 0.2  # for what the kernel shows of a process at once, unless the process keeps it from that
+WAITED_SECONDS = 0.5  # for what the kernel shows of a process at once, unless the process keeps it from that
 MOST_BYTES = 16 << 20  # of a file of /proc: 100,000 mounts or mappings
 MOST_NAMED = 3
 _KCMP, _KCMP_FILES = {"x86_64": 312, "aarch64": 272}, 2
@@ -171,8 +171,9 @@ def look(device: int, own: Collection[int], proc: Path) -> Usage:
                 bounded.call(str(folder / "fd"), add, share.seconds + WAITED_SECONDS)
             if not share.used_up:
                 _add_mapped(found.inodes, folder, device, share, until)
-        except bounded.Late:
-            share.entries = 0  # it keeps its readers waiting, at the cost of its own container
+        except bounded.Late as late:
+            _only_again(late, container)
+            share.entries = 0
         except OSError:
             pass  # it has ended
         share.seconds -= time.monotonic() - began
@@ -185,6 +186,18 @@ def _user(process: Path) -> tuple[int, frozenset[int]] | None:
     pid, proc = int(process.name), process.parent
     found = processes.identify(pid, proc)
     return (found.started, frozenset(processes.user_ids(pid, proc))) if found else None
+
+
+def _only_again(late: bounded.Late, container: str) -> None:
+    """Raises Exhausted, unless a process has been keeping its readers waiting since an earlier look.
+
+    Then it does so on purpose, at the cost of its own container; before, the machine may be busy.
+    """
+    if not late.again:
+        raise Exhausted(
+            f"a process of {container} does not show in time what it uses of the shared memory: what ended "
+            "containers left stays until the next look"
+        )
 
 
 def _checked(until: float) -> float:
@@ -213,8 +226,9 @@ def _having(
             link = folder / "ns" / "mnt"
             try:
                 namespace = str(bounded.call(str(link), link.readlink, WAITED_SECONDS))
-            except bounded.Late:
-                unseen.add(_container(folder, f"process {folder.name}"))
+            except bounded.Late as late:
+                unseen.add(container := _container(folder, f"process {folder.name}"))
+                _only_again(late, container)
                 continue
             if namespace not in mounts:
                 mounts[namespace] = _mounts(folder / "mountinfo", device)
