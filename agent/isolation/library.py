@@ -59,6 +59,11 @@ class Library:
         return f"{NAME}-{self.build}.so", f"{NAME}-{self.build}.preload"
 
     @property
+    def own(self) -> bool:
+        """Whether it is one container's alone."""
+        return "-" in self.build
+
+    @property
     def file(self) -> Path:
         return self.folder / self.names[0]
 

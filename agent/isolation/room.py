@@ -482,7 +482,9 @@ class Isolation:
                 libraries.hold(self._held, library)
         except OSError as error:
             text = f"{library.file} is kept from the agent: {error.strerror or error}"
-            raise (AccessRefused if error.errno in REFUSALS else LibraryUnusable)(text) from error
+            # Who keeps a file of many from the agent is not to be known.
+            refused = library.own and error.errno in REFUSALS
+            raise (AccessRefused if refused else LibraryUnusable)(text) from error
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}
