@@ -79,6 +79,11 @@ class Gangs:
         member = self._shown.get(uid)
         return member.gang if member and member.demand == demand else ""
 
+    def node(self, uid: str) -> str | None:
+        """The node where a member's GPUs are kept."""
+        kept = self._kept.get(uid)
+        return kept.node if kept and self._holds(uid, kept) else None
+
     def release(self, uid: str) -> None:
         """A member is filtered again, or is gone: its former choice is off."""
         if kept := self._kept.pop(uid, None):

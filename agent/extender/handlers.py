@@ -79,15 +79,23 @@ class Verbs:
             if not gang and (problem := serving.unbound_problem()):
                 # Without GPUs of its own a gang might be bound by halves; kube-scheduler asks again.
                 return Reply.text(f"nothing is known of the pod's gang: {problem}", 503), "unready"
-        if gang:
-            serving.binder.gangs.release(asked.pod.metadata.uid)
+        uid, former = asked.pod.metadata.uid, ""
+        if gang and (serving.binder.gangs.node(uid) or "") in asked.names:
+            # On that node its own are free for it. Elsewhere they stay its own until it gets others: a caller
+            # who names other nodes, or none, takes nothing from it.
+            former = serving.binder.gangs.node(uid) or ""
+            serving.binder.gangs.release(uid)
         fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
         if not fitting and NOT_REACHED not in refused.values() and self._may_look_again():
             await anyio.sleep(LAG_SECONDS)
             fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if gang:
-            fitting, refused = await _kept_for_gang(serving, asked.pod, gang, wanted, fitting, refused)
+            if not fitting and asked.names:
+                serving.binder.gangs.refuse(gang)
+            fitting, refused = await _kept_for_gang(
+                serving, asked.pod, gang, wanted, fitting, refused, former
+            )
         return _json(scheduler_protocol.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
@@ -167,16 +175,15 @@ async def _kept_for_gang(
     wanted: PodRequest,
     fitting: list[str],
     refused: dict[str, str],
+    former: str,
 ) -> tuple[list[str], dict[str, str]]:
-    """The best of the nodes alone, where the pod's GPUs are kept for it; see `gangs`."""
+    """The best of the nodes alone, or the `former`, where the pod's GPUs are kept for it; see `gangs`."""
     gangs, uid = serving.binder.gangs, pod.metadata.uid
-    if not fitting:
-        gangs.refuse(gang)
-        return fitting, refused
     scores = await serving.verdicts.rank(wanted.demand, wanted.policy, fitting)
-    for _, node in sorted(zip(scores, fitting, strict=True), key=lambda each: -each[0]):
+    for _, node in sorted(zip(scores, fitting, strict=True), key=lambda each: (each[1] != former, -each[0])):
         claim = serving.binder.choose(node, wanted, f"{pod.metadata.namespace}/{pod.metadata.name}")
         if claim is not None:
+            gangs.release(uid)
             if serving.verdicts.fleet.where(uid) is None:
                 gangs.keep(uid, gang, node, claim)
             others = dict.fromkeys(fitting, f"the pod's GPUs are kept on {node}, as its gang's are on others")

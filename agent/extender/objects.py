@@ -67,6 +67,9 @@ class _SchedulingGroup(msgspec.Struct, rename="camel", frozen=True):
 
 class _PodSpec(PodSpec, rename="camel", frozen=True):
     scheduling_group: _SchedulingGroup | None = None  # of kube-scheduler's own gangs, since 1.36
+    scheduling_gates: list[Any] = msgspec.field(
+        default_factory=list
+    )  # while there are any, it is not scheduled
 
 
 class WatchedPod(msgspec.Struct, frozen=True):

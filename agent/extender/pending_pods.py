@@ -64,7 +64,8 @@ def _pending(pod: WatchedPod) -> PendingPod | None:
         return PendingPod(about, None, str(error), waits)
     if demand.nothing:
         return None
-    gang = gang_of(pod)
+    # For one that no scheduler looks at nothing is kept: only its owner would ask for it, and at any time.
+    gang = "" if pod.spec.scheduling_gates else gang_of(pod)
     return PendingPod(about, demand, "", waits, Member(gang, demand) if gang else None)
 
 

@@ -7,6 +7,7 @@ is followed, nothing is mapped, and a usage region that was made longer is cut b
 (`agent.isolation.held`), so that their container cannot shut the agent out. All of it blocks.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -169,11 +170,13 @@ class LimitFolders:
         with self._file(key, LIMITS) as file:
             layout.beat(file)
 
-    def bound(self, key: str) -> None:
-        """Cut a usage region back that its container made longer. Raises FolderUnusable."""
+    def bound(self, key: str) -> bool:
+        """Cut a usage region back; whether its container had made it longer. Raises FolderUnusable."""
         with self._file(key, USAGE) as file:
-            if os.fstat(file).st_size > layout.USAGE_BYTES:
+            longer = os.fstat(file).st_size > layout.USAGE_BYTES
+            if longer:
                 os.ftruncate(file, layout.USAGE_BYTES)
+        return longer
 
     def mend(self, key: str, about: About) -> None:
         """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
@@ -293,7 +296,7 @@ def _write(folder: int, name: str, content: bytes, mode: int, size: int = 0) -> 
         if size:
             os.ftruncate(descriptor, size)
         if os.write(descriptor, content) != len(content):
-            raise OSError("it was written in part: the file system is full")
+            raise OSError(errno.ENOSPC, "it was written in part: the file system is full")
         os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)

@@ -1,5 +1,7 @@
 """Errors of limits; each text names the object, the cause and the remedy."""
 
+import errno
+
 
 class IsolationError(Exception):
     """The root of this room's errors."""
@@ -23,3 +25,9 @@ class OtherLayout(FolderUnusable):
 
 class BadLayout(IsolationError):
     """Bytes that are no limit file or usage region of a layout known here."""
+
+
+def short_of_space(error: IsolationError) -> bool:
+    """Whether a file system was full, which tenants can bring about."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)

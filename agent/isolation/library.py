@@ -59,6 +59,11 @@ class Library:
         return f"{NAME}-{self.build}.so", f"{NAME}-{self.build}.preload"
 
     @property
+    def own(self) -> bool:
+        """Whether it is one container's alone."""
+        return "-" in self.build
+
+    @property
     def file(self) -> Path:
         return self.folder / self.names[0]
 
@@ -125,7 +130,8 @@ class Original:
                 _put(folder, preload, 0o444, partial(_write, content=line))
         except OSError as error:
             raise LibraryUnusable(
-                f"{self._folder}: the enforcement library cannot be put there: {error.strerror or error}"
+                f"{self._folder}: the enforcement library cannot be put there: {error.strerror or error}; "
+                "have that folder writable, with space left, or set vgpu.enforcement to report"
             ) from error
         if problem := label_for_pods(self._folder, library.file, library.preload):
             raise LibraryUnusable(f"SELinux would keep pods from the enforcement library: {problem}")
@@ -295,4 +301,4 @@ def _unnamed(folder: int) -> int:
 
 def _write(file: int, content: bytes) -> None:
     if os.write(file, content) != len(content):
-        raise OSError("it was written in part: the file system is full")
+        raise OSError(errno.ENOSPC, "it was written in part: the file system is full")

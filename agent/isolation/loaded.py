@@ -8,7 +8,10 @@ does not.
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+from agent.kit import bounded
 
 LONGEST_MAPS = 8 << 20
 LONGEST_STATUS = 64 << 10
@@ -50,20 +53,19 @@ class Looks:
                 self.loaded[pid] = False
 
 
-def loads(pid: int, library: Path, proc: Path) -> bool | None:
+def loads(pid: int, library: Path, proc: Path, seconds: float = bounded.SECONDS) -> bool | None:
     """Whether a process has loaded the library; None: nothing is said. Blocks.
 
     A file that is mapped as data is not loaded: its code has to be executable. It is known by its name and
     inode: what a container mounts or copies under that name has another.
-    Raises OSError: its map cannot be read, though it is there.
+    Raises OSError: its map cannot be read, though it is there, or not in so many seconds.
     """
     try:
         inode = str(library.stat().st_ino)
     except OSError:
         return None
     try:
-        with (proc / str(pid) / "maps").open("rb") as maps:
-            text = maps.read(LONGEST_MAPS)
+        text = bounded.read(proc / str(pid), "maps", LONGEST_MAPS, seconds)
     except (FileNotFoundError, ProcessLookupError):
         return None
     name = os.fsencode(library.name)
@@ -78,7 +80,14 @@ def loads(pid: int, library: Path, proc: Path) -> bool | None:
 
 
 def process_of(pid: int, proc: Path) -> tuple[int, int] | None:
-    """The PID of a process in its own namespace, and its start time; None: it has ended. Blocks."""
+    """The PID of a process in its own namespace, and its start time; None: nothing is said. Blocks."""
+    try:
+        return bounded.call(("process", pid), partial(_process_of, pid, proc))
+    except bounded.Late:
+        return None
+
+
+def _process_of(pid: int, proc: Path) -> tuple[int, int] | None:
     try:
         with (proc / str(pid) / "status").open("rb") as file:
             status = file.read(LONGEST_STATUS)

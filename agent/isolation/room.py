@@ -25,6 +25,7 @@ from agent.isolation.isolation_errors import (
     IsolationError,
     LibraryUnusable,
     OtherLayout,
+    short_of_space,
 )
 from agent.isolation.layout import Usage
 from agent.isolation.library import Library, Original
@@ -136,7 +137,8 @@ class Isolation:
     async def admit(self, request: About) -> Admission:
         """The files that a container gets, all of them or none, and whether the driver limits it.
 
-        Raises IsolationError where the policy lets no container start without the files.
+        Raises IsolationError where the policy lets no container start without the files, or where there is no
+        space for them: a tenant that fills the node's would be rid of its limits.
         """
         policy = self.policy(request.namespace)
         if policy in (Policy.OFF, Policy.REPORT):
@@ -146,7 +148,7 @@ class Isolation:
                 raise LibraryUnusable(self.problem or "")
             return await self._admitted(request, policy, self._library)
         except IsolationError as error:
-            if policy is Policy.STRICT:
+            if policy is Policy.STRICT or short_of_space(error):
                 raise
             if self._library:  # without one the start said so
                 log.warning(
@@ -310,7 +312,13 @@ class Isolation:
             self._born[key] = self._clock()
             context = self.contexts.of(about.gpu, about.memory_bytes)
             self._outdated |= key in self.containers.value
-            about = await anyio.to_thread.run_sync(self._made, about, context, original)
+            try:
+                about = await anyio.to_thread.run_sync(self._made, about, context, original)
+            except IsolationError as error:
+                if not short_of_space(error):
+                    raise
+                await anyio.to_thread.run_sync(self._make_room)
+                about = await anyio.to_thread.run_sync(self._made, about, context, original)
             self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
         if not about.build:
             return Admission(driver=request.driver)
@@ -323,6 +331,15 @@ class Isolation:
             Mount(f"{libraries.IN_CONTAINER}/{USAGE}", str(usage), read_only=False),
         )
         return Admission(mounts, request.driver)
+
+    def _make_room(self) -> None:
+        """Take back at once what containers have filled by their usage regions."""
+        found: list[str] = []
+        for key, limits in self.containers.value.items():
+            with suppress(FolderUnusable):
+                if self.folders.bound(key):
+                    found.append(f"{limits.about.namespace}/{limits.about.pod}")
+        log.warning("limits_short_of_space", pods_with_longer_regions=found)
 
     def _made(self, about: About, context_bytes: int, original: Original | None) -> About:
         """All files of a container, in one visit to a thread: the kubelet waits for the answer.
@@ -465,7 +482,9 @@ class Isolation:
                 libraries.hold(self._held, library)
         except OSError as error:
             text = f"{library.file} is kept from the agent: {error.strerror or error}"
-            raise (AccessRefused if error.errno in REFUSALS else LibraryUnusable)(text) from error
+            # Who keeps a file of many from the agent is not to be known.
+            refused = library.own and error.errno in REFUSALS
+            raise (AccessRefused if refused else LibraryUnusable)(text) from error
 
     def _remove_libraries(self) -> None:
         used = {each.about.build for each in self.containers.value.values()}

@@ -4,6 +4,7 @@ The third fence, and the check on the second: it needs neither the container's g
 fed with each round of samples; what it reads of a process is bounded. Blocking work is done in a thread.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ CONTEXT_BYTES = 600 << 20
 MOST_CONTEXTS = 8
 # The same for one that keeps the agent from its files: the kernel ends no lease before 45 s.
 REFUSED_READINGS = 60
+LOOK_SECONDS = 2.0  # for the maps of one container's processes
 # Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
 STABLE_READINGS = 3
 STEP = 2 << 20
@@ -131,7 +133,7 @@ class LimitWatch:
         self._isolation.contexts.keep(self._isolation.containers.value)
         self._unreadable.keep(self._isolation.containers.value)
         if work:
-            loaded = await anyio.to_thread.run_sync(self._read, work)
+            loaded = await anyio.to_thread.run_sync(self._read, work, abandon_on_cancel=True)
             for key, limits, _ in work:
                 if key in loaded:
                     if limits.injected is not False and not loaded[key]:
@@ -202,9 +204,13 @@ class LimitWatch:
     def _look_at(self, key: str, about: About, pids: Sequence[int], looks: Looks) -> None:
         looks.keep(pids)
         library, entries = self._isolation.library_file(about), None
+        # Processes that keep the reader of their maps waiting cost their own container its time.
+        until = time.monotonic() + LOOK_SECONDS
         for pid in (each for each in pids if each not in looks.loaded):
+            if (left := until - time.monotonic()) <= 0:
+                break
             try:
-                loaded = loads(pid, library, self._proc)
+                loaded = loads(pid, library, self._proc, left)
             except OSError:
                 entries = entries or self._entries(key)
                 looks.entered(pid, entries, self._proc)

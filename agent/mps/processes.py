@@ -8,13 +8,15 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
+from agent.kit import bounded
 from agent.model.cgroup import container_of, started_by_agent
 from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps.binary import CONTROL, SERVER
@@ -25,6 +27,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Any process may have the kernel give out gigabytes as these (PR_SET_MM_MAP of prctl(2)).
 COMMAND_BYTES, ENVIRONMENT_BYTES = 64 << 10, 1 << 20
 GONE_SECONDS = 3.0
+LIVES_SECONDS = 0.5
 POLL_SECONDS = 0.05
 
 
@@ -99,6 +102,18 @@ def identify(pid: int, proc: Path = PROC) -> Process | None:
     return None if ended else Process(pid, int(fields[19]))
 
 
+def remaining(pids: Collection[int]) -> frozenset[int]:
+    """Those of anybody's processes that run; one that keeps its readers waiting does."""
+
+    def lives(pid: int) -> bool:
+        try:
+            return bounded.call(("lives", pid), partial(identify, pid), LIVES_SECONDS) is not None
+        except bounded.Late:
+            return True
+
+    return frozenset(pid for pid in pids if lives(pid))
+
+
 def parent(pid: int) -> int | None:
     """The PID of a process's parent; None: there is no such process."""
     try:
@@ -114,7 +129,9 @@ def daemons(pipe: Path) -> tuple[Process, ...]:
 
 def impostors(pipe: Path) -> tuple[Process, ...]:
     """Processes that look like a control daemon on a pipe folder, and run in a pod or as another user."""
-    return tuple(each for each in _found(CONTROL, pipe, _in_background) if not _own(each.pid, root=True))
+    return tuple(
+        each for each in _found(CONTROL, pipe, _in_background, pods=True) if not _own(each.pid, root=True)
+    )
 
 
 def servers(pipe: Path) -> tuple[Process, ...]:
@@ -167,53 +184,63 @@ async def silent(folders: Directories) -> bool:
 def arguments(pid: int) -> tuple[str, ...]:
     """The command line of a process; empty if it is gone."""
     try:
-        words = _read(PROC / str(pid) / "cmdline", COMMAND_BYTES).split(b"\0")
+        words = bounded.read_bytes(PROC / str(pid) / "cmdline", COMMAND_BYTES).split(b"\0")
     except OSError:
         return ()
     return tuple(os.fsdecode(word) for word in words)
-
-
-def _read(file: Path, most: int) -> bytes:
-    with file.open("rb", buffering=0) as opened:
-        found = b""
-        while len(found) < most and (data := opened.read(most - len(found))):
-            found += data
-        return found
 
 
 def _in_background(words: list[str]) -> bool:
     return any(word in ("-d", "-f") for word in words)
 
 
-def _found(program: str, pipe: Path, fits: Callable[[list[str]], bool]) -> Iterator[Process]:
+def _found(
+    program: str, pipe: Path, fits: Callable[[list[str]], bool], *, pods: bool = False
+) -> Iterator[Process]:
+    """Without `pods` nothing is read for which a pod's process can have its reader wait."""
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
-    for folder in folders():
+    own = _cgroups(PROC / "self")
+    for folder in folders(PROC):
         try:
-            # Cheap first: most processes are recognised by their command line.
-            words = _read(folder / "cmdline", COMMAND_BYTES).split(b"\0")
-            if not any(os.path.basename(os.fsdecode(word)) == program for word in words[:2]):  # noqa: PTH119
-                continue
-            if variable not in _read(folder / "environ", ENVIRONMENT_BYTES).split(b"\0"):
-                continue
+            look = partial(_looks_like, folder, program, variable, fits)
+            if outside_pods(_cgroups(folder), own):
+                found = look()
+            else:
+                found = bounded.call(str(folder), look, bounded.SECONDS) if pods else None
         except OSError:
-            continue  # gone, or a kernel thread
-        if fits([os.fsdecode(word) for word in words]) and (found := identify(int(folder.name))):
+            continue  # gone, or a kernel thread, or one that keeps its readers waiting
+        if found:
             yield found
+
+
+def _looks_like(
+    folder: Path, program: str, variable: bytes, fits: Callable[[list[str]], bool]
+) -> Process | None:
+    """The process, if it has such a command line and environment. Raises OSError."""
+    # Cheap first: most processes are recognised by their command line.
+    words = bounded.read_bytes(folder / "cmdline", COMMAND_BYTES).split(b"\0")
+    if not any(os.path.basename(os.fsdecode(word)) == program for word in words[:2]):  # noqa: PTH119
+        return None
+    if variable not in bounded.read_bytes(folder / "environ", ENVIRONMENT_BYTES).split(b"\0"):
+        return None
+    return identify(int(folder.name)) if fits([os.fsdecode(word) for word in words]) else None
+
+
+def _cgroups(process: Path) -> str:
+    return (process / "cgroup").read_bytes().decode(errors="replace")
 
 
 def _own(pid: int, root: bool = False) -> bool:
     """Whether a process is in our PID namespace and in no foreign container; with `root`, runs as we do."""
     try:
+        # First: what else is shown of a pod's process may never come.
+        if not outside_pods(*(_cgroups(PROC / each) for each in (str(pid), "self"))):
+            return False
         if (PROC / str(pid) / "ns" / "pid").readlink() != (PROC / "self" / "ns" / "pid").readlink():
             return False
-        if root and effective_user(pid) != os.geteuid():
-            return False
-        texts = [
-            (PROC / each / "cgroup").read_bytes().decode(errors="replace") for each in (str(pid), "self")
-        ]
+        return not root or effective_user(pid) == os.geteuid()
     except OSError:
         return False
-    return outside_pods(*texts)
 
 
 def outside_pods(cgroups: str, own: str) -> bool:

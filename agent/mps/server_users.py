@@ -44,13 +44,13 @@ def _parents(servers: Collection[Process]) -> frozenset[int]:
 
 
 def _by_kernel(servers: Collection[Process], known: Collection[int]) -> frozenset[int]:
-    found = frozenset(pid for pid in known if processes.identify(pid))
+    found = frozenset(known)
     for each in servers:
         try:
             found |= peers_of(each.pid)
         except ProcessLookupError:
             continue  # it has ended
-    return frozenset(pid for pid in found if processes.identify(pid))
+    return processes.remaining(found)
 
 
 def _named(pids: Collection[int]) -> str:

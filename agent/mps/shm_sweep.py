@@ -16,11 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cmp_to_key
+from functools import cmp_to_key, partial
 from itertools import islice
 from pathlib import Path
 
-from agent.kit import trees
+from agent.kit import bounded, trees
 from agent.model.cgroup import container_of
 from agent.mps import processes
 
@@ -34,6 +34,7 @@ MOST_FILES = 50_000  # of one look
 MOST_ENTRIES, MOST_SECONDS = 50_000, 1.0
 MAPPINGS_FOR_ENTRY = 8  # reading a mapping takes so much less than a descriptor
 ALL_SECONDS = 5.0  # of one look
+WAITED_SECONDS = 0.5  # for what the kernel shows of a process at once, unless the process keeps it from that
 MOST_BYTES = 16 << 20  # of a file of /proc: 100,000 mounts or mappings
 MOST_NAMED = 3
 _KCMP, _KCMP_FILES = {"x86_64": 312, "aarch64": 272}, 2
@@ -155,24 +156,48 @@ def look(device: int, own: Collection[int], proc: Path) -> Usage:
     until = time.monotonic() + ALL_SECONDS
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")
-    having, mounts = _having(device, proc, until)
+    having, mounts = _having(device, proc, until, found.cut_short)
     shares: dict[str, _Share] = defaultdict(lambda: _Share(MOST_ENTRIES, MOST_SECONDS))
-    tables = {folder for group in _by_table(list(having), proc) for folder in group[:1]}
+    tables = {folder for group in _tables(list(having), proc, until) for folder in group[:1]}
     for folder, container in having.items():
         began = _checked(until)
-        with suppress(OSError):  # it has ended
-            share = shares[container]
+        share = shares[container]
+        try:
+            process = bounded.call(("user", folder.name), partial(_user, folder), WAITED_SECONDS)
+            if process and int(folder.name) not in own:
+                found.users.append(User(boot + process[0] / ticks, process[1]))
             if folder in tables and not share.used_up:
-                _add_opened(found.inodes, folder, device, mounts, share)
+                add = partial(_add_opened, found.inodes, folder, device, mounts, share)
+                bounded.call(str(folder / "fd"), add, share.seconds + WAITED_SECONDS)
             if not share.used_up:
-                _add_mapped(found.inodes, folder / "maps", device, share)
-            pid = int(folder.name)
-            if pid not in own and (process := processes.identify(pid, proc)):
-                users = frozenset(processes.user_ids(pid, proc))
-                found.users.append(User(boot + process.started / ticks, users))
-        shares[container].seconds -= time.monotonic() - began
-    found.cut_short = {container for container, share in shares.items() if share.used_up}
+                _add_mapped(found.inodes, folder, device, share, until)
+        except bounded.Late as late:
+            _only_again(late, container)
+            share.entries = 0
+        except OSError:
+            pass  # it has ended
+        share.seconds -= time.monotonic() - began
+    found.cut_short |= {container for container, share in shares.items() if share.used_up}
     return found
+
+
+def _user(process: Path) -> tuple[int, frozenset[int]] | None:
+    """When a process began, in ticks, and its users; None: it has ended. Raises OSError."""
+    pid, proc = int(process.name), process.parent
+    found = processes.identify(pid, proc)
+    return (found.started, frozenset(processes.user_ids(pid, proc))) if found else None
+
+
+def _only_again(late: bounded.Late, container: str) -> None:
+    """Raises Exhausted, unless a process has been keeping its readers waiting since an earlier look.
+
+    Then it does so on purpose, at the cost of its own container; before, the machine may be busy.
+    """
+    if not late.again:
+        raise Exhausted(
+            f"a process of {container} does not show in time what it uses of the shared memory: what ended "
+            "containers left stays until the next look"
+        )
 
 
 def _checked(until: float) -> float:
@@ -186,17 +211,25 @@ def _checked(until: float) -> float:
     return now
 
 
-def _having(device: int, proc: Path, until: float) -> tuple[dict[Path, str], frozenset[bytes]]:
+def _having(
+    device: int, proc: Path, until: float, unseen: set[str]
+) -> tuple[dict[Path, str], frozenset[bytes]]:
     """Processes that have the file system as their /dev/shm, with their containers; IDs of its mounts.
 
-    Raises Exhausted.
+    Containers of those that do not show it are added to `unseen`. Raises Exhausted.
     """
     mounts: dict[str, frozenset[bytes]] = {}  # by mount namespace that has it as /dev/shm
     having: dict[Path, str] = {}
     for folder in list(processes.folders(proc)):
         _checked(until)
         with suppress(OSError):  # it has ended
-            namespace = str((folder / "ns" / "mnt").readlink())
+            link = folder / "ns" / "mnt"
+            try:
+                namespace = str(bounded.call(str(link), link.readlink, WAITED_SECONDS))
+            except bounded.Late as late:
+                unseen.add(container := _container(folder, f"process {folder.name}"))
+                _only_again(late, container)
+                continue
             if namespace not in mounts:
                 mounts[namespace] = _mounts(folder / "mountinfo", device)
             if mounts[namespace]:
@@ -213,14 +246,24 @@ def _container(folder: Path, namespace: str) -> str:
     return f"container {found.container_id} of pod {found.pod_uid}" if found else f"processes in {namespace}"
 
 
-def _by_table(having: list[Path], proc: Path) -> list[list[Path]]:
-    """The processes in groups that share a descriptor table, as children of clone(2) with CLONE_FILES do."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def _tables(having: list[Path], proc: Path, until: float) -> list[list[Path]]:
+    """The processes in groups that share a descriptor table, as children of clone(2) with CLONE_FILES do.
+
+    Each for itself where that is not to be had. Raises Exhausted.
+    """
     number = _KCMP.get(platform.machine())
-    if number is None or not os.path.samestat(proc.stat(), PROC.stat()):
-        return [[each] for each in having]
+    if number is not None and os.path.samestat(proc.stat(), PROC.stat()):
+        with suppress(bounded.Late):
+            return bounded.call("kcmp", partial(_by_table, having, number, until), ALL_SECONDS / 4)
+    return [[each] for each in having]
+
+
+def _by_table(having: list[Path], number: int, until: float) -> list[list[Path]]:
+    """By kcmp(2), which may wait for a process that does not let go of its memory. Raises Exhausted."""
+    libc = ctypes.CDLL(None, use_errno=True)
 
     def compare(one: Path, other: Path) -> int:
+        _checked(until)
         found: int = libc.syscall(number, int(one.name), int(other.name), _KCMP_FILES, 0, 0)
         return {0: 0, 1: -1}.get(found, 1)  # where the kernel does not say, they are two
 
@@ -233,26 +276,20 @@ def _by_table(having: list[Path], proc: Path) -> list[list[Path]]:
     return groups
 
 
-def _read(file: Path) -> bytes:
-    with file.open("rb", buffering=0) as opened:
-        found = b""
-        while len(found) < MOST_BYTES and (data := opened.read(1 << 16)):
-            found += data
-        return found
-
-
 def _mounts(mountinfo: Path, device: int) -> frozenset[bytes]:
     """IDs of the mounts of a file system, if one of them is /dev/shm."""
     # The kernel keeps line feeds out of names, but no other end of a line.
+    text = bounded.read_bytes(mountinfo, MOST_BYTES)
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    found = re.findall(rb"^(\d+) \d+ " + number + rb" [^ \n]+ ([^ \n]+) ", _read(mountinfo), re.MULTILINE)
+    found = re.findall(rb"^(\d+) \d+ " + number + rb" [^ \n]+ ([^ \n]+) ", text, re.MULTILINE)
     at = os.fsencode(MOUNTED_AT)
     return frozenset(mount for mount, _ in found) if any(where == at for _, where in found) else frozenset()
 
 
-def _add_mapped(found: set[int], maps: Path, device: int, share: _Share) -> None:
+def _add_mapped(found: set[int], process: Path, device: int, share: _Share, until: float) -> None:
     number = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
-    text = _read(maps)
+    seconds = min(share.seconds, until - time.monotonic(), bounded.SECONDS)
+    text = bounded.read(process, "maps", MOST_BYTES, seconds)
     share.entries -= text.count(b"\n") // MAPPINGS_FOR_ENTRY
     fields = rb"^\S+ \S+ \S+ " + number + rb" (\d+)"
     found.update(int(inode) for inode in re.findall(fields, text, re.MULTILINE))
@@ -275,7 +312,7 @@ def _add_opened(
                 name = os.readlink(link.path)  # noqa: PTH115  thousands of them
                 if f"{MOUNTED_AT}/" not in name or name in seen:
                     continue
-                info = _read(Path(top, "fdinfo", link.name))
+                info = bounded.read_bytes(Path(top, "fdinfo", link.name), MOST_BYTES)
                 # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
                 mount = re.search(rb"^mnt_id:\s*(\d+)", info, re.MULTILINE)
                 if mount and mount[1] in mounts and (status := link.stat()).st_dev == device:

@@ -10,6 +10,7 @@ daemon's descriptor. For the daemon, its client has left.
 """
 
 import ctypes
+import errno
 import math
 import os
 import re
@@ -19,7 +20,7 @@ import struct
 import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -38,7 +39,10 @@ log = structlog.get_logger()
 SUSPICION_SECONDS = 0.25  # after a sign that somebody connected, until it is looked who is waited for
 SILENT_SECONDS = 0.5  # a client sends its first message at once
 HOST_SECONDS = 30.0  # for root on the node, who may type
-AGAIN_SECONDS = 0.005  # for the next ones of a container that was silent a moment ago: hundreds may queue
+ENDED_SECONDS = 0.005  # for those of processes that have ended: hundreds may queue
+# For the next ones of a container of which so many were cut off: one that seldom runs needs more time.
+AGAIN_SECONDS, AGAIN_AFTER = 0.05, 3
+MOST_PATIENCE = 20  # so often its patience somebody may go on who says a word in time, while others wait
 WATCHED_SECONDS = 0.1  # between two looks at one that has been silent so long, until somebody waits behind it
 BETWEEN_SECONDS = 0.05  # the daemon goes on to the next connection
 KNOWN_SECONDS = 60.0  # so long that is remembered
@@ -59,6 +63,7 @@ class Peer:
     pid: int
     user: int
     ended: bool = False  # the connection was handed on, or its process is about to go
+    sure: bool = True  # False: the number may be another's by now, which Linux before 6.5 does not say
     container: ContainerRef | None = None
 
     @property
@@ -72,7 +77,8 @@ class Peer:
         if self.ended:
             return f"process {self.pid} of user {self.user}, which has ended,"
         where = f"pod {self.container.pod_uid}" if self.container else "no pod"
-        return f"process {self.pid} of user {self.user} in {where}"
+        unsure = "" if self.sure else " (or one before it that had its number: Linux before 6.5 does not say)"
+        return f"process {self.pid} of user {self.user} in {where}{unsure}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,15 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class _Sighting:
     inode: int
-    since: float
+    first: float
+    since: float  # without a message
+    pauses: int  # of the daemon: one more, and it has heard something
     peer: Peer
     patience: float
+
+    @property
+    def end(self) -> float:
+        return min(self.since + self.patience, self.first + MOST_PATIENCE * self.patience)
 
 
 class SilentPeers:
@@ -95,7 +107,7 @@ class SilentPeers:
     def __init__(self, pipe: Path) -> None:
         self._pipe = pipe
         self._seen: _Sighting | None = None
-        self._known: dict[str, float] = {}  # groups that were silent, and when
+        self._known: dict[str, tuple[int, float]] = {}  # groups that were silent, how often, and when
         self._last = 0.0  # when somebody was cut off
         self._stranger: Process | None = None  # the last one outside of pods that was found to be no server
 
@@ -111,56 +123,77 @@ class SilentPeers:
                 if held is None:
                     if now > until or now - self._last > BETWEEN_SECONDS:
                         break
-                    time.sleep(AGAIN_SECONDS / 10)
+                    time.sleep(ENDED_SECONDS / 10)
                     continue
                 number, inode = held
-                left = AGAIN_SECONDS / 10  # one that was cut off is about to be let go of
+                left = ENDED_SECONDS / 10  # one that was cut off is about to be let go of
                 if inode not in over:
-                    if self._seen is None or self._seen.inode != inode:
-                        self._seen = self._sighted(descriptor, daemon.pid, number, inode, now)
+                    self._seen = self._followed(descriptor, daemon.pid, number, inode, now)
                     if self._seen is None and now <= until:
                         continue  # it waits for another one by now
                     if self._seen is None or self._seen.patience == NOBODY:
                         break
-                    left = self._seen.since + self._seen.patience - now
+                    left = self._seen.end - now
                     if left <= 0 and not _kept_waiting(descriptor, daemon.pid):
                         return Look(tuple(cut), WATCHED_SECONDS)
                     if left <= 0:
                         if _cut(descriptor, number, inode):
                             cut.append(self._seen.peer)
-                            self._known[self._seen.peer.group] = self._last = now
+                            self._remember(self._seen.peer.group, now)
                         over.add(inode)
                         self._seen = None
                         continue
-                if left > 2 * AGAIN_SECONDS or now > until:
-                    return Look(tuple(cut), min(max(left, AGAIN_SECONDS), SILENT_SECONDS))
+                if left > 2 * ENDED_SECONDS or now > until:
+                    return Look(tuple(cut), min(max(left, ENDED_SECONDS), SILENT_SECONDS))
                 time.sleep(left)
         finally:
             os.close(descriptor)
         self._seen = None
         return Look(tuple(cut), BETWEEN_SECONDS if cut else None)
 
+    def _followed(self, daemon: int, pid: int, number: int, inode: int, now: float) -> _Sighting | None:
+        """The peer that it waits for, and since when it has heard no word of them."""
+        before = self._seen if self._seen and self._seen.inode == inode else None
+        found = before
+        # Who has more patience than others is asked for each time: it is theirs while they live.
+        if found is None or found.patience > SILENT_SECONDS:
+            found = self._sighted(daemon, pid, number, inode, now)
+        if found is None or before is None:
+            return found
+        pauses = _pauses(pid)
+        since = before.since if pauses == before.pauses else now
+        return replace(found, first=before.first, since=since, pauses=pauses)
+
+    def _remember(self, group: str, now: float) -> None:
+        self._last = now
+        self._known[group] = (self._known.get(group, (0, now))[0] + 1, now)
+
     def _sighted(self, daemon: int, pid: int, number: int, inode: int, now: float) -> _Sighting | None:
+        pauses = _pauses(pid)
         with _taken(daemon, number, inode) as connection:
             if connection is None:
                 return None
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return _Sighting(inode, now, Peer(pid, 0), NOBODY)
+                return _Sighting(inode, now, now, pauses, Peer(pid, 0), NOBODY)
             peer = _peer(connection)
-        return _Sighting(inode, now, peer, self._patience(peer, pid, now))
+        patience = self._patience(peer, pid, now)
+        # What may be another's number gives nobody all the time.
+        return _Sighting(
+            inode, now, now, pauses, peer, patience if peer.sure else min(patience, HOST_SECONDS)
+        )
 
     def _patience(self, peer: Peer, daemon: int, now: float) -> float:
         if peer.ended:
-            return AGAIN_SECONDS
-        if peer.pid in (daemon, *SESSIONS) or processes.parent(peer.pid) == daemon:
-            return math.inf  # its server, or a session of ours, which has a deadline
-        if peer.container is None and self._is_server(peer.pid):
+            return ENDED_SECONDS
+        if peer.pid in (daemon, *SESSIONS):
+            return math.inf  # a session of ours has a deadline
+        if peer.container is None and (processes.parent(peer.pid) == daemon or self._is_server(peer.pid)):
             return math.inf
         if peer.container is None and peer.user == 0:
             return HOST_SECONDS
-        for group in [group for group, at in self._known.items() if now - at > KNOWN_SECONDS]:
-            del self._known[group]
-        return AGAIN_SECONDS if peer.group in self._known else SILENT_SECONDS
+        self._known = {group: (n, at) for group, (n, at) in self._known.items() if now - at <= KNOWN_SECONDS}
+        often = self._known.get(peer.group, (0, now))[0] >= AGAIN_AFTER
+        return min(AGAIN_SECONDS, SILENT_SECONDS) if often else SILENT_SECONDS
 
     def _is_server(self, pid: int) -> bool:
         process = processes.identify(pid)
@@ -230,10 +263,10 @@ class Guard:
         more = f" and {len(by_group) - len(named)} more" if len(by_group) > len(named) else ""
         self._parts.publisher.report(
             EventReason.SILENT,
-            f"{'; '.join(map(str, named))}{more} connected to the MPS control daemon and said nothing, which "
-            f"keeps all other clients waiting: {len(self._unreported)} connections were cut off, and nothing "
-            "else was ended",
-            frozenset(peer.pid for peer in named),
+            f"{'; '.join(map(str, named))}{more} connected to the MPS control daemon and said nothing, or "
+            f"found no end, which keeps all other clients waiting: {len(self._unreported)} connections were "
+            "cut off, and nothing else was ended",
+            frozenset(peer.pid for peer in named if peer.sure and not peer.ended),
         )
         self._unreported = []
 
@@ -257,6 +290,14 @@ def _waited_for(pid: int) -> tuple[int, int] | None:
         if len(words) > 2 and (inode := _inode(pid, int(words[1], 16))) is not None:
             return int(words[1], 16), inode
     return None
+
+
+def _pauses(pid: int) -> int:
+    """How often a process's first thread has stopped to wait. Raises OSError: it has ended."""
+    for line in Path(f"/proc/{pid}/task/{pid}/status").read_bytes().split(b"\n"):
+        if line.startswith(b"voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    raise ProcessLookupError(f"process {pid} has ended")
 
 
 def _sockets(pidfd: int, pid: int) -> Generator[socket.socket, None, None]:
@@ -328,21 +369,27 @@ def _cut(pidfd: int, number: int, inode: int) -> bool:
 def _peer(connection: socket.socket) -> Peer:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
-    if _gone(connection):
+    gone = _gone(connection)
+    if gone:
         return Peer(pid, user, ended=True)
     try:
         cgroups = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="replace")
     except OSError:
         return Peer(pid, user, ended=pid != 0)
-    return Peer(pid, user, container=container_of(cgroups))
+    return Peer(pid, user, container=container_of(cgroups), sure=gone is not None)
 
 
-def _gone(connection: socket.socket) -> bool:
-    """Whether the process that connected has ended: its number may be another's by now."""
+def _gone(connection: socket.socket) -> bool | None:
+    """Whether the process that connected has ended: its number may be another's by now. None: not known."""
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
-        return isinstance(error, ProcessLookupError)  # else a kernel before 6.5, which does not say
+        if error.errno == errno.ENOPROTOOPT:  # before Linux 6.5
+            return None
+        # Of a process that nobody holds on to; EINVAL before Linux 6.16.
+        if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENODATA):
+            return True
+        raise
     try:
         return _readable(pidfd)
     finally:

@@ -103,7 +103,12 @@ class Starter:
 
     async def _report_impostors(self) -> None:
         """Report processes that were made to look like this daemon, once each, and however many in one go."""
-        found = frozenset(await anyio.to_thread.run_sync(processes.impostors, self._parts.folders.pipe))
+        # They are looked for in all pods, and an agent that stops does not wait for that.
+        found = frozenset(
+            await anyio.to_thread.run_sync(
+                processes.impostors, self._parts.folders.pipe, abandon_on_cancel=True
+            )
+        )
         if pids := sorted(each.pid for each in found - self._impostors):
             named = pids[:MOST_NAMED]
             more = f" and {len(pids) - len(named)} more" if len(pids) > len(named) else ""

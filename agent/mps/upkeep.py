@@ -60,7 +60,9 @@ class Upkeep:
             if not (exposed and await self._replaced(uuid, status, folders)):
                 await anyio.to_thread.run_sync(folders.show)
             if status.private_shm:
-                problem = await anyio.to_thread.run_sync(self._keep_memory, uuid, folders, sweeping)
+                problem = await anyio.to_thread.run_sync(
+                    self._keep_memory, uuid, folders, sweeping, abandon_on_cancel=True
+                )
         except (MpsError, OSError) as error:
             problem = str(error)
         if problem and problem != self._problems.get(uuid):

@@ -49,6 +49,7 @@ class Request:
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    address: str = ""  # of the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,9 @@ class HttpServer:
             with anyio.fail_after(HANDLER_SECONDS):
                 if most is not None and (refused := await self._read(request, body, most)):
                     return refused
-                return await handler(Request(request.path, request.query, request.headers, bytes(body)))
+                return await handler(
+                    Request(request.path, request.query, request.headers, bytes(body), request.remote or "")
+                )
         except TimeoutError:
             log.error("http_handler_late", path=request.path, deadline_seconds=HANDLER_SECONDS)
             return Reply.text(f"no answer within {HANDLER_SECONDS:g} s", 503)

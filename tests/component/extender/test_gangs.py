@@ -139,6 +139,54 @@ async def test_forged_filters_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert await scheduler.bind(true, "a") == ""
 
 
+async def test_forged_filters_take_nothing_from_a_member() -> None:
+    """Who names other nodes, or none, for a pod of somebody else neither frees its GPUs nor moves it."""
+    api = ClusterApi()
+    for name in ("a", "b", "full"):
+        api.node(name, *gpus(1))
+    api.pod("held", 90, 10, "full")
+    async with api.serving(), leader(api) as scheduler:
+        pod = member(api, "member", cores=90)
+        (kept,) = await sent(scheduler, pod, "a", "b")
+        (other,) = {"a", "b"} - {kept}
+        assert scheduler.extender.serving is not None
+        gangs_ = scheduler.extender.serving.binder.gangs
+        assert await sent(scheduler, pod) == []
+        assert not gangs_._refused
+        assert await sent(scheduler, pod, "full") == []
+        assert gangs_.node("member") == kept
+        for _ in range(3):
+            assert await sent(scheduler, pod, "a", "b") == [kept]
+        assert await sent(scheduler, pod, other) == [other]  # its scheduler has reasons of its own
+        assert (gangs_.node("member"), scheduler.extender.fleet and scheduler.extender.fleet.waiting) == (
+            other,
+            1,
+        )
+
+
+async def test_nothing_is_kept_for_a_member_that_no_scheduler_looks_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With gates of its own a pending pod waits for ever, and would hold GPUs by forged calls."""
+    monkeypatch.setattr(gangs, "SHOWN_SECONDS", 0.1)
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    async with api.serving(), leader(api) as scheduler:
+        pod = api.pod("gated", 90, 10)
+        pod["spec"] |= {"schedulingGroup": {"podGroupName": "g"}, "schedulingGates": [{"name": "never"}]}
+        api.update(pod)
+        await scheduler.settled()
+        fleet = scheduler.extender.fleet
+        assert fleet is not None
+        await sent(scheduler, pod, "a")
+        assert fleet.waiting == 0
+        del pod["spec"]["schedulingGates"]
+        api.update(pod)
+        with anyio.fail_after(4):
+            while fleet.waiting == 0:
+                await sent(scheduler, pod, "a")
+
+
 async def test_deleted_pending_pod_lets_go() -> None:
     """A tenant makes and deletes pods one at a time, so that no quota ever sees two."""
     api = ClusterApi()

@@ -77,6 +77,7 @@ async def test_silent_mps_connection_harms_nobody(
 ) -> None:
     """Units stay Healthy, daemon and server stay, others are heard: for one, and for all that fit."""
     monkeypatch.setattr(silent_peers, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(silent_peers, "AGAIN_SECONDS", 0.005)  # 200 at 50 ms each would take ten seconds
     bench = Bench(run_folder, program)
     daemon = bench.daemon(options=WITH_SERVER)
     async with bench.kept(daemon):

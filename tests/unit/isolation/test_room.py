@@ -1,15 +1,19 @@
 """Limits of containers over their lives: admitted, found again after a restart, gone, and by which policy."""
 
+import errno
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 import pytest
 
+from agent.isolation import folders, layout
 from agent.isolation import library as libraries
-from agent.isolation.folders import ABOUT, LIMITS, About, LimitFolders, key_of
-from agent.isolation.isolation_errors import FolderUnusable, LibraryUnusable
+from agent.isolation.folders import ABOUT, LIMITS, USAGE, About, LimitFolders, key_of
+from agent.isolation.isolation_errors import FolderUnusable, IsolationError, LibraryUnusable
 from agent.isolation.limits import Admission, Policy
 from agent.isolation.room import GRACE_SECONDS, Isolation
 from agent.kit.cell import Cell
@@ -102,6 +106,49 @@ async def test_a_library_that_cannot_be_copied_is_not_shown(node: Node) -> None:
     assert await node.isolation.admit(request("c", 20)) == Admission()
     assert not await node.folders()
     assert not node.isolation.containers.value
+
+
+def full(node: Node, monkeypatch: pytest.MonkeyPatch, room: Any, code: int = errno.ENOSPC) -> None:
+    """Nothing can be written while a usage region is longer than it should be."""
+    write = room._write
+
+    def guarded(*words: Any, **more: Any) -> None:
+        if any(each.stat().st_size > layout.USAGE_BYTES for each in (node.root / "run").rglob(USAGE)):
+            raise OSError(code, os.strerror(code))
+        write(*words, **more)
+
+    monkeypatch.setattr(room, "_write", guarded)
+
+
+def lengthen(mounts: Iterable[Mount]) -> None:
+    (usage,) = [file_of(each) for each in mounts if not each.read_only]
+    with usage.open("ab") as file:
+        file.truncate(layout.USAGE_BYTES + 1)
+
+
+@pytest.mark.parametrize("room", [folders, libraries], ids=["run", "state"])
+async def test_who_fills_the_node_by_its_usage_region_keeps_nobody_from_limits(
+    node: Node, monkeypatch: pytest.MonkeyPatch, room: Any
+) -> None:
+    await node.isolation.start()
+    full(node, monkeypatch, room)
+    lengthen((await node.isolation.admit(request("a"))).mounts)
+    assert len((await node.isolation.admit(request("b", 10))).mounts) == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("room", [folders, libraries], ids=["run", "state"])
+async def test_nobody_is_rid_of_limits_by_a_full_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch, room: Any, code: int
+) -> None:
+    await node.isolation.start()
+    full(node, monkeypatch, room, code)
+    lengthen((await node.isolation.admit(request("a"))).mounts)
+    monkeypatch.setattr(LimitFolders, "bound", lambda *_: False)  # or the disk is full of other things
+    with pytest.raises(IsolationError, match=r"cannot be (put|kept) there: .*; .*or set vgpu.enforcement"):
+        await node.isolation.admit(request("b", 10))
+    node.namespaces["default"] = Policy.REPORT
+    assert await node.isolation.admit(request("b", 10)) == Admission()
 
 
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:

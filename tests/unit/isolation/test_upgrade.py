@@ -3,17 +3,20 @@
 There one file of each build, `lib/libgna-limits-<build>.so`, served all containers, and one preload file.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 import pytest
 
 from agent.isolation import library as libraries
 from agent.isolation.folders import LIMITS, USAGE, LimitFolders, key_of
+from agent.isolation.held import Held, Leased
 from agent.isolation.library import Library
 from agent.isolation.limits import Policy
 from agent.isolation.room import GRACE_SECONDS, Isolation
@@ -134,3 +137,21 @@ async def test_an_agent_of_before_finds_the_copies_and_removes_them_with_their_c
         assert sorted(node.lib.iterdir()) == sorted([files[stays], preloads[stays]])
 
     await anyio.to_thread.run_sync(back)
+
+
+async def test_a_lease_on_a_file_that_many_share_accuses_nobody(
+    node: Node, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    """Any of them may have taken it, and with `aboveCap: end` all would be ended."""
+    await anyio.to_thread.run_sync(node.before)
+    get = Held.get
+
+    def leased(held: Held, key: str, name: str, *more: Any) -> int:
+        if key == BUILD and name.endswith(".preload"):
+            raise Leased(errno.EWOULDBLOCK, "a process of its container has a lease on it")
+        return get(held, key, name, *more)
+
+    monkeypatch.setattr(Held, "get", leased)
+    await node.isolation.start()
+    assert not node.isolation.refusing
+    assert any("is kept from the agent" in each.get("problem", "") for each in logs)

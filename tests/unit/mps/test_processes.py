@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.kit import bounded
 from agent.kubelet.owners import container_of_process, pods_of_processes
 from agent.mps import processes
 from agent.mps.binary import CONTROL
@@ -145,7 +146,9 @@ def test_a_command_line_without_end_is_not_read_to_its_end(
     """A process can make its own description of any length, by prctl(PR_SET_MM_MAP) without a privilege."""
     monkeypatch.setattr(processes, "PROC", tmp_path)
     process = tmp_path / "7"
-    process.mkdir()
+    for folder, cgroups in (tmp_path / "self", AGENT_V2), (process, OTHER_V2):
+        folder.mkdir()
+        (folder / "cgroup").write_text(cgroups)
     for name in ("cmdline", "environ"):
         with (process / name).open("wb") as file:
             file.write(os.fsencode(f"/usr/bin/{CONTROL}") + b"\0-d\0")
@@ -157,3 +160,23 @@ def test_a_command_line_without_end_is_not_read_to_its_end(
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_process_that_keeps_its_readers_waiting_holds_up_no_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it hangs in execve(2) or mmap(2), nobody gets its command line; here a fifo has none either."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    for name, cgroups in {"self": AGENT_V2, "7": OTHER_V2}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup").write_text(cgroups)
+    os.mkfifo(tmp_path / "7" / "cmdline")
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    began = time.monotonic()
+    assert processes.daemons(tmp_path / "pipe") == processes.servers(tmp_path / "pipe") == ()
+    assert processes.impostors(tmp_path / "pipe") == ()
+    assert 0.9 * bounded.SECONDS < time.monotonic() - began < 10
+    began = time.monotonic()
+    assert processes.impostors(tmp_path / "pipe") == ()  # it is not asked again
+    assert time.monotonic() - began < 0.9 * bounded.SECONDS
+    os.close(os.open(tmp_path / "7" / "cmdline", os.O_WRONLY))

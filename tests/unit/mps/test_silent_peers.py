@@ -1,7 +1,9 @@
 """The process that a daemon waits for, by the kernel: the daemon is played by one of the same shape."""
 
+import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,13 +15,15 @@ import pytest
 
 from agent.model.cgroup import ContainerRef
 from agent.mps import processes, silent_peers
+from agent.mps.control_commands import SESSIONS
 from agent.mps.daemon_parts import DaemonParts, Options
 from agent.mps.daemon_status import EventReason, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.processes import Process
 from agent.mps.silent_peers import Guard, Look, Peer, SilentPeers
 
-# Hears one connection at a time. On "start" it waits for the word of a server of its own.
+# Hears one connection at a time, and "more" of it again and again. On "start" it waits for the word of a
+# server of its own.
 DAEMON = """
 import os, socket, sys, time
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -28,7 +32,9 @@ listener.listen(128)
 print("ready", flush=True)
 while True:
     client, _ = listener.accept()
-    if client.recv(100) == b"start":
+    while (said := client.recv(100)) == b"more":
+        client.send(said)
+    if said == b"start":
         mine, servers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             sys.stdin.readline()
@@ -143,6 +149,76 @@ def test_a_connection_whose_process_has_ended_is_known_by_no_other(
     assert "which has ended" in str(peer)
 
 
+class Connection:
+    """One of the test's own process, by a kernel that answers so about the process itself."""
+
+    def __init__(self, answer: int) -> None:
+        self._answer = answer
+
+    def getsockopt(self, _level: int, name: int, _size: int = 0) -> bytes:
+        if name == silent_peers._SO_PEERPIDFD:
+            raise OSError(self._answer, os.strerror(self._answer))
+        return struct.pack("3i", os.getpid(), 1000, 0)
+
+
+@pytest.mark.parametrize("answer", [errno.ESRCH, errno.EINVAL, errno.ENODATA])
+def test_every_kernel_s_word_for_a_process_that_has_ended_is_understood(answer: int) -> None:
+    connection: Any = Connection(answer)
+    assert silent_peers._peer(connection).ended
+
+
+def test_a_kernel_that_does_not_say_who_lives_has_nobody_believed_for_ever(
+    peers: SilentPeers, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silent_peers, "_gone", lambda _: None)
+    monkeypatch.setattr(silent_peers, "SESSIONS", {os.getpid()})
+    with daemon.connected(), daemon.connected() as behind:
+        behind.send(b"hello")
+        (peer,) = looked(peers, daemon)
+    assert "Linux before 6.5 does not say" in str(peer)
+
+
+def test_a_session_s_patience_ends_with_the_session(peers: SilentPeers, daemon: Daemon) -> None:
+    with daemon.connected(), daemon.connected() as behind:
+        behind.send(b"hello")
+        SESSIONS.add(os.getpid())
+        try:
+            assert looked(peers, daemon) == []
+        finally:
+            SESSIONS.discard(os.getpid())
+        assert len(looked(peers, daemon)) == 1
+
+
+def test_a_client_that_speaks_is_not_cut_off_unless_it_finds_no_end(
+    peers: SilentPeers, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoken(words: int) -> int:
+        with daemon.connected() as talker, daemon.connected():
+            for word in range(words):
+                talker.send(b"more")
+                if talker.recv(10) != b"more" or peers.look(daemon.process).cut:
+                    return word
+                time.sleep(0.005)
+        return words
+
+    for name in ("SILENT_SECONDS", "HOST_SECONDS"):
+        monkeypatch.setattr(silent_peers, name, 0.03)
+    monkeypatch.setattr(silent_peers, "MOST_PATIENCE", 10_000)
+    assert spoken(15) == 15  # each in time, and all of them longer than somebody may be silent
+    monkeypatch.setattr(silent_peers, "MOST_PATIENCE", 1)
+    assert spoken(15) < 15
+
+
+def test_patience_is_shorter_only_with_who_was_silent_again_and_again(tmp_path: Path) -> None:
+    peers, peer = SilentPeers(tmp_path), Peer(os.getpid(), 1000, container=ContainerRef("uid", "container"))
+    found = []
+    for _ in range(4):
+        found.append(peers._patience(peer, 1, 10.0))
+        peers._remember(peer.group, 10.0)
+    assert found == [0.5, 0.5, 0.5, 0.05]
+    assert peers._patience(peer, 1, 10.0 + silent_peers.KNOWN_SECONDS + 1) == 0.5
+
+
 def test_where_the_kernel_shows_nothing_it_is_said(
     daemon: Daemon, peers: SilentPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,13 +232,18 @@ class Scene:
 
     def __init__(self) -> None:
         self.told: list[tuple[EventReason, str]] = []
+        self.blamed: list[int] = []
         self.next: Look | OSError = Look((), None)
         self.prolonged = 0
-        publisher = StatusPublisher("GPU-1", lambda kind, _, text, *__: self.told.append((kind, text)))
+        publisher = StatusPublisher("GPU-1", self._report)
         self.publisher = publisher
         part: Any = self
         self.guard = Guard(DaemonParts(part, Directories(Path("/x")), part, part, publisher, Options(), part))
         self.guard._peers = part
+
+    def _report(self, kind: EventReason, _: str, text: str, pids: frozenset[int] = frozenset()) -> None:
+        self.told.append((kind, text))
+        self.blamed += sorted(pids)
 
     def look(self, _daemon: Process) -> Look:
         if isinstance(self.next, OSError):
@@ -204,3 +285,11 @@ async def test_each_is_counted_and_they_are_named_once_a_minute(monkeypatch: pyt
     assert "2 connections were cut off" in first[1]
     assert "and 2 more connected" in second[1]
     assert "8 connections were cut off" in second[1]
+
+
+async def test_no_pod_is_blamed_for_a_number_that_may_be_another_s() -> None:
+    scene = Scene()
+    known = Peer(9, 1000, container=ContainerRef("uid", "container"))
+    await scene.see(Look((known, Peer(7, 1000, ended=True), Peer(8, 1001, sure=False)), None))
+    assert scene.blamed == [9]
+    assert "process 7 of user 1000, which has ended," in scene.told[0][1]

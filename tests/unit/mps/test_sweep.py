@@ -1,12 +1,15 @@
 """Looking for users of a shared memory in a made-up /proc: what a tenant can put there."""
 
 import os
+import platform
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from agent.kit import trees
+from agent.kit import bounded, trees
 from agent.mps import shm_sweep
 
 
@@ -75,3 +78,41 @@ def test_names_with_ends_of_lines_end_no_look(process: Path, tmp_path: Path) -> 
     seen = shm_sweep.look(device, (), process.parent)
     assert seen.inodes == {77}
     assert [user.users for user in seen.users] == [{1000}]
+
+
+def test_who_keeps_the_reader_of_its_map_waiting_costs_its_own_container(
+    process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "SECONDS", 0.02)
+    monkeypatch.setattr(shm_sweep, "WAITED_SECONDS", 0.02)
+    for file, users in (process / "maps", 1), (process / "stat", 0):
+        file.unlink()
+        os.mkfifo(file)
+        # One that is late for the first time may only be slow, and nothing is removed then.
+        with pytest.raises(shm_sweep.Exhausted, match="stays until the next look"):
+            shm_sweep.look(tmp_path.stat().st_dev, (), process.parent)
+        seen = shm_sweep.look(tmp_path.stat().st_dev, (), process.parent)
+        assert (len(seen.cut_short), len(seen.users)) == (1, users)
+    for file in process / "maps", process / "stat":
+        os.close(os.open(file, os.O_WRONLY))
+
+
+def test_a_kcmp_that_does_not_return_leaves_each_process_for_itself(
+    process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(shm_sweep, "PROC", process.parent)
+    monkeypatch.setattr(shm_sweep, "_KCMP", {platform.machine(): 1})
+    monkeypatch.setattr(shm_sweep, "ALL_SECONDS", 0.2)
+    monkeypatch.setattr(shm_sweep, "_by_table", lambda *_: go_on.wait(10))
+    try:
+        seen = shm_sweep.look(tmp_path.stat().st_dev, (), process.parent)
+        assert (len(seen.users), seen.cut_short) == (1, set())
+    finally:
+        go_on.set()
+
+
+def test_grouping_processes_by_their_tables_ends_in_time() -> None:
+    having = [Path("/proc/1"), Path("/proc/2")]
+    with pytest.raises(shm_sweep.Exhausted):
+        shm_sweep._by_table(having, shm_sweep._KCMP.get(platform.machine(), 0), time.monotonic() - 1)

@@ -23,7 +23,8 @@ class Door:
         self.away = False
         self.asked: list[str] = []
         self.slow: anyio.Event | None = None
-        self._page = Admission(self._review, lambda: self.now).guarded(self._shown)
+        self.admission = Admission(self._review, lambda: self.now)
+        self._page = self.admission.guarded(self._shown)
 
     async def _review(self, token: str) -> Verdict:
         self.asked.append(token)
@@ -36,12 +37,13 @@ class Door:
     async def _shown(self, _: Request) -> Reply:
         return Reply.text("figures")
 
-    async def get(self, token: str) -> int:
+    async def get(self, token: str, address: str = "10.0.0.1") -> int:
         """Status of a scrape with a token."""
-        return (await self.reply(f"Bearer {token}")).status
+        return (await self.reply(f"Bearer {token}", address)).status
 
-    async def reply(self, authorization: str) -> Reply:
-        return await self._page(Request("/metrics", headers={"Authorization": authorization}))
+    async def reply(self, authorization: str, address: str = "10.0.0.1") -> Reply:
+        headers = {"Authorization": authorization}
+        return await self._page(Request("/metrics", headers=headers, address=address))
 
 
 async def test_the_api_server_says_who_is_admitted_and_is_asked_once_a_minute(logs: list[Any]) -> None:
@@ -132,12 +134,12 @@ async def test_reviews_at_one_time_are_few_and_scrapers_of_one_token_ask_once() 
     door.now, door.slow = FRESH_SECONDS, anyio.Event()
     found: list[int] = []
 
-    async def scrape(token: str) -> None:
-        found.append(await door.get(token))
+    async def scrape(token: str, address: str = "10.0.0.1") -> None:
+        found.append(await door.get(token, address))
 
     async with anyio.create_task_group() as group:
         for number in range(10):
-            group.start_soon(scrape, f"forged{number}")
+            group.start_soon(scrape, f"forged{number}", f"10.0.1.{number}")
         for _ in range(3):
             group.start_soon(scrape, "good")
         await anyio.wait_all_tasks_blocked()
@@ -147,3 +149,68 @@ async def test_reviews_at_one_time_are_few_and_scrapers_of_one_token_ask_once() 
     assert door.asked.count("good") == 2
     door.slow = None
     assert await door.get("forged-later") == 401  # a review that is over makes room
+
+
+async def test_a_scraper_that_nobody_knows_yet_is_let_in_beside_a_flood() -> None:
+    """After a restart of the agent no token is known."""
+    door = Door()
+    for number in range(200):
+        await door.get(f"forged{number}", "10.0.0.66")
+    assert await door.get("good") == 200
+    assert len(door.asked) <= 1 + access.OF_ADDRESS_BURST
+
+
+async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of_many_addresses() -> None:
+    door = Door()
+    assert await door.get("good") == 200
+    door.known["renewed"] = Verdict(SCRAPER, allowed=True)
+    for number in range(1000):
+        await door.get(f"forged{number}", f"10.0.{number % 250}.66")
+    assert await door.get("other", "10.1.1.1") == 503
+    assert await door.get("renewed") == 200
+    assert len(door.asked) <= 2 + access.BURST
+    # Nor do reviews that do not end keep it waiting.
+    door.now, door.slow = 20.0, anyio.Event()
+    async with anyio.create_task_group() as group:
+        for number in range(20):
+            group.start_soon(door.get, f"slow{number}", f"10.2.0.{number}")
+        await anyio.wait_all_tasks_blocked()
+        door.slow, slow = None, door.slow
+        door.known["again"] = Verdict(SCRAPER, allowed=True)
+        assert await door.get("again") == 200
+        slow.set()
+
+
+async def test_addresses_that_are_remembered_have_a_bound() -> None:
+    door = Door()
+    for number in range(2 * access.MOST_ADDRESSES):
+        door.now += 1
+        await door.get(f"forged{number}", f"10.3.{number // 250}.{number % 250}")
+    assert len(door.admission._of) == access.MOST_ADDRESSES
+
+
+async def test_held_verdicts_are_answered_at_once_while_the_api_server_hangs() -> None:
+    door = Door()
+    assert await door.get("good") == 200
+    door.now, door.away, door.slow = FRESH_SECONDS, True, anyio.Event()
+    found: list[int] = []
+
+    async def scrape() -> None:
+        found.append(await door.get("good"))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(scrape)
+        await anyio.wait_all_tasks_blocked()
+        door.slow.set()  # the first review is over, without an answer
+    assert found == [200] * 4
+    assert door.asked.count("good") == 2
+    door.slow = anyio.Event()
+    assert await door.get("good") == 200
+    door.now += access.SILENT_SECONDS
+    async with anyio.create_task_group() as group:
+        group.start_soon(scrape)
+        await anyio.wait_all_tasks_blocked()
+        assert await door.get("good") == 200  # while the other one waits
+        door.slow.set()
+    assert door.asked.count("good") == 3
