@@ -99,6 +99,7 @@ class World:
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
         self.outage = 0.0  # when the last long one of the API server ended
+        self.unanswered = 0.0  # the same, of those in which calls had no answer
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
