@@ -14,6 +14,7 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import Amounts, OwnNode
+from agent.kit.backoff import Backoff
 from agent.model.modes import Assignment
 from agent.node.capacity import Capacity, Offer
 from agent.node.taint import BINDING_SECONDS, WRITE_SECONDS, SchedulingTaint
@@ -21,7 +22,7 @@ from agent.node.taint import BINDING_SECONDS, WRITE_SECONDS, SchedulingTaint
 log = structlog.get_logger()
 
 LOOK_SECONDS = 0.05  # how often pods without devices are looked for
-RETRY_SECONDS = 0.2  # until a patch that failed is tried again
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.2, 1.0  # until a patch that failed is tried again
 # A tick of the kubelet that began before the lists had changed has ended then.
 SECOND_LOOK_SECONDS = 0.2
 
@@ -166,5 +167,6 @@ class Withdrawals:
         }
 
     async def _patch(self, left: Callable[[], Amounts]) -> None:
+        pauses = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         while (amounts := left()) and not await self._capacity.patch(amounts):
-            await anyio.sleep(RETRY_SECONDS)
+            await anyio.sleep(pauses.next())

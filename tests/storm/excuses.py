@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import anyio
 
 from agent.app.agent import Agent
+from agent.inventory.snapshot import GpuState
+from agent.model.health import PROBE_QUIET_SECONDS, HealthState, Rules
 from agent.model.modes import Mode
 from tests.storm import seams
 from tests.storm.holders import MODES
@@ -34,6 +36,7 @@ SHARES = ("api", "records")  # reach shares alone: whole GPUs are granted withou
 UNDER_WAY = ("agent", "kubelet", "mode")
 SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
+PROBED_SECONDS = PROBE_QUIET_SECONDS + 10.0  # after NVML has failed: until it is probed, and the probation
 
 
 @dataclass
@@ -124,15 +127,17 @@ class Excuses:
         if agent is None or ends(world.current) or not self._kubelet_is_up():
             return False
         state = next((each for each in agent.core.inventory.snapshot.value.gpus if each.uuid == uuid), None)
-        return state is not None and (state.healthy or not self._hurt(uuid))
+        return state is not None and (state.healthy or not self._hurt(state))
 
-    def _hurt(self, uuid: str) -> bool:
+    def _hurt(self, state: GpuState) -> bool:
         """Whether something has happened to a GPU for which it may be unhealthy."""
-        world = self._world
-        slot = next((each for each in world.machine.slots if world.machine.uuid(each) == uuid), None)
-        if slot is None or slot in world.lost or world.nvml_faults:
+        world, now = self._world, anyio.current_time()
+        slot = next((each for each in world.machine.slots if world.machine.uuid(each) == state.uuid), None)
+        if slot is None or slot in world.lost or world.nvml_faults or now - world.nvml_well < PROBED_SECONDS:
             return True
-        return anyio.current_time() - world.hurt.get(slot, -LONG) < HURT_SECONDS
+        if slot in world.struck and _needs_reset(state):
+            return True
+        return now - world.hurt.get(slot, -LONG) < HURT_SECONDS
 
     def _kubelet_is_up(self) -> bool:
         return self._world.kubelet._life is not None and self._world.kubelet_up.is_set()
@@ -161,7 +166,7 @@ class Excuses:
 
     def _gpus(self, agent: Agent) -> Iterator[str]:
         for each in agent.core.inventory.snapshot.value.gpus:
-            if not each.healthy and self._hurt(each.uuid):
+            if not each.healthy and self._hurt(each):
                 yield f"gpu {each.uuid}"
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         for one in state.gpus:
@@ -182,6 +187,14 @@ class Excuses:
             faulty = len(daemons) != 1 or any(each.hangs or each.faulted for each in daemons)
             if world.daemons.refuses or faulty:
                 yield f"daemon {uuid}"
+
+
+def _needs_reset(state: GpuState) -> bool:
+    """Whether a GPU has a fault that no time ends, only a reset or somebody's word."""
+    health = state.health
+    if health.state is not HealthState.UNHEALTHY or health.fault is None:
+        return False
+    return not (health.reset_seen or Rules().of(health.fault).recovers)
 
 
 def _is_behind(agent: Agent) -> bool:

@@ -21,6 +21,7 @@ class Views:
         self._world = world
         self._since: dict[str, float] = {}
         self._life = 0
+        self._unanswered = 0.0
         self._refused: dict[str, deque[float]] = {}
         self.found: list[str] = []
         world.on_refused.append(self._count)
@@ -34,6 +35,9 @@ class Views:
             return None
         if current.life.number != self._life:
             self._life = current.life.number
+            self._since.clear()
+        if world.unanswered != self._unanswered:  # calls had no answer for long, between two looks
+            self._unanswered = world.unanswered
             self._since.clear()
         there = {pod.api_uid for pod in world.kubelet.api.pods.values() if pod.node_name}
         known = agent.cluster.pods.reflector.items.value.keys()

@@ -99,6 +99,7 @@ class World:
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
         self.outage = 0.0  # when the last long one of the API server ended
+        self.unanswered = 0.0  # the same, of those in which calls had no answer
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
@@ -108,6 +109,7 @@ class World:
         self.struck: set[int] = set()  # slots of GPUs that may need more than time after an Xid
         self.hurt: dict[int, float] = {}  # when a GPU had its last Xid, or came back
         self.nvml_faults = 0
+        self.nvml_well = -1e9  # since when NVML works again
         self.tainted: float | None = None  # since when the agent's taint stands
         self.on_write: list[Callable[[str, str, object], None]] = []  # method, path, body
         self.on_refused: list[Callable[[str, str, object], None]] = []  # the same
@@ -208,6 +210,9 @@ class World:
         """All calls to NVML work again; those that hang return."""
         self.machine.clear_faults()
         self.nvml_faults, NvmlFaults.standing = 0, False
+        self.nvml_well = anyio.current_time()
+        # Nothing was probed: quiet times begin now.
+        self.hurt |= dict.fromkeys(self.hurt, self.nvml_well)
         seams.NVML.wake(lifted=True)
 
     def label(self, word: str | None) -> None:

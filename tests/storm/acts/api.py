@@ -60,6 +60,8 @@ async def outage(world: World, rng: random.Random) -> str:
         await anyio.sleep(seconds / 3)
     world.http.reachable, world.api_delay, world.http.silent = True, 0.0, set()
     world.outage = anyio.current_time()
+    if kind != "mute":
+        world.unanswered = world.outage
     return f"api server {kind} for {seconds:g} s: {'; '.join(told)}"
 
 

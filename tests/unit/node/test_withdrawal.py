@@ -8,7 +8,7 @@ import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
 from tests.unit.node.memory_api import Act
-from tests.unit.node.world import GPU, PGPU, VGPU, World, world
+from tests.unit.node.world import GPU, NOTHING, PGPU, VGPU, World, world
 from tests.virtual_time import in_virtual_time
 
 
@@ -69,6 +69,19 @@ async def test_one_write_that_fails_leaves_no_taint(
                 break
         at += 1
     assert at >= 3
+
+
+@in_virtual_time
+async def test_figures_that_are_refused_are_written_ever_less_often() -> None:
+    async with world() as node:
+
+        async def refuse(number: int, carry_out: Act) -> bytes:
+            del number
+            return await refused(carry_out)
+
+        node.api.interfere = refuse
+        await node.withdrawals.withdraw(NOTHING, lambda: node.publish(NOTHING))
+        assert 5 <= len(node.api.of("status")) <= 9  # in the 5 s of `SWITCH.patched`
 
 
 class _CutOff:
