@@ -4,6 +4,7 @@ The kubelet names the cgroups of a static pod by a UID of its own, which the API
 object that mirrors it carries that UID in the annotation `kubernetes.io/config.hash` (the kubelet's
 pkg/kubelet/pod/mirror_client.go). Any tenant may write that annotation, and `kubernetes.io/config.mirror`
 beside it: it counts only where the object is owned by this Node, and never for a UID that is another pod's.
+Owners a tenant may write, too: so each pod stays known by the UID that the API server gave it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ HASH_ANNOTATION = "kubernetes.io/config.hash"
 
 @dataclass(frozen=True, slots=True)
 class CgroupUids(Generic[Item]):
-    """`pods` by the UID that their cgroups carry; `contested`: claimed by several pods, so nobody's."""
+    """`pods` by the UIDs that their cgroups may carry; `contested`: claimed by several pods, so nobody's."""
 
     pods: Mapping[str, Item]
     contested: frozenset[str] = frozenset()
@@ -35,7 +36,7 @@ def cgroup_uids(pods: Mapping[str, Item], node: str, node_uid: str | None) -> Cg
     found = dict(pods)
     for claimed, claimants in claims.items():
         if len(claimants) == 1:
-            found[claimed] = found.pop(claimants[0])
+            found[claimed] = pods[claimants[0]]
     return CgroupUids(found, frozenset(claimed for claimed, each in claims.items() if len(each) > 1))
 
 

@@ -94,6 +94,7 @@ class PodStatus(msgspec.Struct, rename="camel", frozen=True):
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
+    start_time: str | None = None
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     extended_resource_claim_status: ExtendedResourceClaim | None = None
@@ -194,6 +195,7 @@ def convert(pod: Pod) -> demand.Pod:
         pod.metadata.annotations,
         pod.status.phase,
         pod.metadata.deletion_timestamp is not None,
+        pod.status.start_time is not None,
     )
 
 

@@ -277,13 +277,14 @@ class HoldingsWatch:
             return f"which pods the kubelet has not heard of yet is not known: {self._unreadable}"
         # A kubelet that has just started lists nothing of a pod of which it has not heard yet.
         unheard = [pod for pod in view.pods.values() if not self._checkpoint_known and pod.key not in listed]
-        hiding = [
+        shown = [view.pods[uid] for uid in self._record.pods if uid in view.pods]
+        hiding = {
             "/".join(pod.key)
-            for uid, pod in view.pods.items()
+            for pod in view.pods.values()  # some have two UIDs
             if (pod.init_devices or (pod in unheard and pod.devices))
             and not pod.finished
-            and uid not in self._record.pods
-        ]
+            and not any(pod is each for each in shown)
+        }
         names = ", ".join(sorted(hiding))
         return f"what containers of {names} hold is not known: {self._unreadable}" if hiding else None
 

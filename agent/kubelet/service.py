@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -81,8 +80,9 @@ class DevicePluginService:
         self.last_status_error: str | None = None
         self._waiting: set[anyio.CancelScope] = set()
         self._delivered: Cell[tuple[int, ...]] = Cell(())  # newest list version sent on each open stream
-        # Device IDs that no reading could show yet, with the time of the grant, and those of calls under way.
-        self._granted: deque[tuple[float, tuple[str, ...]]] = deque()
+        # Device IDs that no reading could show yet, with the time of the grant, the oldest first, and
+        # those of calls under way.
+        self._granted: dict[str, float] = {}
         self._asked: list[tuple[str, ...]] = []
         self._draining = False
 
@@ -133,19 +133,20 @@ class DevicePluginService:
     def _touch(self, containers: Iterable[Iterable[str]]) -> None:
         self._forget()
         now = time.monotonic()
-        self._granted.extend((now, tuple(ids)) for ids in containers)
+        for device in (device for ids in containers for device in ids):
+            self._granted.pop(device, None)
+            self._granted[device] = now
 
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that are being handed out, or were and stand in no reading yet."""
         self._forget()
-        granted = (ids for _, ids in self._granted)
-        return frozenset(device for ids in (*granted, *self._asked) for device in ids)
+        return frozenset(self._granted).union(*self._asked)
 
     def _forget(self) -> None:
         """Let go of grants that the newest reading is later than; no age ends one."""
         oldest = self._read() - GRANT_SECONDS
-        while self._granted and self._granted[0][0] < oldest:
-            self._granted.popleft()
+        while self._granted and self._granted[first := next(iter(self._granted))] < oldest:
+            del self._granted[first]
 
     @contextmanager
     def _handing_out(self, containers: Iterable[Iterable[str]]) -> Iterator[None]:
@@ -157,6 +158,16 @@ class DevicePluginService:
         finally:
             for ids in asked:
                 self._asked.remove(ids)
+
+    async def _hand_out(
+        self, stream: Stream[Any, M], message: M, containers: Sequence[Sequence[str]]
+    ) -> None:
+        """Send an answer; its IDs count as granted until a reading that began after it had left."""
+        with self._handing_out(containers):
+            try:
+                await _send(stream, message)
+            finally:
+                self._touch(containers)
 
     async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
         await _received(stream)
@@ -211,29 +222,31 @@ class DevicePluginService:
     ) -> None:
         requests = await _received(stream)
 
+        chosen: list[Sequence[str]] = []
+
         async def answer() -> v1beta1.PreferredAllocationResponse:
-            chosen = [await self.plugin.prefer(request) for request in requests.containers]
-            self._touch(chosen)
+            chosen.extend([await self.plugin.prefer(request) for request in requests.containers])
             return v1beta1.PreferredAllocationResponse(
                 container_responses=[
                     v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in chosen
                 ]
             )
 
-        await _send(stream, await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer))
+        message = await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer)
+        await self._hand_out(stream, message, chosen)
 
     async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
         requests = await _received(stream)
 
         async def answer() -> v1beta1.AllocateResponse:
-            with self._handing_out(requests.containers):
-                granted = [await self.plugin.allocate(ids) for ids in requests.containers]
-                self._touch(requests.containers)
+            granted = [await self.plugin.allocate(ids) for ids in requests.containers]
             return v1beta1.AllocateResponse(
                 container_responses=[wire.encode_allocation(allocation) for allocation in granted]
             )
 
-        await _send(stream, await self._bounded("Allocate", ANSWER_SECONDS, answer))
+        with self._handing_out(requests.containers):
+            message = await self._bounded("Allocate", ANSWER_SECONDS, answer)
+            await self._hand_out(stream, message, requests.containers)
         self._allocated()
         for ids in requests.containers:
             gpus = sorted({device.partition(SEPARATOR)[0] for device in ids})

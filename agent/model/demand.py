@@ -4,6 +4,7 @@ The rules of vGPU are those that gpu-manager's users know (its `pkg/services/all
 share of one GPU, 100, 200, ... whole GPUs. What it guessed at or granted silently is refused or said.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,7 @@ class Pod:
     annotations: Mapping[str, str] = field(default_factory=dict)
     phase: str = "Pending"
     ending: bool = False  # deletion was asked for
+    started: bool = False  # its kubelet has admitted it, or turned it away: its status has a start time
 
     @property
     def key(self) -> tuple[str, str]:
@@ -172,11 +174,14 @@ def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
     return InitContainerGroup(Demand(cores, blocks, whole), frozenset(members)) if members else None
 
 
+_EXPONENTIAL = re.compile(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})")
 _SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def units(quantity: str) -> int:
-    """A Kubernetes quantity of an extended resource (a whole number, perhaps as `1k`). Raises ValueError."""
+    """A Kubernetes quantity of an extended resource: whole, perhaps as `1k` or `1e3`. Raises ValueError."""
+    if exponential := _EXPONENTIAL.fullmatch(quantity):
+        return int(exponential[1]) * 10 ** int(exponential[2])
     digits = quantity.rstrip("kKMGi")
     suffix = quantity[len(digits) :]
     if suffix not in _SUFFIXES:

@@ -24,7 +24,7 @@ from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.holdings import GpuHolder, holders_by_gpu
 from agent.model.gpu import Gpu
-from agent.model.ids import parse
+from agent.model.ids import SEPARATOR
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
 from agent.modes.backend_tasks import BackendTasks, Outcome
@@ -265,7 +265,8 @@ class ModeSwitcher:
 
     def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
         """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
-        granted = {parse(text).gpu for text in self._resources.granted_lately()}
+        # Of another plugin's IDs, which the kubelet may ask for while it has that one's list, alike.
+        granted = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
         # No record names a holder any more, and one may have left a process.
         stay = self._lingering.unsettled if self._lingering else frozenset[str]()
         changed: dict[str, ModeState] = {}

@@ -210,7 +210,13 @@ class Pairing:
     async def _found(self, call: Call) -> Reservation:
         """A promise for the container that asks: the open one of that container, or a new one."""
         refused = self._state.refused
-        facts, asker = await self._resolver.resolve(call.member, call.size, self.ledger.reservations, refused)
+        facts, asker = await self._resolver.resolve(
+            call.member,
+            call.size,
+            self.ledger.reservations,
+            refused,
+            lambda: not self._turn.statistics().tasks_waiting,
+        )
         if facts.records is not None:
             self._take_in(facts.records, facts.pods)
         promise, hint_ignored = self.rules.promise(self._state, replace(call, now=self._clock()), asker)

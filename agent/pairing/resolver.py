@@ -1,7 +1,8 @@
 """Finds the requesting container during a call: one look at the record, a GET for a pod not known yet."""
 
 import itertools
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -24,6 +25,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
 # Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
 # API server shows its end. A refusal ends a pod for good, and nothing but other pods waits meanwhile.
 DOUBT_SECONDS = 10.0
+# All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long.
+DOUBT_TOTAL_SECONDS = 30.0
+DOUBT_SHARE = 0.1
 RETRY = "create the pod again"
 
 
@@ -35,12 +39,26 @@ class Facts:
     absent: frozenset[PodKey] = frozenset()  # listed pods that the API server does not know
 
 
+@dataclass
+class Doubt:
+    """How long calls may wait for evidence: nobody holds the node's admissions up again and again."""
+
+    spent: float = 0.0
+    at: float = -math.inf
+
+    def seconds(self, now: float) -> float:
+        self.spent = max(0.0, self.spent - DOUBT_SHARE * (now - self.at))
+        self.at = now
+        return min(DOUBT_SECONDS, DOUBT_TOTAL_SECONDS - self.spent)
+
+
 class RequesterResolver:
     def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
         self._pair = pair
         self._record = record
         self._source = source
         self._parts = PairRecords(pair)
+        self._doubt = Doubt()
 
     def part_of(self, record: PodList) -> Records:
         """The part of a record that concerns this pair."""
@@ -59,15 +77,20 @@ class RequesterResolver:
             return None
 
     async def resolve(
-        self, member: PairMember, size: int, reservations: Collection[Reservation], refused: Collection[str]
+        self,
+        member: PairMember,
+        size: int,
+        reservations: Collection[Reservation],
+        refused: Collection[str],
+        alone: Callable[[], bool],
     ) -> tuple[Facts, Asker]:
         """The container that asks for `size` units.
 
-        `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. Raises
-        PairRefused when nobody or more than one may be asking.
+        `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. `alone`: no
+        other call waits. Raises PairRefused when nobody or more than one may be asking.
         """
-        began = anyio.current_time()
-        give_up = began + PATIENCE_SECONDS
+        began = counted = anyio.current_time()
+        give_up, doubt_ends = began + PATIENCE_SECONDS, began + self._doubt.seconds(began)
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time())
@@ -78,12 +101,19 @@ class RequesterResolver:
                 facts = await self._fetched(facts, facts.records, over, member)
                 found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
             found = [each for each in found if each.pod.uid not in refused] or found
+            if len(found) > 1 and attempt >= TRIES and alone():
+                # One that was admitted while its resource was unknown may ask when its container starts, or
+                # by the next kubelet. The first is beside an admission, whose own call then waits; the second
+                # before that kubelet has heard of others, and by now who was just rejected is out.
+                found = [each for each in found if not each.pod.started] or found
             if len(found) == 1 and not facts.unknown:
                 return facts, found[0]
             # Equal pods are not the same: whose limits a container gets depends on who it is.
             doubt = len(found) > 1 and not facts.unknown
             now = anyio.current_time()
-            if now >= give_up or (attempt >= TRIES and not (doubt and now < began + DOUBT_SECONDS)):
+            if doubt:
+                self._doubt.spent, counted = self._doubt.spent + now - counted, now
+            if now >= give_up or (attempt >= TRIES and not (doubt and now < doubt_ends)):
                 break
             await anyio.sleep(pauses.next())
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
@@ -120,14 +150,21 @@ class RequesterResolver:
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
-    names = [f"{each.pod.namespace}/{each.pod.name}" for each in found]
-    names += ["/".join(key) for key in sorted(facts.unknown)]
-    if names:
+    keys = [each.pod.key for each in found] + sorted(facts.unknown)
+    if keys:
+        log.warning("asker_doubtful", asked=asked, pods=["/".join(key) for key in keys])
         remedy = "restore the connection to the API server and " if facts.unknown else ""
-        text = f"{asked} may be asked for by any of {', '.join(names)}: nothing is guessed; {remedy}{RETRY}"
+        text = f"{asked} may be asked for by any of {_named(keys)}: nothing is guessed; {remedy}{RETRY}"
     else:
         text = f"no pod of this node is known to wait for {asked}; {RETRY}"
         if facts.absent:
-            static = ", ".join("/".join(key) for key in sorted(facts.absent))
-            text += f". The API server does not know {static}: {STATIC_PODS}"
+            log.warning("asker_unknown", asked=asked, pods=["/".join(key) for key in sorted(facts.absent)])
+            text += f". The API server does not know {_named(sorted(facts.absent))}: {STATIC_PODS}"
     return PairRefused(text, Cause.UNAVAILABLE)
+
+
+def _named(pods: Sequence[PodKey]) -> str:
+    """Pods of one namespace by their names; of several, whose tenants may read it, the number."""
+    if len({namespace for namespace, _ in pods}) == 1:
+        return ", ".join("/".join(key) for key in pods)
+    return f"{len(pods)} pods of several namespaces (the agent's log has their names)"

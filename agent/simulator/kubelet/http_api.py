@@ -163,6 +163,7 @@ class HttpApi:
             },
             "status": {
                 "phase": str(pod.phase),
+                "startTime": "2026-01-01T00:00:00Z" if pod.admitted or pod.phase.finished else None,
                 "reason": pod.reason,
                 "message": pod.message,
                 "containerStatuses": [

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
-from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources
+from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources, convert
 from agent.cluster.reflector import Metadata, OwnerReference
 from agent.pairing.cluster_pods import ClusterPods
 
@@ -40,6 +40,13 @@ def mirror(uid: str, config_hash: str, *owners: OwnerReference) -> Pod:
     return Pod(Metadata(uid, uid=uid, annotations=annotations, owner_references=[*owners] or [NODE]))
 
 
+def test_a_pod_with_a_start_time_was_admitted_or_turned_away() -> None:
+    for text, started in ((b"{}", False), (b'{"startTime": "2026-01-01T00:00:00Z"}', True)):
+        assert (
+            convert(Pod(Metadata("p"), status=msgspec.json.decode(text, type=PodStatus))).started is started
+        )
+
+
 def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:
     cache = PodCache(None, "node")  # type: ignore[arg-type]
     assert not ClusterPods(cache).view().ended("a")  # nothing is known yet
@@ -67,10 +74,10 @@ def test_a_hash_counts_where_the_node_owns_the_object_that_tells_it() -> None:
         return mirror("m", "h", msgspec.structs.replace(NODE, **fields))
 
     for pod, node_uid, found in (
-        (owned(), "node-uid", ["h"]),
-        (owned(), None, ["h"]),  # the Node object has not been read yet
+        (owned(), "node-uid", ["m", "h"]),
+        (owned(), None, ["m", "h"]),  # the Node object has not been read yet
         (owned(uid="another"), "node-uid", ["m"]),
-        (owned(uid="another"), None, ["h"]),
+        (owned(uid="another"), None, ["m", "h"]),
         (owned(name="another"), "node-uid", ["m"]),
         (owned(kind="ReplicaSet"), "node-uid", ["m"]),
         (owned(api_version="v2"), "node-uid", ["m"]),
@@ -83,7 +90,7 @@ def test_a_hash_counts_where_the_node_owns_the_object_that_tells_it() -> None:
 
 def test_a_hash_that_is_claimed_twice_is_nobody_s() -> None:
     twice = cgroup_uids({"a": mirror("a", "h"), "b": mirror("b", "h"), "c": mirror("c", "k")}, "node", None)
-    assert sorted(twice.pods) == ["a", "b", "k"]
+    assert sorted(twice.pods) == ["a", "b", "c", "k"]
     assert twice.contested == {"h"}
     cache = PodCache(None, "node")  # type: ignore[arg-type]
     cache.reflector.items.publish({"a": mirror("a", "h"), "b": mirror("b", "h")})
@@ -92,11 +99,21 @@ def test_a_hash_that_is_claimed_twice_is_nobody_s() -> None:
     assert not ClusterPods(cache).view().ended("h")
 
 
+def test_a_pod_that_claims_another_uid_stays_known_by_its_own() -> None:
+    """A tenant may write annotation and owner onto its own running pod."""
+    cache = PodCache(None, "node", lambda: "node-uid")  # type: ignore[arg-type]
+    cache.reflector.synced, cache.reflector.problem = True, None
+    for pods in ({"a": mirror("a", "made-up")}, {"a": mirror("a", "made-up"), "b": mirror("b", "made-up")}):
+        cache.reflector.items.publish(pods)
+        assert not ClusterPods(cache).view().ended("a")
+        assert ClusterPods(cache).view().pods["a"].name == "a"
+
+
 def test_the_mapping_follows_pods_and_node() -> None:
     node_uid: list[str | None] = [None]
     cache = PodCache(None, "node", lambda: node_uid[0])  # type: ignore[arg-type]
     cache.reflector.items.publish({"m": mirror("m", "h")})
-    assert list(cache.cgroup_uids().pods) == ["h"]
+    assert list(cache.cgroup_uids().pods) == ["m", "h"]
     assert cache.cgroup_uids().pods is cache.cgroup_uids().pods
     node_uid[0] = "made again"
     assert list(cache.cgroup_uids().pods) == ["m"]

@@ -376,6 +376,35 @@ async def test_a_contested_uid_frees_nothing(node: Node) -> None:
         node.start_agent()
 
 
+async def test_a_uid_that_is_contested_has_not_ended(node: Node) -> None:
+    node.know("u", "train")
+    node.kubelet.pods = {"train": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        del node.pods["u"]
+        node.contested = frozenset({"u"})
+        node.know("v", "another", finished=True)  # whose end is told
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.cell.value is not None
+        assert node.watch.cell.value.ended == {"v"}
+        assert "u" in node.watch.cell.value.unfinished
+        group.cancel_scope.cancel()
+
+
+async def test_a_pod_with_two_uids_hides_nothing(node: Node) -> None:
+    """That of a static pod's object, and that of its cgroups, by which the checkpoint names it."""
+    node.know("object", "static", hides=True)
+    node.pods["u"] = node.pods["object"]
+    node.kubelet.pods = {"static": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    assert await node.held() == {("static", "prepare", A)}
+    node.kubelet.tear()
+    assert await node.held() == {("static", "prepare", A)}
+
+
 async def test_a_namesake_takes_nothing_over(node: Node) -> None:
     node.know("u", "web-0")
     node.kubelet.pods = {"web-0": {"main": ""}}

@@ -128,12 +128,14 @@ def test_more_cores_than_the_inherited_gpus_have_are_impossible() -> None:
         init_group_of(VGPU, Pod("d", "p", containers))
 
 
-@pytest.mark.parametrize(("text", "count"), [("4", 4), ("1k", 1000), ("2Ki", 2048), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("4", 4), ("1k", 1000), ("2Ki", 2048), ("0", 0), ("1e3", 1000), ("2E+6", 2 * 10**6)]
+)
 def test_quantities(text: str, count: int) -> None:
     assert units(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "1.5", "100m", "4Xi"])
+@pytest.mark.parametrize("text", ["", "1.5", "100m", "4Xi", "1e-3", "1e", "2E", "1e999"])
 def test_bad_quantities(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         units(text)

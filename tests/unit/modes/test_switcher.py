@@ -87,10 +87,11 @@ async def test_a_busy_gpu_drains_while_idle_ones_flip() -> None:
         never_in_two_modes(node)
 
 
-async def test_an_allocation_that_the_kubelet_has_not_recorded_yet_counts_as_a_holder() -> None:
+@pytest.mark.parametrize("device", ["", "::3"])  # the latter from an old list of NVIDIA's plugin
+async def test_an_allocation_that_the_kubelet_has_not_recorded_yet_counts_as_a_holder(device: str) -> None:
     async with switching(gpu(0), first=Mode.PGPU) as node:
         await node.reach("pgpu")
-        node.lists.granted.add(gpu(0).uuid)
+        node.lists.granted.add(gpu(0).uuid + device)
         node.want(Mode.VGPU)
         await node.reach("pgpu-")
         await anyio.sleep(DRAIN_LOOK_SECONDS * 1.5)

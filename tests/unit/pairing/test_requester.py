@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ from agent.model.demand import Container, Pod, Stage
 from agent.model.ledger import PairMember
 from agent.pairing.pairing import PROMPT_SECONDS
 from agent.pairing.pod_access import Cause, PairRefused
-from agent.pairing.resolver import DOUBT_SECONDS
+from agent.pairing.resolver import DOUBT_SECONDS, DOUBT_SHARE, DOUBT_TOTAL_SECONDS
 from tests.unit.pairing.asking import InOrder, first, index
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
@@ -158,6 +159,73 @@ async def test_two_readings_are_refused() -> None:
         await first(kubelet, pod("new", share("main", 10, 5)), PairMember.CORE)
     assert refusal.value.cause is Cause.UNAVAILABLE
     assert DOUBT_SECONDS <= anyio.current_time() < DOUBT_SECONDS + 1  # the evidence was waited for
+
+
+@in_virtual_time
+async def test_a_refusal_names_no_pod_of_another_namespace(logs: Any) -> None:
+    kubelet = KubeletModel()
+    lingering = pod("rejected", share("main", 10, 7), namespace="other")
+    kubelet.api[lingering.key] = lingering
+    kubelet.taken_up[lingering.key] = Admission(lingering)
+    with pytest.raises(PairRefused, match="any of 2 pods of several namespaces") as refusal:
+        await first(kubelet, pod("new", share("main", 10, 5)), PairMember.CORE)
+    assert "rejected" not in str(refusal.value)
+    told = [each["pods"] for each in logs if each["event"] == "asker_doubtful"]
+    assert told == [["other/rejected", "default/new"]]
+
+
+@in_virtual_time
+async def test_a_pod_that_was_admitted_without_its_resource_holds_nobody_up() -> None:
+    """In mode pgpu the kubelet knows no shares, admits who asks for some, and asks nobody."""
+    kubelet = KubeletModel()
+    squatter = pod("squatter", share("main", 30, 7), namespace="other", started=True)
+    kubelet.api[squatter.key] = squatter
+    kubelet.taken_up[squatter.key] = Admission(squatter)
+    victim = pod("victim", share("main", 30, 5))
+    await kubelet.admit(victim)
+    assert len(kubelet.gpus_of(victim.key, "main")) == 1
+    assert anyio.current_time() < 1
+    # The next kubelet knows the resource when it admits its pods again.
+    free = sorted(kubelet.listed(PairMember.CORE) - kubelet.in_use(PairMember.CORE))
+    await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+
+
+@in_virtual_time
+async def test_whoever_asks_beside_an_admission_is_not_taken_for_the_admitted_one() -> None:
+    """A container starts whose pod was admitted without its resource: it asks beside the sync loop."""
+    kubelet = KubeletModel()
+    for new in (pod("squatter", share("main", 30, 7), started=True), pod("victim", share("main", 30, 5))):
+        kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
+    free = sorted(kubelet.listed(PairMember.CORE))
+    async with anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            with pytest.raises(PairRefused, match="may be asked for by any of"):
+                await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+            group.cancel_scope.cancel()
+
+        group.start_soon(ask)
+        await anyio.sleep(0.05)
+        group.start_soon(kubelet.pairing.prefer, PairMember.CORE, 30, free)
+
+
+@in_virtual_time
+async def test_doubt_holds_admissions_up_for_a_part_of_the_time_alone() -> None:
+    kubelet = KubeletModel()
+    for name in ("rejected", "new"):
+        waiting = pod(name, share("main", 10, 7))
+        kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
+    free = sorted(kubelet.listed(PairMember.CORE))
+    for hours in (0, 1):
+        await anyio.sleep(3600 * hours)
+        began, waits = anyio.current_time(), list[float]()
+        while (since := anyio.current_time()) < began + 600:
+            with pytest.raises(PairRefused, match="may be asked for by any of"):
+                await kubelet.pairing.prefer(PairMember.CORE, 10, free)
+            waits.append(anyio.current_time() - since)
+            await anyio.sleep(5)
+        assert waits[0] >= DOUBT_SECONDS
+        assert sum(waits) < DOUBT_TOTAL_SECONDS + 600 * (DOUBT_SHARE + 0.05)
 
 
 async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
