@@ -83,6 +83,8 @@ class Excuses:
         if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
             self._begun.setdefault("api", self._since)
             self._last["api"] = self._world.outage
+        # The kubelet was down between two looks.
+        self._last["kubelet"] = max(self._last.get("kubelet", -LONG), self._world.kubelet_began)
         for each in SHARES:
             if each in found:
                 self._begun.setdefault(each, self._since)
