@@ -156,14 +156,27 @@ class Judged:
             total,
         )
 
-    @staticmethod
-    def _fits_one(pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:
+    def _fits_one(self, pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:
+        if pair is VGPU and (whole := _whole_gpus(self._pod.spec)):
+            return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= whole
         cores, blocks = limits.get(pair.core, 0), limits.get(pair.memory, 0)
-        if pair is VGPU and cores >= CORES:
-            return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
         # Cores of a GPU without free memory are on no list, nor is the reverse (`offers.py`); node.status, by
         # which the pod was bound, may be older.
         return any(core >= max(cores, 1) and memory >= max(blocks, 1) for core, memory, _ in rooms)
+
+
+def _containers(spec: PodSpec) -> tuple[ContainerSpec, ...]:
+    return (*spec.init_containers, *spec.containers)
+
+
+def _whole_gpus(spec: PodSpec) -> int:
+    """How many GPUs of nobody else's are enough for it; 0: it asks for shares alone, however many."""
+    asked = [each.limits.get(VGPU.core, 0) for each in _containers(spec)]
+    if max(asked) < CORES:
+        return 0
+    if any(not each.restartable for each in spec.init_containers):
+        return max(asked) // CORES  # the later one gets the earlier one's
+    return sum(cores // CORES or 1 for cores in asked)
 
 
 def _needs(spec: PodSpec) -> Counter[str] | None:
