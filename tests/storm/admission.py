@@ -22,7 +22,7 @@ from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.device_tables import Allocation
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
-from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.workers import PodWorkers
 from tests.storm.excuses import Excuses
 from tests.storm.holders import OURS
@@ -131,6 +131,8 @@ class Judged:
                 # A pod of which the agent does not know has to be asked for, and so the API server.
                 if strict and (not self._known or self._forgotten(pair.core) or self._forgotten(pair.memory)):
                     return False
+                if strict and (self._has_lost_equal(pair.core) or self._has_lost_equal(pair.memory)):
+                    return False
                 gpus = [uuid for uuid, mode in modes.items() if mode is wanted]
                 return self._fits_one(pair, limits, [self._room(pair, each, used) for each in gpus])
         return False
@@ -144,6 +146,21 @@ class Judged:
         tables = life.devices.tables if life else None
         return tables is not None and not tables.pods.in_use().get(resource, set()) <= tables.allocated.get(
             resource, set()
+        )
+
+    def _has_lost_equal(self, resource: str) -> bool:
+        """Whether a pod runs that asks for as much, and whose devices the kubelet does not know of any more.
+
+        By all that can be read it may be asking as well (`acts.kubelets.amnesia`).
+        """
+        life = self._world.kubelet._life
+        sizes = {each.limits.get(resource, 0) for each in _containers(self._pod.spec)} - {0}
+        return life is not None and any(
+            each.limits.get(resource, 0) in sizes
+            and not life.devices.tables.pods.of_container(pod.uid, each.name)
+            for pod in self._world.kubelet.api.pods.values()
+            if pod is not self._pod and pod.phase is Phase.RUNNING
+            for each in pod.spec.containers
         )
 
     def _room(self, pair: ResourcePair, uuid: str, used: Used) -> tuple[int, int, int]:
