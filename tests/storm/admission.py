@@ -34,6 +34,7 @@ ALL = 1 << 20  # units: more than any GPU has
 # The agent hears of the end of a pod by its watch, and lists what is free at once.
 OFFER_SECONDS = 0.05
 NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllocate`)
+NOT_READ = "are still held is not known"  # the agent's, of whole GPUs that were handed out (`plugins.pgpu`)
 
 Used = dict[str, Counter[Unit]]
 Entry = tuple[str, str, str, Allocation]  # UID, container, resource
@@ -71,7 +72,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
         if not (OTHERS in message or pod.deleting or pod.spec.static):
-            judged = Judged(world, excuses, pod)
+            judged = Judged(world, excuses, pod, unread=NOT_READ in message)
             # Without a fault that reaches it, and with one.
             bare = all(judged.fits(used, strict=True) for used in views)
             fits = bare or all(judged.fits(used) for used in views)
@@ -103,10 +104,12 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 class Judged:
     """A pod that was refused, and whether it would fit."""
 
-    def __init__(self, world: World, excuses: Excuses, pod: Pod) -> None:
+    def __init__(self, world: World, excuses: Excuses, pod: Pod, *, unread: bool) -> None:
+        """`unread`: the agent said that it could not read who holds the GPUs that were offered."""
         self._world = world
         self._excuses = excuses
         self._pod = pod
+        self._unread = unread
         agent = world.running
         self._modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
         self._wants = _needs(pod.spec)
@@ -138,7 +141,11 @@ class Judged:
         return False
 
     def _reached(self, uuid: str, mode: Mode) -> bool:
-        return not self._excuses.applies(uuid) or self._excuses.of(uuid, mode) is not None
+        excuses = self._excuses
+        if not excuses.applies(uuid) or excuses.of(uuid, mode) is not None:
+            return True
+        # Whole GPUs that were handed out before are handed out again by a reading alone.
+        return self._unread and excuses.records_are_away()
 
     def _forgotten(self, resource: str) -> bool:
         """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""

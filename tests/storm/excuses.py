@@ -30,7 +30,9 @@ AFTER = {
     "daemon": 6.0,  # of the GPU is dead or hangs; `mps_service` says how long
 }
 LASTS = {"stream": 12.0, "api": 20.0}
-SHARES = ("api", "records")  # reach shares alone: whole GPUs are granted without them
+# Reach shares alone: whole GPUs are granted without them, but for those that were handed out before
+# (`admission.NOT_READ`).
+SHARES = ("api", "records")
 UNDER_WAY = ("agent", "kubelet", "mode")
 SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
@@ -112,6 +114,10 @@ class Excuses:
             if now - last.get(each, -LONG) <= AFTER[kind] and lasts <= self._most(kind):
                 return kind
         return None
+
+    def records_are_away(self) -> bool:
+        """Whether nobody could read who holds what just now, of whatever mode."""
+        return anyio.current_time() - self._last.get("records", -LONG) <= AFTER["records"]
 
     def _most(self, kind: str) -> float:
         """For how many seconds a cause excuses something."""
