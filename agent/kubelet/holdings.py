@@ -233,16 +233,18 @@ class HoldingsWatch:
             # That of the end of the reading before: one look says that nothing has changed since then.
             before, began = self._socket, monotonic()
             entries = await self._entries()
+            # Without a file nothing is known of what this kubelet found.
+            read = self._unreadable is None and bool(entries)
             listed = await self.client.list(give_up - anyio.current_time())
             self._socket = after = await self._kubelet()
             if before == after:
-                return self._joined(replace(listed, began=began), entries, after)
+                return self._joined(replace(listed, began=began), entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
-    def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None) -> PodList:
+    def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None, *, read: bool) -> PodList:
         """The record by this reading; it is kept unless one that began later was answered before."""
         same = kubelet == self._answered_by
-        record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True)
+        record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True, read=read)
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended

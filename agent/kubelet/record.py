@@ -58,10 +58,13 @@ class Record:
     pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
     # UIDs that the kubelet listed after the API server had called them ended.
     outlived: frozenset[str] = frozenset()
-    # UIDs in the checkpoint that the kubelet of now has listed: one that it lists no more has ended.
+    # UIDs in the checkpoint that the kubelet of now has listed or written down itself: one that it lists no
+    # more has ended.
     heard_of: frozenset[str] = frozenset()
     # UIDs in the checkpoint of which nobody knows the names, and when the first reading with them began.
     nameless: Mapping[str, float] = field(default_factory=dict)
+    # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
+    inherited: frozenset[str] | None = None
     listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: PodList = NOTHING
 
@@ -83,19 +86,21 @@ def join(
     *,
     same_kubelet: bool,
     fresh: bool,
+    read: bool = False,
     over: Collection[PodKey] = (),
 ) -> Record:
     """The record as of now.
 
     `same_kubelet`: the one that listed is the one of the record before. `fresh`: it has just answered; if
     not, what it listed before the API server called a pod ended counts no more. A pod that it listed
-    afterwards, as after a deletion by force, holds its devices until it is listed no more. `over`: names of
-    pods that have just ended. What the kubelet listed of them and had not written down yet goes by these, as
-    nothing else says whose it was.
+    afterwards, as after a deletion by force, holds its devices until it is listed no more. `read`: the
+    entries are the checkpoint's as it is now. `over`: names of pods that have just ended. What the kubelet
+    listed of them and had not written down yet goes by these, as nothing else says whose it was.
     """
     keys = _keys(listed)
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
+    inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
     matches = _matches(before, listed, by_pod, view)
     named = {uid: _key(match) for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
@@ -137,7 +142,7 @@ def join(
             for place, ids in held.items()
         }
         pod = PodRecord(key, known is not None or earlier.watched, holdings)
-        if key in keys or uid in before_heard:
+        if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
             heard_of.add(uid)
         if lives(uid, pod):
             pods[uid] = pod
@@ -165,7 +170,7 @@ def join(
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
-    return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, listed, joined)
+    return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, inherited, listed, joined)
 
 
 def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
@@ -176,6 +181,17 @@ def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: boo
     found = {uid for uid in uids if before.pods.get(uid, UNKNOWN).key is None}
     since = {uid: before.nameless.get(uid, began) for uid in found}
     return since if fresh else {**before.nameless, **since}
+
+
+def _inherited(
+    before: frozenset[str] | None, by_pod: Collection[str], *, read: bool
+) -> frozenset[str] | None:
+    """UIDs that this kubelet may have found in its checkpoint: those of the first reading of it.
+
+    All others it has written itself, admitting them: one that ended at once may be in no list, nor the API
+    server be there to say so.
+    """
+    return frozenset(by_pod) if before is None and read else before
 
 
 def _by_pod(

@@ -22,7 +22,7 @@ from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.device_tables import Allocation
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
-from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.workers import PodWorkers
 from tests.storm.excuses import Excuses
 from tests.storm.holders import OURS
@@ -34,6 +34,7 @@ ALL = 1 << 20  # units: more than any GPU has
 # The agent hears of the end of a pod by its watch, and lists what is free at once.
 OFFER_SECONDS = 0.05
 NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllocate`)
+NOT_READ = "are still held is not known"  # the agent's, of whole GPUs that were handed out (`plugins.pgpu`)
 
 Used = dict[str, Counter[Unit]]
 Entry = tuple[str, str, str, Allocation]  # UID, container, resource
@@ -71,7 +72,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
         if not (OTHERS in message or pod.deleting or pod.spec.static):
-            judged = Judged(world, excuses, pod)
+            judged = Judged(world, excuses, pod, unread=NOT_READ in message)
             # Without a fault that reaches it, and with one.
             bare = all(judged.fits(used, strict=True) for used in views)
             fits = bare or all(judged.fits(used) for used in views)
@@ -103,10 +104,12 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 class Judged:
     """A pod that was refused, and whether it would fit."""
 
-    def __init__(self, world: World, excuses: Excuses, pod: Pod) -> None:
+    def __init__(self, world: World, excuses: Excuses, pod: Pod, *, unread: bool) -> None:
+        """`unread`: the agent said that it could not read who holds the GPUs that were offered."""
         self._world = world
         self._excuses = excuses
         self._pod = pod
+        self._unread = unread
         agent = world.running
         self._modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
         self._wants = _needs(pod.spec)
@@ -131,12 +134,18 @@ class Judged:
                 # A pod of which the agent does not know has to be asked for, and so the API server.
                 if strict and (not self._known or self._forgotten(pair.core) or self._forgotten(pair.memory)):
                     return False
+                if strict and (self._has_lost_equal(pair.core) or self._has_lost_equal(pair.memory)):
+                    return False
                 gpus = [uuid for uuid, mode in modes.items() if mode is wanted]
                 return self._fits_one(pair, limits, [self._room(pair, each, used) for each in gpus])
         return False
 
     def _reached(self, uuid: str, mode: Mode) -> bool:
-        return not self._excuses.applies(uuid) or self._excuses.of(uuid, mode) is not None
+        excuses = self._excuses
+        if not excuses.applies(uuid) or excuses.of(uuid, mode) is not None:
+            return True
+        # Whole GPUs that were handed out before are handed out again by a reading alone.
+        return self._unread and excuses.records_are_away()
 
     def _forgotten(self, resource: str) -> bool:
         """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""
@@ -144,6 +153,21 @@ class Judged:
         tables = life.devices.tables if life else None
         return tables is not None and not tables.pods.in_use().get(resource, set()) <= tables.allocated.get(
             resource, set()
+        )
+
+    def _has_lost_equal(self, resource: str) -> bool:
+        """Whether a pod runs that asks for as much, and whose devices the kubelet does not know of any more.
+
+        By all that can be read it may be asking as well (`acts.kubelets.amnesia`).
+        """
+        life = self._world.kubelet._life
+        sizes = {each.limits.get(resource, 0) for each in _containers(self._pod.spec)} - {0}
+        return life is not None and any(
+            each.limits.get(resource, 0) in sizes
+            and not life.devices.tables.pods.of_container(pod.uid, each.name)
+            for pod in self._world.kubelet.api.pods.values()
+            if pod is not self._pod and pod.phase is Phase.RUNNING
+            for each in pod.spec.containers
         )
 
     def _room(self, pair: ResourcePair, uuid: str, used: Used) -> tuple[int, int, int]:
@@ -156,14 +180,27 @@ class Judged:
             total,
         )
 
-    @staticmethod
-    def _fits_one(pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:
+    def _fits_one(self, pair: ResourcePair, limits: Counter[str], rooms: list[tuple[int, int, int]]) -> bool:
+        if pair is VGPU and (whole := _whole_gpus(self._pod.spec)):
+            return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= whole
         cores, blocks = limits.get(pair.core, 0), limits.get(pair.memory, 0)
-        if pair is VGPU and cores >= CORES:
-            return sum((core, memory) == (CORES, total) for core, memory, total in rooms) >= cores // CORES
         # Cores of a GPU without free memory are on no list, nor is the reverse (`offers.py`); node.status, by
         # which the pod was bound, may be older.
         return any(core >= max(cores, 1) and memory >= max(blocks, 1) for core, memory, _ in rooms)
+
+
+def _containers(spec: PodSpec) -> tuple[ContainerSpec, ...]:
+    return (*spec.init_containers, *spec.containers)
+
+
+def _whole_gpus(spec: PodSpec) -> int:
+    """How many GPUs of nobody else's are enough for it; 0: it asks for shares alone, however many."""
+    asked = [each.limits.get(VGPU.core, 0) for each in _containers(spec)]
+    if max(asked) < CORES:
+        return 0
+    if any(not each.restartable for each in spec.init_containers):
+        return max(asked) // CORES  # the later one gets the earlier one's
+    return sum(cores // CORES or 1 for cores in asked)
 
 
 def _needs(spec: PodSpec) -> Counter[str] | None:

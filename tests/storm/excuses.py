@@ -32,7 +32,9 @@ AFTER = {
     "daemon": 6.0,  # of the GPU is dead or hangs; `mps_service` says how long
 }
 LASTS = {"stream": 12.0, "api": 20.0}
-SHARES = ("api", "records")  # reach shares alone: whole GPUs are granted without them
+# Reach shares alone: whole GPUs are granted without them, but for those that were handed out before
+# (`admission.NOT_READ`).
+SHARES = ("api", "records")
 UNDER_WAY = ("agent", "kubelet", "mode")
 SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
@@ -86,6 +88,8 @@ class Excuses:
         if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
             self._begun.setdefault("api", self._since)
             self._last["api"] = self._world.outage
+        # The kubelet was down between two looks.
+        self._last["kubelet"] = max(self._last.get("kubelet", -LONG), self._world.kubelet_began)
         for each in SHARES:
             if each in found:
                 self._begun.setdefault(each, self._since)
@@ -113,6 +117,10 @@ class Excuses:
             if now - last.get(each, -LONG) <= AFTER[kind] and lasts <= self._most(kind):
                 return kind
         return None
+
+    def records_are_away(self) -> bool:
+        """Whether nobody could read who holds what just now, of whatever mode."""
+        return anyio.current_time() - self._last.get("records", -LONG) <= AFTER["records"]
 
     def _most(self, kind: str) -> float:
         """For how many seconds a cause excuses something."""

@@ -84,6 +84,7 @@ class World:
         self.kubelet = EmbeddedKubelet(folder / "k", seed=seed, cdi_folder=folder / "cdi")
         self.kubelet_up = anyio.Event()
         self.kubelet_up.set()
+        self.kubelet_began = 0.0  # when it started last
         self.kubelet_delay = seams.KUBELET.delay
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.neighbour = Neighbour(seed)
@@ -202,6 +203,7 @@ class World:
             await self.kubelet.start()
             self.neighbour.register(self.kubelet)
             after()
+            self.kubelet_began = anyio.current_time()
             self.kubelet_up.set()
 
         self.group.start_soon(start)
