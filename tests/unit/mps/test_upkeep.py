@@ -16,7 +16,7 @@ def test_who_closes_shared_memory_again_and_again_is_logged_once_a_minute(
     kept = upkeep.Upkeep(manager, Path("/run/x"), 1 << 20, lambda _: None)
     folders: Any = SimpleNamespace(shm=SimpleNamespace(is_mount=lambda: True))
     now = 0.0
-    monkeypatch.setattr(upkeep.time, "monotonic", lambda: now)
+    monkeypatch.setattr("agent.mps.upkeep.time.monotonic", lambda: now)
     monkeypatch.setattr(shared_memory, "limit", lambda *_: None)
     monkeypatch.setattr(shared_memory, "restore", lambda _: True)
     for _ in range(13):  # two minutes
