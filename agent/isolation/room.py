@@ -87,7 +87,7 @@ class Isolation:
         # By the library's word, some seconds old, whether anybody measures or not.
         self.counted: Mapping[str, Usage] = MappingProxyType({})
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
-        self._outdated = False  # whether there may be copies of nobody's
+        self._outdated = True  # there may be copies of nobody's: an agent before was killed as it made one
         self._born: dict[str, float] = {}  # folders, and since when they are known
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}

@@ -1,6 +1,8 @@
 """Keeps the folders of running daemons as they should be, whatever pods do to them."""
 
+import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from agent.mps.shm_sweep import sweep
 log = structlog.get_logger()
 
 LOOK_SECONDS = 10.0
+REPORT_SECONDS = 60.0
 SWEEP_LOOKS = 6  # one in so many looks takes what ended containers left in shared memory
 
 
@@ -39,6 +42,7 @@ class Upkeep:
         self._held = held
         self._proc = proc
         self._problems: dict[str, str] = {}  # that were logged last
+        self._opened: dict[str, float] = {}  # when it was last logged that it was open to all again
         self._unswept: dict[str, str | None] = {}  # what the last sweep did not look at
 
     async def run(self) -> None:
@@ -87,7 +91,10 @@ class Upkeep:
         if not folders.shm.is_mount():
             return None  # that was reported when its daemon started
         problem = shared_memory.limit(folders, self._size)
-        if shared_memory.restore(folders.shm):
+        now = time.monotonic()
+        # A pod may close it again and again.
+        if shared_memory.restore(folders.shm) and now - self._opened.get(uuid, -math.inf) >= REPORT_SECONDS:
+            self._opened[uuid] = now
             log.warning("mps_shared_memory_opened", gpu=uuid, remedy="a pod closed it to the others")
         if sweeping:
             own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}

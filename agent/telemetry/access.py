@@ -51,7 +51,7 @@ class _Known:
 
 
 class _Bucket:
-    """What may still be asked for now: so much at once, and so much a second."""
+    """A bound on reviews: so many at once, and so many a second."""
 
     def __init__(self, burst: float, rate: float, now: float) -> None:
         self._burst, self._rate = burst, rate

@@ -151,6 +151,25 @@ async def test_nobody_is_rid_of_limits_by_a_full_node(
     assert await node.isolation.admit(request("b", 10)) == Admission()
 
 
+async def test_copies_of_an_agent_that_was_killed_as_it_made_them_go_with_the_first_look(node: Node) -> None:
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.holding(("a", units()))
+
+    def copies() -> set[str]:
+        return {each.name for each in (node.root / "state" / "lib").iterdir()}
+
+    def orphan() -> None:
+        (node.root / "state" / "lib" / f"{libraries.NAME}-0123456789abcdef-77.so").touch()
+
+    kept = await anyio.to_thread.run_sync(copies)
+    await anyio.to_thread.run_sync(orphan)
+    node.isolation.close()
+    await node.agent().start()
+    await node.isolation.tidy()
+    assert await anyio.to_thread.run_sync(copies) == kept
+
+
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
     await node.isolation.start()
     assert node.isolation.problem is None

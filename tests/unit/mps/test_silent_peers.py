@@ -241,8 +241,9 @@ class Scene:
         self.guard = Guard(DaemonParts(part, Directories(Path("/x")), part, part, publisher, Options(), part))
         self.guard._peers = part
 
-    def _report(self, kind: EventReason, _: str, text: str, pids: frozenset[int] = frozenset()) -> None:
-        self.told.append((kind, text))
+    def _report(self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        del uuid
+        self.told.append((kind, message))
         self.blamed += sorted(pids)
 
     def look(self, _daemon: Process) -> Look:

@@ -170,12 +170,13 @@ async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of
     assert await door.get("renewed") == 200
     assert len(door.asked) <= 2 + access.BURST
     # Nor do reviews that do not end keep it waiting.
-    door.now, door.slow = 20.0, anyio.Event()
+    slow = anyio.Event()
+    door.now, door.slow = 20.0, slow
     async with anyio.create_task_group() as group:
         for number in range(20):
             group.start_soon(door.get, f"slow{number}", f"10.2.0.{number}")
         await anyio.wait_all_tasks_blocked()
-        door.slow, slow = None, door.slow
+        door.slow = None
         door.known["again"] = Verdict(SCRAPER, allowed=True)
         assert await door.get("again") == 200
         slow.set()
