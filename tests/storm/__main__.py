@@ -199,6 +199,7 @@ def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
         "excused_percent_of_offers": offers,
         "excused_percent_of_admissions": admissions,
         "excused_percent_of_refusals": refusals,
+        "unwell_percent_of_admissions": excused([each.unwell for each in with_faults]),
         "failures": sum(each.violation is not None for each in summaries),
         "digests": {str(each.seed): each.digest for each in sorted(summaries, key=lambda each: each.seed)},
     }

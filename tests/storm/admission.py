@@ -71,20 +71,16 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
-        if not (OTHERS in message or pod.deleting or pod.spec.static):
-            judged = Judged(world, excuses, pod, unread=NOT_READ in message)
-            # Without a fault that reaches it, and with one.
-            bare = all(judged.fits(used, strict=True) for used in views)
-            fits = bare or all(judged.fits(used) for used in views)
-            excuses.refusals.count(excused=fits and not bare)
-            excuses.admissions.count(excused=fits and not bare)
-            if bare:
-                found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
+        judged = Judged(world, excuses, pod, unread=NOT_READ in message)
+        looked_at = not (OTHERS in message or pod.deleting or pod.spec.static)
+        if looked_at and _unexcused(excuses, judged, views):
+            found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
 
     def start(self: PodWorkers, pod: Pod) -> None:
         if not OURS.isdisjoint(pod.spec.resources):
             excuses.admissions.count(excused=False)
+            excuses.unwell.count(excused=False)
         begin(self, pod)
 
     DeviceManager.allocate = seen  # type: ignore[method-assign]
@@ -116,13 +112,15 @@ class Judged:
         self._known = agent is not None and agent.cluster is not None and pod.api_uid in _pods_known(agent)
         self._grown = grown_units(agent)
 
-    def fits(self, used: Used, *, strict: bool = False) -> bool:
-        """Whether there is room beside `used`; `strict`: on GPUs that no cause reaches."""
+    def fits(self, used: Used, *, strict: bool = False, well: bool = False) -> bool:
+        """Whether there is room beside `used`; on GPUs that no cause reaches, or that are well."""
         limits = self._wants
         if limits is None:
             return False
         modes = {
-            uuid: mode for uuid, mode in self._modes.items() if not (strict and self._reached(uuid, mode))
+            uuid: mode
+            for uuid, mode in self._modes.items()
+            if not (strict and self._reached(uuid, mode)) and not (well and not self._excuses.applies(uuid))
         }
         if GPU in limits:
             if strict and self._forgotten(GPU):
@@ -201,6 +199,19 @@ def _whole_gpus(spec: PodSpec) -> int:
     if any(not each.restartable for each in spec.init_containers):
         return max(asked) // CORES  # the later one gets the earlier one's
     return sum(cores // CORES or 1 for cores in asked)
+
+
+def _unexcused(excuses: Excuses, judged: Judged, views: Collection[Used]) -> bool:
+    """Whether a pod that was refused fits without a fault that reaches it; it is counted."""
+    bare = all(judged.fits(used, strict=True) for used in views)
+    fits = bare or all(judged.fits(used) for used in views)
+    # As of offers: what fits only where nobody could offer anything is no look.
+    unwell = fits and not bare and not all(judged.fits(used, well=True) for used in views)
+    excuses.unwell.count(excused=unwell)
+    if not unwell:
+        excuses.refusals.count(excused=fits and not bare)
+        excuses.admissions.count(excused=fits and not bare)
+    return bare
 
 
 def _needs(spec: PodSpec) -> Counter[str] | None:

@@ -61,8 +61,10 @@ def excused(figures: Collection[tuple[int, int]]) -> float:
 
 
 def excused_of(excuses: "Excuses | None") -> Iterator[tuple[int, int]]:
-    """Looks and excused ones of GPUs, of pods, and of refused pods."""
-    for each in (excuses.offers, excuses.admissions, excuses.refusals) if excuses else (Tally(),) * 3:
+    """Looks and excused ones of GPUs, of pods, and of refused pods; pods, and those that were no look."""
+    none = (Tally(),) * 4
+    tallies = (excuses.offers, excuses.admissions, excuses.refusals, excuses.unwell) if excuses else none
+    for each in tallies:
         yield each.looks, each.excused
 
 
@@ -78,6 +80,7 @@ class Excuses:
         self._since = anyio.current_time()  # when was looked last
         # Of GPUs, of pods that were admitted or refused, and of the refused alone.
         self.offers, self.admissions, self.refusals = Tally(), Tally(), Tally()
+        self.unwell = Tally()  # of pods, and of those that fitted only where nobody could offer anything
 
     def __str__(self) -> str:
         return " ".join(f"{excused}/{looks}" for looks, excused in excused_of(self))

@@ -20,6 +20,7 @@ NAMES = (
     "excused_percent_of_offers",
     "excused_percent_of_admissions",
     "excused_percent_of_refusals",
+    "unwell_percent_of_admissions",
     "mutants",
     "mutants_found",
 )

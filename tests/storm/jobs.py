@@ -37,6 +37,7 @@ class Summary(msgspec.Struct, frozen=True):
     offers: tuple[int, int] = (0, 0)  # looks, and how many of them needed an excuse
     admissions: tuple[int, int] = (0, 0)
     refusals: tuple[int, int] = (0, 0)
+    unwell: tuple[int, int] = (0, 0)  # pods, and how many fitted only where nobody could offer anything
 
 
 Work = Callable[[Plan], Summary]

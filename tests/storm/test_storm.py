@@ -31,6 +31,7 @@ KEYS = (
     "excused_percent_of_offers",
     "excused_percent_of_admissions",
     "excused_percent_of_refusals",
+    "unwell_percent_of_admissions",
 )
 MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
 # A fixed set: 10^5 steps. A slow machine leaves out the last of the dense ones, of which there are most.
