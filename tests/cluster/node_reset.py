@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 from agent.model.node_inventory import INVENTORY
+from agent.modes import cordons
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
+from agent.node.holders_annotation import HOLDERS
 from tests.cluster.rig_node import RigNode
 
 
@@ -20,7 +22,8 @@ def forget_resources(cluster: RigNode, labels: Iterable[str]) -> None:
     status = cluster.api.get(node)["status"]
     foreign = {name: None for name in status["capacity"] if "/" in name}
     cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
-    annotations = {STATE_ANNOTATION: None, INVENTORY: None}
+    # A cordon is what a test leaves that fails between.
+    annotations = dict.fromkeys((STATE_ANNOTATION, INVENTORY, HOLDERS, cordons.ANNOTATION))
     # The taint is what an agent leaves that is killed in mid-switch.
     metadata = {"labels": dict.fromkeys((*labels, MODE_LABEL)), "annotations": annotations}
     cluster.api.merge_patch(node, {"metadata": metadata, "spec": {"taints": None}})
