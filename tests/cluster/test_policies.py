@@ -369,15 +369,18 @@ def test_metrics_need_a_right(serving: Installation, tmp_path: Path) -> None:
 
     shown(f"{plain}/metrics")  # to everybody, by default
     authority = scraping.certificate(cluster, tmp_path)
-    scraper, nobody = (scraping.token(cluster, name) for name in ("scraper", "nobody"))
+    # A name of its own: an earlier test gives the account `nobody` rights.
+    scraper, outsider = (scraping.token(cluster, name) for name in ("scraper", "outsider"))
     access = f"--set=metrics.access.secret={scraping.SECRET}"
     readers = "--set=metrics.access.readers={default:scraper}"
-    serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", access, readers, "--wait")
+    # An earlier test leaves an extender whose pods fit on no node: --wait would wait for it.
+    alone = "--set=extender.enabled=false"
+    serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", alone, access, readers, "--wait")
     try:
         url = f"https://127.0.0.1:{scraping.PORT}/metrics"
         shown(url, authority, scraper)
-        status, text = scraping.scrape(cluster, url, authority, nobody)
-        assert (status, "system:serviceaccount:default:nobody may not get /metrics" in text) == (403, True)
+        status, text = scraping.scrape(cluster, url, authority, outsider)
+        assert (status, "system:serviceaccount:default:outsider may not get /metrics" in text) == (403, True)
         for bearer in ("", "forged", scraper[:-4] + "AAAA"):
             assert scraping.scrape(cluster, url, authority, bearer)[0] == 401
         status, text = scraping.scrape(cluster, f"{plain}/metrics")

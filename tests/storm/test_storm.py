@@ -20,19 +20,7 @@ from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
 
 ROOT = Path(__file__).parents[2]
-KEYS = (
-    "seeds",
-    "steps",
-    "virtual_hours",
-    "faults",
-    "invariants",
-    "failures",
-    "excused_percent",
-    "excused_percent_of_offers",
-    "excused_percent_of_admissions",
-    "excused_percent_of_refusals",
-    "unwell_percent_of_admissions",
-)
+KEYS = tuple(name for name in figures.NAMES if not name.startswith("mutants"))
 MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
 # A fixed set: 10^5 steps. A slow machine leaves out the last of the dense ones, of which there are most.
 FIXED = {
