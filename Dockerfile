@@ -29,8 +29,8 @@ COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agen
 # The library that vGPU containers preload, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
 RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
     if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \
-    else python3 -m agent.isolation.clib.build_library lib; fi; \
-    rm -rf agent/isolation/clib
+    else python3 -m agent.vgpu.clib.build_library lib; fi; \
+    rm -rf agent/vgpu/clib
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
 RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image

@@ -21,9 +21,9 @@ from agent.app.parts import Core, Tasks
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
+from agent.lists.context import PluginContext
 from agent.model.growth import Growth
 from agent.model.modes import Assignment
-from agent.plugins.context import PluginContext
 from agent.telemetry.health_metrics import health_collector
 
 log = structlog.get_logger()

@@ -8,9 +8,9 @@ import structlog
 
 from agent.app.degradations import api_server
 from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.supervise import FatalError
 from agent.pairing.pod_access import PodSource, Recorder
-from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Settings
 from agent.status.node_events import node_events
 

@@ -12,34 +12,34 @@ from agent.app.build_compute import build_compute, work_of
 from agent.app.driver_fence import DriverFence
 from agent.app.mode_parts import ModeContext
 from agent.app.parts import ClusterAccess, Tasks
-from agent.cdi import memory_limits
 from agent.inventory.snapshot import Snapshot
-from agent.isolation.compute import Compute
-from agent.isolation.context_table import context_bytes
-from agent.isolation.driver import DriverLimits
-from agent.isolation.folders import About, LimitFolders
-from agent.isolation.isolation_errors import IsolationError
-from agent.isolation.library import IMAGE_FILE
-from agent.isolation.limits import Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import ANNOTATION as RESIZE
-from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation
-from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.kubelet.podresources import PodList
+from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pod_access import PairRefused
-from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
 from agent.telemetry.attribution import Grade
 from agent.telemetry.container_use import Uses
-from agent.telemetry.limit_metrics import limits_collector
+from agent.vgpu import memory_limits
+from agent.vgpu.compute import Compute
+from agent.vgpu.context_table import context_bytes
+from agent.vgpu.driver import DriverLimits
+from agent.vgpu.folders import About, LimitFolders
+from agent.vgpu.isolation_errors import IsolationError
+from agent.vgpu.library import IMAGE_FILE
+from agent.vgpu.limit_metrics import limits_collector
+from agent.vgpu.limits import Policy
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import ANNOTATION as RESIZE
+from agent.vgpu.resize import NoUnits, Resizer
+from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch, Measured, Place
 
 if TYPE_CHECKING:
     from agent.cluster.namespaces import NamespaceLabels
@@ -191,7 +191,7 @@ class VgpuFence:
         self._avoidance = avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
+        """See agent.lists.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
         if self._labels:
@@ -232,7 +232,7 @@ def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Ma
 
 
 class GpuUnits:
-    """Free units, as resizing needs them (`agent.isolation.resize.Units`)."""
+    """Free units, as resizing needs them (`agent.vgpu.resize.Units`)."""
 
     def __init__(self, shares: SharedPair) -> None:
         self._shares = shares
@@ -240,7 +240,7 @@ class GpuUnits:
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:
-        """See agent.isolation.resize.Units. They leave the pool before another call is served."""
+        """See agent.vgpu.resize.Units. They leave the pool before another call is served."""
 
         async def kept(ids: tuple[str, ...]) -> None:
             try:

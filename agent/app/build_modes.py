@@ -1,7 +1,7 @@
 """Builds the modes of the table: by a module `build_<mode>` of this package, or as their plugins alone.
 
 The first is for modes that need more rooms than plugins do. A new mode takes a row of the table and a module
-in `agent.plugins`, and no change here.
+`agent.<mode>.plugin`, and no change here.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import cast
 
 from agent.app.mode_parts import ModeContext, ModeModule, ModeParts
+from agent.lists.context import module_of
 from agent.model.modes import OFFERED_MODES, Mode
-from agent.plugins.context import module_of
 
 
 async def build_modes(context: ModeContext) -> Mapping[Mode, ModeParts]:

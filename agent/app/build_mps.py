@@ -11,13 +11,16 @@ import structlog
 from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.mps_degradations import AdvisoryCaps, remarks
 from agent.app.mps_root_check import RootCheck
+from agent.holdings.holdings import holders_by_gpu
+from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import holders_by_gpu
 from agent.kubelet.podresources import PodList
+from agent.lists.pairs import pairs_collector
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.modes.ports import SetUpFailed
+from agent.mps import plugin as mps
 from agent.mps.binary import find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
 from agent.mps.compute_mode import NvmlComputeModes
@@ -25,14 +28,11 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import EventReason
 from agent.mps.mps_errors import MpsError
+from agent.mps.mps_metrics import mps_collector
+from agent.mps.shares_cdi import ShareSpecificationKeeper
 from agent.mps.upkeep import Upkeep
-from agent.plugins import mps
-from agent.plugins.inject import Injector
-from agent.plugins.shares_cdi import ShareSpecificationKeeper
 from agent.settings import Settings
 from agent.telemetry.container_use import above_limit
-from agent.telemetry.mps_metrics import mps_collector
-from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.reading import Series
 
 if TYPE_CHECKING:

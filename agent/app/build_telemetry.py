@@ -11,9 +11,9 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.holdings.owners import Owners
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
-from agent.kubelet.owners import Owners
 from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.attribution import KnownPod
 from agent.telemetry.container_use import ContainerWatch, Uses

@@ -6,11 +6,11 @@ from functools import partial
 from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
 from agent.kit.cell import Cell
+from agent.lists.pairs import pairs_collector
+from agent.lists.shared_pair import no_fence, none_grown
 from agent.model.modes import Assignment, Mode
-from agent.plugins import vgpu
-from agent.plugins.shared_pair import no_fence, none_grown
-from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.reading import Series
+from agent.vgpu import plugin as vgpu
 
 
 async def build(context: ModeContext) -> ModeParts:

@@ -8,10 +8,10 @@ from agent.app.parts import ClusterAccess, Core, Tasks
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.lists.context import PluginContext
 from agent.model.growth import Growth
 from agent.modes.ports import Backend
 from agent.modes.sources import DesiredSource
-from agent.plugins.context import PluginContext
 from agent.telemetry.container_use import Uses
 
 

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.modes import Assignment, Mode
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import EventReason
-from agent.plugins.inject import Injector
 from agent.settings import Settings
 
 if TYPE_CHECKING:

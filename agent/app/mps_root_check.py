@@ -12,14 +12,14 @@ USER_UNKNOWN = "its user is not known without the Kubernetes API"
 
 
 class RootCheck:
-    """See agent.plugins.mps.RootCheck."""
+    """See agent.mps.plugin.RootCheck."""
 
     def __init__(self, pods: "PodCache | None") -> None:
         """`pods`: those of the node; None: there is no way to the Kubernetes API."""
         self._pods = pods
 
     def named(self, namespace: str, pod: str, container: str) -> str | None:
-        """See agent.plugins.mps.RootCheck.
+        """See agent.mps.plugin.RootCheck.
 
         The kubelet hands an init container's units to an app container, and names that one alone: any
         container of the pod that asks for cores may be the one that starts.

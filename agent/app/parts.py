@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from agent.app.readiness import Readiness
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.kit.supervise import Supervisor
-from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings

@@ -16,10 +16,10 @@ import anyio.to_thread
 from agent.app.mode_parts import ModeContext
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
+from agent.lists.shared_pair import SharedPair
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
-from agent.plugins.shared_pair import SharedPair
 
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
@@ -40,7 +40,7 @@ class Grown(Protocol):
 
 
 class VgpuLimits:
-    """As agent.app.mode_parts.Limits, and as the fence of agent.plugins.shared_pair."""
+    """As agent.app.mode_parts.Limits, and as the fence of agent.lists.shared_pair."""
 
     def __init__(self, modes: Cell[Assignment], build: Callable[[], Awaitable["LimitParts"]]) -> None:
         """`build` makes the rooms, and starts their tasks."""
@@ -66,7 +66,7 @@ class VgpuLimits:
             return self.parts
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing. Raises Refused, and what building raises."""
+        """See agent.lists.shared_pair.Sharing. Raises Refused, and what building raises."""
         try:
             parts = self.parts or await self.begin()
         except TimeoutError as error:
@@ -142,5 +142,5 @@ async def build_limits(context: ModeContext) -> Grown | None:
 
 
 def _limited_before(state: Path, run: Path) -> bool:
-    """Whether containers were given limits that may still run (`agent.isolation`'s copies and folders)."""
+    """Whether containers were given limits that may still run (`agent.vgpu`'s copies and folders)."""
     return any((state / "limits").glob("*.json")) or any((run / "limits").glob("*"))

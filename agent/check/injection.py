@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.cdi.specification import Devices
 from agent.check.host import Host
 from agent.check.look import Grade, Look
 from agent.check.own_specification import Own
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.check.software import NodeFacts
+from agent.injection.inject import cdi_problem, choose, toolkit_devices
+from agent.injection.specification import Devices
 from agent.kit.inside import inside
-from agent.plugins.inject import cdi_problem, choose, toolkit_devices
 from agent.settings import Settings
 
 OLDEST_TOOLKIT = (1, 7, 0)

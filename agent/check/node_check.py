@@ -10,9 +10,9 @@ from agent.check.kubelet import look_at_kernel, look_at_kubelet
 from agent.check.look import Grade, Look
 from agent.check.own_specification import Own, look_at_specification, own_specification
 from agent.check.software import NodeFacts, NodeNotRead, node_facts
-from agent.isolation.library import obstacle
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
+from agent.vgpu.library import obstacle
 
 
 @dataclass(frozen=True, slots=True)

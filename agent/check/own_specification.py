@@ -6,12 +6,12 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.cdi import hook as programs
-from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, parse
-from agent.cdi.toolkit import MOST_BYTES, Places, Toolkit
 from agent.check.driver_check import Machine
 from agent.check.host import Host
 from agent.check.look import Grade, Look
+from agent.injection import hook as programs
+from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
+from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
 from agent.kit import small_file
 from agent.settings import Settings
 

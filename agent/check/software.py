@@ -7,9 +7,9 @@ from pathlib import Path
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import Node, read_node
+from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
-from agent.plugins.inject import NodeSoftware
 from agent.settings import Cluster
 
 OFF = (None, "none")  # the label of the mode in force while the agent offers nothing

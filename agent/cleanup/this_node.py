@@ -13,17 +13,15 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi import memory_limits, specification
-from agent.cdi.hook import FOLDER as BIN
 from agent.cleanup.request import CleanupFailed, CleanupRefused
-from agent.isolation.folders import FOLDER as LIMITS
-from agent.isolation.library import FOLDER as LIBRARIES
+from agent.holdings.holdings import HoldingsWatch, holders_by_gpu
+from agent.injection import specification
+from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
-from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
-from agent.mps import processes, shared_memory
+from agent.mps import processes, shared_memory, shares_cdi
 from agent.mps.binary import Program, find, find_any
 from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
@@ -34,8 +32,10 @@ from agent.mps.mps_errors import MpsError
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
-from agent.plugins import shares_cdi
 from agent.settings import Settings
+from agent.vgpu import memory_limits
+from agent.vgpu.folders import FOLDER as LIMITS
+from agent.vgpu.library import FOLDER as LIBRARIES
 
 if TYPE_CHECKING:
     from agent.cluster.api import KubeApi

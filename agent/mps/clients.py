@@ -18,9 +18,9 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
+from agent.holdings.holdings import holders_by_gpu
+from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import holders_by_gpu
-from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode

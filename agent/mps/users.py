@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from agent.kubelet.owners import ProcessUnreadable, container_of_process
+from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.mps import processes
 
 MOST_NAMED = 5  # users of a pod: root in it may take any number

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent import __version__
+from agent.holdings.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
-from agent.kubelet.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.model.health import HealthState, Rules
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook

@@ -78,7 +78,7 @@ def test_no_docstring_is_a_headless_clause() -> None:
 def test_no_banned_word_in_the_c_library() -> None:
     found = {
         path.name: words
-        for path in sorted((ROOT / "agent" / "isolation" / "clib").glob("*.[ch]"))
+        for path in sorted((ROOT / "agent" / "vgpu" / "clib").glob("*.[ch]"))
         if (words := banned(iter(enumerate(path.read_text().splitlines(), 1))))
     }
     assert not found

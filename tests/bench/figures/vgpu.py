@@ -12,21 +12,21 @@ import anyio.lowlevel
 import anyio.to_thread
 import grpc
 
+from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.podresources import PodList, Reader
 from agent.kubelet.service import DevicePluginService
+from agent.lists.context import PluginContext
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.plugins.context import PluginContext
-from agent.plugins.inject import Injector
-from agent.plugins.vgpu import VgpuPlugin, build
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.vgpu.plugin import VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from agent.isolation.clib import build_library as clib
-from agent.isolation.clib import wheels as clib_wheels
+from agent.vgpu.clib import build_library as clib
+from agent.vgpu.clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian, emulation
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib import build_library, headers
-from agent.isolation.clib.rules import SOURCES
-from agent.isolation.clib.wheels import only_one
+from agent.vgpu.clib import build_library, headers
+from agent.vgpu.clib.rules import SOURCES
+from agent.vgpu.clib.wheels import only_one
 from tests.cluster.build import debian
 
 SANITIZERS: Final = {

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused, ResourcePlugin
+from agent.lists import encode
+from agent.lists.context import PluginContext
 from agent.model.ids import BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, Mode
-from agent.plugins import encode
-from agent.plugins.context import PluginContext
 
 HALVES = 2
 

@@ -1,4 +1,4 @@
-"""A new mode is one new file in `agent/plugins` and one row in the table of modes."""
+"""A new mode is one new folder and one row in the table of modes."""
 
 import json
 import shutil
@@ -31,7 +31,8 @@ def copy_with_the_mode(folder: Path) -> Path:
     """The whole agent, with one new file and one new row."""
     here = Path(agent.__file__).parent
     shutil.copytree(here, folder / "agent", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(MADE_UP, folder / "agent" / "plugins" / "half.py")
+    (folder / "agent" / "half").mkdir()
+    shutil.copy(MADE_UP, folder / "agent" / "half" / "plugin.py")
     table = folder / "agent" / "model" / "modes.py"
     text = table.read_text()
     assert text.count(LAST_ROW) == text.count(FACT) == 1

@@ -10,9 +10,9 @@ import pytest
 from agent.app.build_isolation import build_isolation
 from agent.app.driver_fence import DriverFence
 from agent.app.run import core_of
+from agent.injection.inject import Injector
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
-from agent.plugins.inject import Injector
 from agent.settings import Host, Settings, Vgpu
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

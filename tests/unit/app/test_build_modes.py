@@ -10,10 +10,10 @@ from agent.app.build_switching import build_request
 from agent.app.mode_parts import ModeContext, ModeModule
 from agent.app.parts import Tasks
 from agent.app.run import core_of
+from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.cell import Cell
+from agent.lists.context import PluginContext
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
-from agent.plugins.context import PluginContext
-from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Cluster, Host, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

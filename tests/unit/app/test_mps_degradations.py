@@ -6,10 +6,10 @@ from typing import Any
 import anyio
 
 from agent.app.mps_degradations import AdvisoryCaps, remarks
+from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps.daemon_status import DaemonState, DaemonStatus
-from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import load
 from tests.unit.pairing.kubelet_model import machine
 

@@ -11,7 +11,7 @@ from agent.cluster.reflector import Metadata
 from agent.kubelet.plugin_types import Refused
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
-from tests.unit.plugins.test_mps import Node
+from tests.unit.mps.test_plugin import Node
 
 NOBODY = SecurityContext(run_as_user=65534)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.cdi.specification import FILE, KIND, Devices
 from agent.check.host import Host
 from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, verdict
 from agent.check.node_check import Observed, look
 from agent.check.own_specification import Own, own_specification
 from agent.check.software import NodeFacts
 from agent.cli.main import main
-from agent.plugins.inject import NodeSoftware
+from agent.injection.inject import NodeSoftware
+from agent.injection.specification import FILE, KIND, Devices
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
