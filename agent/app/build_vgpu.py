@@ -1,43 +1,40 @@
 """Builds vGPU: its resources, and the limits of containers where they are enforced."""
 
-from collections.abc import Iterator
-from functools import partial
+from typing import TYPE_CHECKING
 
 from agent.app.mode_parts import ModeContext, ModeParts
-from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
-from agent.kit.cell import Cell
-from agent.lists.pairs import pairs_collector
-from agent.lists.shared_pair import no_fence, none_grown
-from agent.model.modes import Assignment, Mode
-from agent.telemetry.reading import Series
-from agent.vgpu import plugin as vgpu
+from agent.app.parts import ClusterAccess
+from agent.vgpu.node_limits import Surroundings
+from agent.vgpu.wing import Vgpu
+
+if TYPE_CHECKING:
+    from agent.cluster.namespaces import NamespaceLabels
 
 
 async def build(context: ModeContext) -> ModeParts:
-    """Build the two resources; rooms of limits are loaded only where there may be some."""
-    core = context.core
-    grown = await build_limits(context)
-    limits = grown if isinstance(grown, VgpuLimits) else None
-    shares, plugins = vgpu.build(
-        context.plugins, limits or no_fence, grown.units_grown if grown else none_grown
+    """Build the wing; of its limits nothing is on the host before the mode is first used."""
+    core, cluster, plugins = context.core, context.cluster, context.plugins
+    node = Surroundings(
+        core.settings,
+        core.nvml,
+        core.calls,
+        plugins.inventory,
+        core.holdings.cell,
+        context.uses,
+        plugins.injector,
+        plugins.recorder,
+        cluster.pods if cluster else None,
+        _labels(cluster) if cluster else None,
+        context.grown,
+        context.tasks.start,
     )
-    if grown:
-        grown.follow_resizes(context, shares)
-    if limits:
-        core.readiness.degradations.append(partial(_remarks, limits, context.plugins.modes))
-
-    def pairs() -> Iterator[Series]:
-        pairing = shares.pairing
-        return pairs_collector(
-            "vgpu", pairing.stats, pairing.waiting, limits.fences() if limits else NO_FENCES
-        )
-
-    core.collectors.append(pairs)
-    return ModeParts(plugins, enforced=limits.enforced if limits else lambda: "no", limits=limits)
+    wing = await Vgpu.build(plugins, node)
+    core.readiness.degradations.append(wing.remarks)
+    core.collectors.append(wing.metrics)
+    return ModeParts(wing.plugins(), enforced=wing.enforced, limits=wing)
 
 
-def _remarks(limits: VgpuLimits, assignment: Cell[Assignment]) -> list[str]:
-    problem = limits.problem
-    if problem and any(each.mode is Mode.VGPU for each in assignment.value.gpus.values()):
-        return [f"vGPU containers start without the enforcement library: {problem}"]
-    return []
+def _labels(cluster: ClusterAccess) -> "NamespaceLabels":
+    from agent.cluster.namespaces import NamespaceLabels  # noqa: PLC0415  loads the client
+
+    return NamespaceLabels(cluster.api)

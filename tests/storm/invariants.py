@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
+from tests.storm.admission import limits_of
 from tests.storm.attribution import Limits
 from tests.storm.excuses import Excuses
 from tests.storm.holders import MODES, Held, Holders
@@ -127,12 +127,11 @@ class Invariants:
 
     def _grown_units_are_nobody_elses(self) -> None:
         agent = self._world.running
-        limits = agent.modes[Mode.VGPU].limits if agent else None
-        parts = limits.parts if isinstance(limits, VgpuLimits) else None
-        if parts is None or not parts.isolation.grown:
+        grown = limits_of(agent).isolation.grown if agent else {}
+        if not grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
-        for ids in parts.isolation.grown.values():
+        for ids in grown.values():
             if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
 
