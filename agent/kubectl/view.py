@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +15,7 @@ PREFIX = "gpu-node-agent.io/"
 INVENTORY, HOLDERS, STATE, CORDON = (PREFIX + name for name in ("inventory", "holders", "state", "cordon"))
 DIGITS = 12  # of the digest of a pod's UID in the annotation of holders
 LAST_EVENTS = 20
+MOST_WAITERS = 5
 OTHER = "other"
 CUT = (120, 400, 1024)  # lengths at which the agent cuts sentences
 WHOLE = ("nvidia.com/gpu", "nvidia.com/gpu.shared")
@@ -83,6 +84,9 @@ def node_view(node: Document, seen: Seen) -> Document | None:
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
         # One node's must not take the view of all others away.
         gpus, state = [], {"message": "its annotations cannot be understood"}
+    message, phase = seen.masked(str(state.get("message", ""))), state.get("state", "unknown")
+    if waiters := _waiters(gpus, seen, message) if phase in ("switching", "blocked") else "":
+        message += f" ({waiters})"
     conditions = {each.get("type"): each for each in node.get("status", {}).get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status", "True") == "True"
     labels = meta.get("labels") or {}
@@ -92,14 +96,29 @@ def node_view(node: Document, seen: Seen) -> Document | None:
         "labels": labels,
         "mode": labels.get(PREFIX + "mode", "none"),
         "desired": state.get("desired", "none"),
-        "phase": state.get("state", "unknown"),
-        "message": seen.masked(str(state.get("message", ""))),
+        "phase": phase,
+        "message": message,
         "nodeReady": ready,
         "unschedulable": bool(node.get("spec", {}).get("unschedulable")),
         # Since when the agent knows of no newer holders; null: they are of now.
         "holdersLost": held.get("lost"),
         "gpus": gpus,
     }
+
+
+def _waiters(gpus: Iterable[Document], seen: Seen, message: str) -> str:
+    """Pods that a switch waits for and that the viewer may read; the agent's message counts all."""
+    waits = {name for gpu in gpus if gpu["cordon"] is None for name in gpu["waitingFor"]}
+    names = [name for name in waits & seen.names if name not in message]  # agents until 0.2 name them
+    more = f" and {len(names) - MOST_WAITERS} more" if len(names) > MOST_WAITERS else ""
+    return ", ".join(sorted(names)[:MOST_WAITERS]) + more
+
+
+def _waiting_for(count: object, holders: Sequence[Document], seen: Seen) -> list[str]:
+    """Who holds a GPU that waits for their end; agents until 0.2 name some of them in place of a number."""
+    if isinstance(count, list):
+        return [seen.masked(each) for each in count]
+    return [each["pod"] or f"{each['pods']} {OTHER}" for each in holders] if count else []
 
 
 def gpu_view(
@@ -127,7 +146,7 @@ def gpu_view(
         "cordon": cordons.get(uuid, cordons.get(str(index))),
         "switchTo": wanted if wanted and wanted != gpu["m"] else None,
         "reason": seen.masked(state.get("reason", "")),
-        "waitingFor": [seen.masked(each) for each in state.get("waitingFor", [])],
+        "waitingFor": _waiting_for(state.get("waitingFor", 0), holders, seen),
         "known": known is not None,  # whether the agent says who holds what; earlier ones do not
         "blockMiB": total[2],
         "total": total[:2],

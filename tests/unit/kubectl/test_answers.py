@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.extender.choice import fits
 from agent.extender.free_capacity import HeldUnits, PodClaim, free_capacity
@@ -78,6 +80,82 @@ def test_explain_answers_as_the_extender_does(
     waits = {"metadata": {"name": "p"}, "spec": json.loads(json.dumps(spec), parse_int=str)}
     assert extender_says(one, held, Mode.VGPU, init, main) is right
     assert (lacks(view, waits) == "") is right
+
+
+def share(mode: Mode) -> st.SearchStrategy[Limits]:
+    core, memory = {Mode.VGPU: (CORES, MEMORY), Mode.MPS: (MPS_CORES, MPS_MEMORY)}[mode]
+    cores = st.sampled_from([0, 1, 20, 40, 50, 60, 80, 100, 150, 200])
+    return st.builds(lambda a, b: {core: a, memory: b}, cores, st.sampled_from([0, 1, 16, 70, 78, 160, 320]))
+
+
+Requests = list[tuple[Stage, Limits]]
+_limits = st.one_of(
+    st.just({}),
+    share(Mode.VGPU),
+    share(Mode.VGPU),
+    share(Mode.MPS),
+    st.builds(lambda count: {"nvidia.com/gpu": count}, st.integers(0, 3)),
+    st.builds(lambda one, other: {**one, **other}, share(Mode.VGPU), share(Mode.MPS)),
+)
+_containers: st.SearchStrategy[Requests] = st.builds(
+    lambda inits, apps: [*inits, *((Stage.APP, limits) for limits in apps)],
+    st.lists(st.tuples(st.sampled_from([Stage.INIT, Stage.SIDECAR]), _limits), max_size=3),
+    st.lists(_limits, min_size=1, max_size=3),
+)
+_gpus = st.lists(
+    st.tuples(
+        st.sampled_from([Mode.VGPU, Mode.VGPU, Mode.MPS, Mode.PGPU]),
+        st.lists(st.tuples(st.sampled_from([0, 10, 50, 100]), st.sampled_from([1, 16, 200])), max_size=2),
+        st.sampled_from([0, 2, 3]),  # the ceiling of MPS clients
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Requests) -> tuple[bool, str]:
+    """Whether the extender finds a place, and why the plugin finds none."""
+    made, claims, named = [], [], []
+    for index, (mode, before, ceiling) in enumerate(gpus):
+        total = {"pgpu": [1, 0, 0], "vgpu": [100, 320, 256], "mps": [100, 79, 1024]}[mode.value]
+        if mode is Mode.MPS:
+            held = [(min(cores, 50), 1) for cores, _ in before]
+        else:
+            held = [(1, 0)] * bool(before) if mode is Mode.PGPU else before
+        more = {"c": ceiling} if mode is Mode.MPS and ceiling else {}
+        one = gpu(
+            index, *((f"{index}{at}", *each) for at, each in enumerate(held)), **{"m": mode.value, **more}
+        )
+        one["held"]["t"] = total
+        made.append(one)
+        units = [HeldUnits(f"GPU-a-{index}", mode, *each) for each in held if mode is not Mode.PGPU]
+        claims += [PodClaim(PodDemand(), (each,)) for each in units]
+        claims += [PodClaim(PodDemand(gpus=1), ())] * (mode is Mode.PGPU and bool(held))
+    one = node("a", *made)
+    spec: dict[str, list[Any]] = {"initContainers": [], "containers": []}
+    for at, (stage, limits) in enumerate(containers):
+        each = {"name": f"c{at}", "resources": {"limits": {key: str(n) for key, n in limits.items()}}}
+        named.append(Container(f"c{at}", limits, stage))
+        always = {"restartPolicy": "Always"} if stage is Stage.SIDECAR else {}
+        spec["containers" if stage is Stage.APP else "initContainers"].append({**each, **always})
+    view = node_view(one, Seen([]))
+    assert view is not None
+    reason = lacks(view, {"metadata": {"name": "p"}, "spec": spec})
+    inventory = decode(one["metadata"]["annotations"][INVENTORY])
+    try:
+        demand = pod_demand(Pod("t", "p", tuple(named)))
+    except Impossible:
+        return False, reason
+    return fits(free_capacity(inventory, claims), demand, inventory.topology, Work()), reason
+
+
+@settings(max_examples=400)
+@given(_gpus, _containers)
+def test_explain_answers_as_the_extender_does_for_any_pod(
+    gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Requests
+) -> None:
+    right, reason = both_say(gpus, containers)
+    assert (reason == "") is right, reason
 
 
 def test_explain_counts_clients_of_mps() -> None:

@@ -119,6 +119,26 @@ def test_names_of_others_in_sentences_of_the_agent() -> None:
     assert "foe" not in json.dumps(node_view(node("a", gpu(0), state=state), seen))
 
 
+def test_who_a_switch_waits_for_comes_from_the_viewers_rights() -> None:
+    """The node counts them; who may read the pods sees their names."""
+    state = {"state": "switching", "message": "waiting for 2 pod(s) to end", "gpus": {"0": {"waitingFor": 2}}}
+    nodes, pods = cluster()
+    one = node("a", gpu(0, ("team/mine", 30, 16), ("foe/secret", 60, 100)), state=state)
+    for known, names, waiting in (
+        (pods, " (foe/secret, team/mine)", ["team/mine", "foe/secret"]),
+        (pods[:1], " (team/mine)", ["team/mine", "1 other"]),
+        ([], "", ["2 other"]),
+    ):
+        view = node_view(one, Seen(known))
+        assert view is not None
+        assert view["message"] == f"waiting for 2 pod(s) to end{names}"
+        assert view["gpus"][0]["waitingFor"] == waiting
+    nodes[0] = one
+    assert "2 pod(s) to end (foe/secret, team/mine)" in "\n".join(
+        overview(cluster_view(viewer(nodes, pods), "x"))
+    )
+
+
 def test_why_a_pod_waits_by_annotations() -> None:
     nodes, pods = cluster()
     view = cluster_view(viewer(nodes, pods, own="team"), "team")
