@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -317,7 +318,10 @@ def do_try(kubectl: Kubectl, options: argparse.Namespace) -> int:
         spec["runtimeClassName"] = options.runtime_class
     labels = {"app.kubernetes.io/name": "gpu-node-agent-try"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
-    kubectl.run("create", "--raw", pods, "-f", "-", stdin=json.dumps(pod))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # a login may need the standard input
+        json.dump(pod, file)
+        file.flush()
+        kubectl.run("create", "--raw", pods, "-f", file.name)
     try:
         return _tried(kubectl, f"{pods}/{name}", options)
     finally:

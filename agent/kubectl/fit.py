@@ -21,7 +21,7 @@ class NeverFits(Exception):
 
 
 class Want:
-    """What one container asks for, or several that inherit units: whole GPUs, or a share of one GPU."""
+    """The request of one container, or of several that inherit units: whole GPUs, or a share of one GPU."""
 
     def __init__(self, mode: str, cores: int, blocks: int, whole: int = 0, containers: int = 1) -> None:
         self.mode, self.cores, self.blocks, self.whole = mode, cores, blocks, whole
@@ -38,7 +38,7 @@ class Want:
 
 
 def share_of(mode: str, limits: dict[str, int]) -> Want | None:
-    """What a container asks for in a mode; None: nothing. Raises NeverFits."""
+    """A container's request in a mode; None: it has none. Raises NeverFits."""
     core, memory = PAIRS[mode]
     cores, blocks = limits.get(core, 0), limits.get(memory, 0)
     if not cores and not blocks:
@@ -231,6 +231,8 @@ def _take_whole(there: list[FreeOnGpu], want: Want) -> str:
         taken = min(need, gpu["cores"] if slices else 1)
         need -= taken
         gpu.update(cores=gpu["cores"] - taken if slices else 0, blocks=0, idle=False)
+        if not need:
+            break
     return ""
 
 

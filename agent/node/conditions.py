@@ -1,7 +1,7 @@
 """Writes on the Node object how far the mode is: a label, an annotation, a condition, events.
 
-Everybody who may get nodes reads annotation and condition, and pods belong to many tenants: both count pods and
-name none. `status` and events, for which one needs other rights, have the names.
+Everybody who may get nodes reads annotation and condition, and pods belong to many tenants: both count pods,
+and name none. `status` and events, for which one needs other rights, have the names.
 """
 
 import json

@@ -1,5 +1,6 @@
 """`kubectl gpu`: the file, views under different rights, and what each command has kubectl do."""
 
+import ast
 import hashlib
 import io
 import json
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,15 @@ ALLOWED = {("get", "--raw"), ("label", "node"), ("annotate", "node"), ("annotate
 def test_the_file_is_made_of_the_sources() -> None:
     assert plugin_file.FILE.read_text() == plugin_file.joined(), "make docs"
     assert os.access(plugin_file.FILE, os.X_OK)
+
+
+def test_no_two_modules_have_a_name_in_common() -> None:
+    """In one file the later would take the place of the other."""
+    tree = ast.parse(plugin_file.joined())
+    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    targets = [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets]
+    names += [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_the_file_needs_the_standard_library_alone() -> None:
