@@ -29,7 +29,7 @@ from agent.kubectl.view import (
     PAIRS,
     PREFIX,
     Document,
-    Seen,
+    VisiblePods,
     asks,
     cordons_of,
     limits_of,
@@ -122,7 +122,7 @@ def _explained(kubectl: Kubectl, pod: Document, namespace: str) -> list[str]:
         return [f"pod {namespace}/{pod['metadata']['name']} asks for no GPU; see its events"]
     where = pod["spec"].get("nodeName")
     seen = visible_pods(kubectl.get, namespace, missing)
-    seen = Seen([*seen.pods, pod])
+    seen = VisiblePods([*seen.pods, pod])
     try:
         if where:
             node = node_view(kubectl.get(f"/api/v1/nodes/{_quoted(where)}"), seen)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import quote
 
 from agent.kubectl.kube import Kubectl, KubectlFailed
-from agent.kubectl.view import Seen, asks, node_view
+from agent.kubectl.view import VisiblePods, asks, node_view
 
 COMPLETE = "__complete"  # the word by which the script below asks
 SCRIPT = f"""\
@@ -85,7 +85,7 @@ def _values(kubectl: Kubectl, place: argparse.Action, namespace: str) -> list[st
 
 def _nodes(kubectl: Kubectl) -> list[tuple[str, list[int]]]:
     """Nodes with GPUs, and the indices of these."""
-    views = (node_view(each, Seen([])) for each in kubectl.get("/api/v1/nodes")["items"])
+    views = (node_view(each, VisiblePods([])) for each in kubectl.get("/api/v1/nodes")["items"])
     return [(view["name"], [gpu["index"] for gpu in view["gpus"]]) for view in views if view]
 
 

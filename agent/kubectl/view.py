@@ -35,7 +35,7 @@ POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:
 Document = dict[str, Any]  # a value of JSON
 
 
-class Seen:
+class VisiblePods:
     """Pods that the viewer may read, and the rights that were missing."""
 
     def __init__(self, pods: list[Document]) -> None:
@@ -58,17 +58,17 @@ def pod_name(pod: Document) -> str:
     return f"{meta.get('namespace', '')}/{meta['name']}"
 
 
-def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> Seen:
+def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> VisiblePods:
     """Pods of the cluster, else those of the namespace, else none; what was missing is added to `missing`."""
     for path in ("/api/v1/pods", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"):
         try:
-            return Seen(get(f"{path}?fieldSelector={which}")["items"])
+            return VisiblePods(get(f"{path}?fieldSelector={which}")["items"])
         except MissingRight as error:
             missing.append(str(error))
-    return Seen([])
+    return VisiblePods([])
 
 
-def node_view(node: Document, seen: Seen) -> Document | None:
+def node_view(node: Document, seen: VisiblePods) -> Document | None:
     """A node with GPUs of this agent; None: it has none."""
     meta = node["metadata"]
     notes = meta.get("annotations") or {}
@@ -106,7 +106,7 @@ def node_view(node: Document, seen: Seen) -> Document | None:
     }
 
 
-def _waiters(gpus: Iterable[Document], seen: Seen, message: str) -> str:
+def _waiters(gpus: Iterable[Document], seen: VisiblePods, message: str) -> str:
     """Pods that a switch waits for and that the viewer may read; the agent's message counts all."""
     waits = {name for gpu in gpus if gpu["cordon"] is None for name in gpu["waitingFor"]}
     names = [name for name in waits & seen.names if name not in message]  # agents until 0.2 name them
@@ -114,7 +114,7 @@ def _waiters(gpus: Iterable[Document], seen: Seen, message: str) -> str:
     return ", ".join(sorted(names)[:MOST_WAITERS]) + more
 
 
-def _waiting_for(count: object, holders: Sequence[Document], seen: Seen) -> list[str]:
+def _waiting_for(count: object, holders: Sequence[Document], seen: VisiblePods) -> list[str]:
     """Who holds a GPU that waits for their end; agents until 0.2 name some of them in place of a number."""
     if isinstance(count, list):
         return [seen.masked(each) for each in count]
@@ -122,7 +122,7 @@ def _waiting_for(count: object, holders: Sequence[Document], seen: Seen) -> list
 
 
 def gpu_view(
-    gpu: Document, states: Document, held: Document, cordons: Mapping[str, str], seen: Seen
+    gpu: Document, states: Document, held: Document, cordons: Mapping[str, str], seen: VisiblePods
 ) -> Document:
     index, uuid = int(gpu["i"]), str(gpu["u"])
     state, known = states.get(str(index), {}), held.get(uuid)
@@ -158,7 +158,7 @@ def gpu_view(
     }
 
 
-def holders_of(entries: Iterable[Any], seen: Seen) -> list[Document]:
+def holders_of(entries: Iterable[Any], seen: VisiblePods) -> list[Document]:
     """Holders by name where the viewer may read the pod; all others together."""
     found: list[Document] = []
     others: Document = {"pod": None, "cores": 0, "blocks": 0, "pods": 0}
@@ -208,7 +208,7 @@ def is_waiting(pod: Document) -> bool:
     return not pod.get("spec", {}).get("nodeName") and status.get("phase") == "Pending" and asks(pod)
 
 
-def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
+def last_events(get: Get, seen: VisiblePods, missing: list[str]) -> list[Document]:
     """The newest events of the agents on nodes."""
     selector = quote("involvedObject.kind=Node,source=gpu-node-agent", safe="")
     try:

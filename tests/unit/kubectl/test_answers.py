@@ -20,7 +20,7 @@ from agent.kubectl.fit import lacks
 from agent.kubectl.kube import failure
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import overview, top
-from agent.kubectl.view import HOLDERS, INVENTORY, STATE, Seen, asks, node_view
+from agent.kubectl.view import HOLDERS, INVENTORY, STATE, VisiblePods, asks, node_view
 from agent.model.demand import Container, Impossible, Pod, Stage
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
@@ -74,7 +74,7 @@ def test_explain_answers_as_the_extender_does(
         "initContainers": [{"name": "init", "resources": {"limits": init}}],
         "containers": [{"name": "main", "resources": {"limits": main}}],
     }
-    view = node_view(one, Seen([]))
+    view = node_view(one, VisiblePods([]))
     assert view is not None
     waits = {"metadata": {"name": "p"}, "spec": json.loads(json.dumps(spec), parse_int=str)}
     assert extender_says(one, held, Mode.VGPU, init, main) is right
@@ -140,7 +140,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         named.append(Container(f"c{at}", limits, stage))
         always = {"restartPolicy": "Always"} if stage is Stage.SIDECAR else {}
         spec["containers" if stage is Stage.APP else "initContainers"].append({**each, **always})
-    view = node_view(one, Seen([]))
+    view = node_view(one, VisiblePods([]))
     assert view is not None
     reason = lacks(view, {"metadata": {"name": "p"}, "spec": spec})
     inventory = decode(one["metadata"]["annotations"][INVENTORY])
@@ -168,7 +168,7 @@ def test_explain_counts_clients_of_mps() -> None:
     first = gpu(0, ("f/x", 10, 1), ("f/y", 10, 1), c=2, m="mps")
     first["held"]["t"] = [100, 79, 1024]
     one = node("a", first)
-    view = node_view(one, Seen([]))
+    view = node_view(one, VisiblePods([]))
     assert view is not None
     waits = pod("t/p")
     waits["spec"]["containers"][0]["resources"]["limits"] = {MPS_CORES: "10", MPS_MEMORY: "1"}
@@ -178,7 +178,7 @@ def test_explain_counts_clients_of_mps() -> None:
 
 def test_containers_that_fit_side_by_side_in_one_way_alone() -> None:
     first, second = gpu(0, ("f/x", 50, 310)), gpu(1, ("f/y", 60, 220))
-    view = node_view(node("a", first, second), Seen([]))
+    view = node_view(node("a", first, second), VisiblePods([]))
     assert view is not None
     waits = pod("t/p", 40, 10)
     waits["spec"]["containers"].append(pod("t/q", 35, 90)["spec"]["containers"][0])
@@ -190,7 +190,7 @@ def test_containers_that_fit_side_by_side_in_one_way_alone() -> None:
 def test_a_sentence_that_was_cut_within_a_namespace() -> None:
     said = ("waiting for 9 pod(s) to end: " + ", ".join(["secret/" + "x" * 59] * 9))[:400]
     for start in range(60):
-        view = node_view(node("a", gpu(0), state={"message": ("w" * start + said)[:400]}), Seen([]))
+        view = node_view(node("a", gpu(0), state={"message": ("w" * start + said)[:400]}), VisiblePods([]))
         assert view is not None
         assert "sec" not in view["message"]
 
@@ -199,7 +199,7 @@ def test_quantities_are_read_as_the_api_server_writes_them() -> None:
     waits = pod("t/p")
     waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: "1k"}
     assert asks(waits)
-    view = node_view(node("a", gpu(0)), Seen([]))
+    view = node_view(node("a", gpu(0)), VisiblePods([]))
     assert view is not None
     assert "1000 blocks" in lacks(view, waits)
 

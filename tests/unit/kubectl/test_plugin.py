@@ -21,7 +21,7 @@ from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import MissingRight, failure
 from agent.kubectl.main import plugin_main
 from agent.kubectl.text import explained_running, explained_waiting, overview, top
-from agent.kubectl.view import CORDON, Seen, node_view
+from agent.kubectl.view import CORDON, VisiblePods, node_view
 from tests import plugin_file
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
@@ -117,7 +117,7 @@ def test_a_tenant_sees_own_names_and_the_missing_right() -> None:
 
 
 def test_names_of_others_in_sentences_of_the_agent() -> None:
-    seen = Seen([pod("team/mine")])
+    seen = VisiblePods([pod("team/mine")])
     said = (
         "waits for 2 pods: team/mine, foe/secret.x; see tencent.com/vcuda-core, /run/gpu, 8 of nvidia.com/gpu"
     )
@@ -140,7 +140,7 @@ def test_who_a_switch_waits_for_comes_from_the_viewers_rights() -> None:
         (pods[:1], " (team/mine)", ["team/mine", "1 other"]),
         ([], "", ["2 other"]),
     ):
-        view = node_view(one, Seen(known))
+        view = node_view(one, VisiblePods(known))
         assert view is not None
         assert view["message"] == f"waiting for 2 pod(s) to end{names}"
         assert view["gpus"][0]["waitingFor"] == waiting
@@ -167,7 +167,7 @@ def test_why_a_pod_waits_by_annotations() -> None:
 
 def test_what_a_running_pod_has_and_who_is_beside_it() -> None:
     nodes, pods = cluster()
-    lines = explained_running(pods[0], node_view(nodes[0], Seen(pods[:1])))
+    lines = explained_running(pods[0], node_view(nodes[0], VisiblePods(pods[:1])))
     assert lines == [
         "pod team/mine is bound to node a",
         "  GPU 0 (GPU-a-0), mode vgpu: 30 % and 4 GiB",
