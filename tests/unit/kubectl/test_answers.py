@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent.extender.choice import fits
+from agent.extender.choice import refusal
 from agent.extender.free_capacity import HeldUnits, PodClaim, free_capacity
 from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand, pod_demand
@@ -45,7 +45,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(Pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return fits(free_capacity(inventory, claims), demand, inventory.topology, Work(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, Work(1000))
 
 
 @pytest.mark.parametrize(
