@@ -1,30 +1,13 @@
-"""One finding about a node, and the verdict of all findings."""
+"""The verdict of all findings about a node."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+
+from agent.model.look import Grade as Grade  # noqa: PLC0414
+from agent.model.look import Look as Look  # noqa: PLC0414
 
 # Exit codes, docs/names.md.
 GOOD, WRONG, NOT_SEEN = 0, 1, 3
-
-
-class Grade(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One thing that was looked at; `text` has the finding and the remedy."""
-
-    subject: str
-    grade: Grade
-    text: str
-
-    def line(self) -> str:
-        return f"{self.grade.value:8} {self.subject:18} {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
