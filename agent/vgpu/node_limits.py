@@ -7,8 +7,7 @@ mounts of the old ones after a reboot, and the library refuses memory without th
 containers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +16,13 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.injection.inject import Injector
-from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.cluster.reach import ClusterAccess
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import PodList
 from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
-from agent.model.growth import Growth
 from agent.model.ledger import PairMember
-from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
+from agent.modes.wing import Node, Task
 from agent.pairing.pair_rules import Grant
-from agent.pairing.pod_access import Recorder
-from agent.settings import Settings
-from agent.telemetry.container_use import Uses
 from agent.telemetry.reading import Series
 from agent.vgpu.avoiding import Avoidance
 from agent.vgpu.compute import Compute, release, work_of
@@ -60,46 +51,30 @@ log = structlog.get_logger()
 BEGIN_SECONDS = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The node as its limits need it."""
-
-    settings: Settings
-    nvml: NvmlPort
-    calls: WorkerThread
-    inventory: Cell[Snapshot]
-    held: Cell[PodList | None]
-    uses: Cell[Uses]
-    injector: Injector
-    recorder: Recorder
-    pods: "PodCache | None"  # of the node; None: there is no way to the Kubernetes API
-    labels: "NamespaceLabels | None"  # the same
-    grown: Cell[Mapping[str, Growth]]  # by GPU; published here
-    start: Callable[..., None]  # a task by its name, function and arguments
-
-
 class NodeLimits:
     """Complete from the start; `begin` puts them in force."""
 
-    def __init__(self, node: Surroundings) -> None:
+    def __init__(self, node: Node) -> None:
         settings, host = node.settings, node.settings.host
         self._node = node
         self.enforcement = Enforcement(settings.vgpu.enforcement)
         self.begun = False
         self._turn = anyio.Lock()
-        self._namespaces = NamespaceEnforcement(node.labels)
+        self._pods = node.cluster.pods if node.cluster else None
+        self._labels = _labels_of(node.cluster) if node.cluster else None
+        self._namespaces = NamespaceEnforcement(self._labels)
         compute = settings.vgpu.compute
         self.isolation = Isolation(
             LimitFolders(Path(host.run)),
             Path(settings.vgpu.library or IMAGE_FILE),
             Path(host.state),
             self.enforcement,
-            node.held,
+            node.holdings.cell,
             self._namespaces.of,
             compute=compute != "off",
             expected=self._expected_context,
         )
-        requests = ComputeRequests(node.pods, may_burst=settings.vgpu.resize)
+        requests = ComputeRequests(self._pods, may_burst=settings.vgpu.resize)
         self._compute = (
             Compute(self.isolation, requests.of, soft=compute == "soft") if compute != "off" else None
         )
@@ -109,15 +84,15 @@ class NodeLimits:
         self._publisher = Publisher(
             self.isolation, self._events, self._watch, self._compute.shares if self._compute else None
         )
-        self._driver = DriverFence(host, node.inventory, node.injector)
-        self._avoidance = Avoidance(settings, node.pods)
+        self._driver = DriverFence(host, node.snapshot, node.injector)
+        self._avoidance = Avoidance(settings, self._pods)
 
     async def given_before(self) -> bool:
         """Whether containers were given limits that may still run."""
         host = self._node.settings.host
         return await anyio.to_thread.run_sync(_given_before, Path(host.state), Path(host.run))
 
-    async def begin(self, shares: SharedPair) -> None:
+    async def begin(self) -> None:
         """Put the limits in force, if they are not yet. An Allocate that is cut off does not stop it.
 
         Raises TimeoutError, and what beginning raises: the next call does it again.
@@ -127,43 +102,52 @@ class NodeLimits:
         async with self._turn:
             if not self.begun:
                 with anyio.move_on_after(BEGIN_SECONDS, shield=True):
-                    await self._begin(shares)
+                    await self._begin()
             if not self.begun:
                 raise TimeoutError(
                     f"the limits of vGPU containers were not there within {BEGIN_SECONDS:g} s; look whether "
                     "the folders host.state and host.run answer"
                 )
 
-    async def _begin(self, shares: SharedPair) -> None:
-        """Tasks start last, when nothing can fail any more: a failure leaves none behind for the next try."""
-        node, settings = self._node, self._node.settings.vgpu
+    async def _begin(self) -> None:
         await self.isolation.start()
         if self.enforcement is not Enforcement.OFF:
             await self._begin_compute()
             await self._driver.start()
             self._publisher.take_up()
         self.begun = True
-        node.start("limits", self.isolation.run)
-        node.start("grown units", self._follow_growth, shares)
+
+    def tasks(self, shares: SharedPair) -> list[Task]:
+        """The tasks that keep limits in force once they have begun."""
+        node, settings = self._node, self._node.settings.vgpu
+        found = [
+            Task("limits", self.isolation.run),
+            Task("grown units", partial(self._follow_growth, shares)),
+        ]
         if self.enforcement is Enforcement.OFF:
-            return
-        if node.labels:
-            node.start("namespace watch", node.labels.reflector.run)
+            return found
+        if self._labels:
+            found.append(Task("namespace watch", self._labels.reflector.run))
         if self._compute:
-            node.start("compute shares", self._compute.run)
-        node.start("limit sweep", self._sweep)
-        node.start("limits published", self._publisher.run)
-        node.start("driver fence", self._driver.run, node.injector.looked)
-        if node.pods:
-            nvml, cgroups = (node.nvml, node.calls), Path(node.settings.host.cgroups)
-            limits = DriverLimits(self.isolation, nvml, cgroups, self._container_ids, self._events)
-            node.start("driver limits", limits.run, node.pods.reflector.items)
-        if settings.resize and node.pods:
-            resizer = Resizer(self.isolation, FreeUnits(shares), self._events, self._watch)
-            requests = partial(_resize_annotations, node.pods)
-            node.start("resizes", resizer.run, node.pods.reflector.items, requests)
+            found.append(Task("compute shares", self._compute.run))
+        found += [
+            Task("limit sweep", self._sweep),
+            Task("limits published", self._publisher.run),
+            Task("driver fence", partial(self._driver.run, node.injector.looked)),
+        ]
+        if self._pods:
+            changes, cgroups = self._pods.reflector.items, Path(node.settings.host.cgroups)
+            limits = DriverLimits(
+                self.isolation, (node.nvml, node.calls), cgroups, self._container_ids, self._events
+            )
+            found.append(Task("driver limits", partial(limits.run, changes)))
+            if settings.resize:
+                resizer = Resizer(self.isolation, FreeUnits(shares), self._events, self._watch)
+                requests = partial(_resize_annotations, self._pods)
+                found.append(Task("resizes", partial(resizer.run, changes, requests)))
         elif settings.resize:
             log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
+        return found
 
     async def _begin_compute(self) -> None:
         if self._compute is None:
@@ -233,11 +217,9 @@ class NodeLimits:
         """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
         return {place: share.allotted / 100 for place, share in self._publisher.shares().items()}
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+    def document(self, place: Place) -> Mapping[str, Any] | None:
         """The limits of a container, for `status`; None: it has none, and is not measured."""
-        if self.enforcement is Enforcement.OFF:
-            return None
-        return self._publisher.document(Place(namespace, pod, container, gpu))
+        return self._publisher.document(place)
 
     async def _sweep(self) -> None:
         """Have each round of samples looked at, for ever."""
@@ -255,12 +237,12 @@ class NodeLimits:
                 self._node.grown.publish(grown)
 
     def _expected_context(self, gpu: str) -> int:
-        state = self._node.inventory.value.by_uuid.get(gpu)
+        state = self._node.snapshot.value.by_uuid.get(gpu)
         return context_bytes(state.gpu.product) if state else 0
 
     def _container_ids(self, about: About) -> list[str]:
         """The runtime's ID of a container, by its pod's status."""
-        pod = self._node.pods.pods().get(about.uid) if self._node.pods else None
+        pod = self._pods.pods().get(about.uid) if self._pods else None
         return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
 
 
@@ -269,6 +251,12 @@ def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
     if computes and fences["library"]:
         return "yes"
     return "memory" if fences["driver"] or fences["library"] else "no"
+
+
+def _labels_of(cluster: ClusterAccess) -> "NamespaceLabels":
+    from agent.cluster.namespaces import NamespaceLabels  # noqa: PLC0415  loads the client
+
+    return NamespaceLabels(cluster.api)
 
 
 def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import anyio
 import structlog
@@ -8,13 +8,18 @@ import structlog
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.lists.context import PluginContext, pairing_of
-from agent.lists.shared_pair import Fence, SharedPair, SharedPairPlugin, Sharing, no_fence, none_grown
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
+from agent.lists.pairs import pairing_of
+from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
-from agent.model.gpu import Driver
+from agent.model.gpu import Driver, Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
+from agent.modes.wing import Node
+from agent.pairing.pair_rules import Grant
+from agent.vgpu.limits import Enforcement
+from agent.vgpu.node_limits import NodeLimits
 
 log = structlog.get_logger()
 
@@ -53,17 +58,41 @@ class VgpuPlugin(SharedPairPlugin):
                     log.warning("cuda_baseline", problem=warning)
 
 
-def build(
-    context: PluginContext,
-    fence: Fence = no_fence,
-    grown: Callable[[str], frozenset[str]] = none_grown,
-) -> tuple[SharedPair, list[VgpuPlugin]]:
-    settings, inventory = context.settings, context.inventory
+class VgpuSharing(Sharing):
+    """Limits of containers, and units that they have grown by."""
+
+    def __init__(self, limits: NodeLimits, *, trim: bool) -> None:
+        super().__init__(VGPU, Mode.VGPU, trim=trim)
+        self._limits = limits
+
+    def grown(self, uuid: str) -> frozenset[str]:
+        return self._limits.isolation.grown.get(uuid, frozenset())
+
+    async def additions(
+        self,
+        member: PairMember,
+        grant: Grant,
+        gpus: Sequence[Gpu],  # noqa: ARG002
+    ) -> Allocation:
+        """Raises Refused, and what beginning of the limits raises."""
+        if self._limits.enforcement is Enforcement.OFF:
+            return Allocation()
+        try:
+            await self._limits.begin()
+        except TimeoutError as error:
+            text = f"the memory of container {grant.container} cannot be capped: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+        return await self._limits.additions(member, grant)
+
+
+def build(node: Node, limits: NodeLimits) -> tuple[SharedPair, list[VgpuPlugin]]:
+    """Both resources."""
+    settings, inventory = node.settings, node.snapshot
     configured = settings.vgpu
-    pairing = pairing_of(context, VGPU, configured.placement, configured.reservation_seconds)
-    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
-    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
+    pairing = pairing_of(node, VGPU, configured.placement, configured.reservation_seconds)
+    sharing = VgpuSharing(limits, trim=not settings.cluster.extender)
+    shares = SharedPair(sharing, inventory, node.assignment, pairing, node.holdings.cell)
     return shares, [
-        VgpuPlugin(shares, member, context.injector, inventory, configured.enforcement, configured.library)
+        VgpuPlugin(shares, member, node.injector, inventory, configured.enforcement, configured.library)
         for member in PairMember
     ]

@@ -13,6 +13,7 @@ from itertools import chain
 import anyio
 
 from agent.app.agent import Agent
+from agent.app.build_modes import WingLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
@@ -246,9 +247,10 @@ def grown_units(agent: Agent | None) -> dict[str, int]:
 
 def limits_of(agent: Agent) -> NodeLimits:
     """The limits of vGPU containers."""
-    wing = agent.modes[Mode.VGPU].limits
-    assert isinstance(wing, Vgpu)
-    return wing.limits
+    limits = agent.modes[Mode.VGPU].limits
+    assert isinstance(limits, WingLimits)
+    assert isinstance(limits._wing, Vgpu)
+    return limits._wing.limits
 
 
 def _used(devices: DeviceManager, but: str) -> Used:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,31 +11,25 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+from anyio.abc import TaskGroup
 
-from agent.app.parts import Tasks
-from agent.app.run import core_of
-from agent.injection.inject import Injector
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import PodList
-from agent.lists.context import PluginContext
+from agent.kubelet.podresources import Holding
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.pairing.pod_access import Recorder
 from agent.settings import Host, Modes, Settings
 from agent.settings import Vgpu as Configured
-from agent.simulator.machine import SimulatedMachine
-from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry import definitions as d
-from agent.telemetry.container_use import Uses
 from agent.vgpu.copies import Copies
 from agent.vgpu.driver_fence import DriverFence
 from agent.vgpu.library import ELF
-from agent.vgpu.node_limits import Surroundings, word_of
+from agent.vgpu.node_limits import word_of
 from agent.vgpu.room import Isolation
 from agent.vgpu.wing import Vgpu
 from tests.unit.vgpu.made_up import GPU, about
+from tests.wing_node import wing_node
 
 GRANT: Any = SimpleNamespace(
     container="main",
@@ -51,13 +45,6 @@ ALL = Modes()
 NO_FENCES = dict.fromkeys(("driver", "library", "sweep"), False)
 
 
-class Started(Counter[str]):
-    """Tasks by name, as often as they were started; none runs."""
-
-    def start(self, name: str, *_task: object) -> None:
-        self[name] += 1
-
-
 class Site:
     """A node with GPUs that no mode has yet."""
 
@@ -67,33 +54,11 @@ class Site:
         self.host = Host(state=str(root / "state"), run=str(root / "run"), cdi=str(root / "cdi"))
         vgpu = Configured(**{"enforcement": "library", "library": str(root / "library.so"), **configured})
         self.settings = Settings(host=self.host, vgpu=vgpu, modes=modes)
-        self.core = core_of(self.settings, SimulatedNvml(SimulatedMachine.create("dgx-h200")))
         self.modes: Cell[Assignment] = Cell(Assignment())
-        self.tasks = Started()
+        self.supervisor = Supervisor(first_pause=0.01)
 
-    async def build(self, start: Callable[..., None] | None = None) -> Vgpu:
-        record: Cell[PodList | None] = Cell(None)
-        injector = Injector(self.settings)
-        context = PluginContext(
-            self.settings, self.core.inventory.snapshot, self.modes, self.core.holdings, injector
-        )
-        return await Vgpu.build(
-            context,
-            Surroundings(
-                self.settings,
-                self.core.nvml,
-                self.core.calls,
-                self.core.inventory.snapshot,
-                record,
-                Cell(Uses()),
-                injector,
-                Recorder(),
-                pods=None,
-                labels=None,
-                grown=Cell({}),
-                start=start or self.tasks.start,
-            ),
-        )
+    async def build(self) -> Vgpu:
+        return await Vgpu.build(wing_node(self.settings, assignment=self.modes, supervisor=self.supervisor))
 
     def offer(self, mode: Mode = Mode.VGPU) -> None:
         self.modes.publish(Assignment({GPU: GpuMode(mode)}))
@@ -104,15 +69,27 @@ class Site:
         return sorted(each.name for each in self.root.iterdir() if each.name != "library.so")
 
 
+def names(wing: Vgpu) -> list[str]:
+    """Of the tasks that the agent starts for it."""
+    return [each.name for each in wing.tasks()]
+
+
+def start(group: TaskGroup, site: Site, wing: Vgpu) -> None:
+    for task in wing.tasks():
+        group.start_soon(site.supervisor.restarting, task.name, task.run)
+
+
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    site.core.calls.close()
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def holding(pod: str) -> Holding:
+    return Holding("default", pod, "main", "tencent.com/vcuda-memory", ())
 
 
 async def _allocate(wing: Vgpu) -> Allocation:
-    return await wing.additions(PairMember.MEMORY, GRANT)
+    return await wing._shares.sharing.additions(PairMember.MEMORY, GRANT, ())
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, takes: float, *problems: OSError) -> Counter[str]:
@@ -134,13 +111,14 @@ def slow(monkeypatch: pytest.MonkeyPatch, takes: float, *problems: OSError) -> C
 
 
 async def test_nothing_begins_before_a_gpu_is_offered_as_vgpu(site: Site) -> None:
-    supervisor = Supervisor()
+    supervisor = site.supervisor
     async with anyio.create_task_group() as group:
-        wing = await site.build(Tasks(supervisor, group).start)
+        wing = await site.build()
+        start(group, site, wing)
         site.offer(Mode.PGPU)
         await anyio.wait_all_tasks_blocked()
         assert (site.files, [*supervisor.states]) == ([], ["vgpu limits"])
-        assert (wing.remarks(), wing.enforced(), wing.allotted()) == ([], "no", {})
+        assert (wing.remarks(), wing.enforced(), wing.allotted()) == ((), "no", {})
         assert not any(wing.limits.fences().values())
         assert {each[0] for each in wing.metrics()} == {d.PAIRS, d.RESERVATIONS, d.ENFORCED}
         site.offer()
@@ -148,7 +126,7 @@ async def test_nothing_begins_before_a_gpu_is_offered_as_vgpu(site: Site) -> Non
             while not supervisor.states.keys() >= {*BEGUN}:
                 await anyio.sleep(0.01)
         assert site.files == ["run", "state"]
-        assert (wing.remarks(), wing.enforced()) == ([], "memory")
+        assert (wing.remarks(), wing.enforced()) == ((), "memory")
         assert d.LIMITED_CONTAINERS in {each[0] for each in wing.metrics()}
         group.cancel_scope.cancel()
 
@@ -162,7 +140,6 @@ async def test_containers_that_come_first_have_them_begun_once(
         for _ in range(5):
             group.start_soon(_allocate, wing)
     assert counts == {"began": 1, "ended": 1}
-    assert site.tasks == dict.fromkeys(("vgpu limits", *BEGUN), 1)
 
 
 async def test_an_allocate_that_is_cut_off_leaves_them_whole(
@@ -191,10 +168,11 @@ async def test_a_beginning_that_failed_does_not_end_the_agent(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = slow(monkeypatch, 0.0, OSError("no space"))
-    supervisor = Supervisor(first_pause=0.01)
+    supervisor = site.supervisor
     site.offer()
     async with anyio.create_task_group() as group:
-        wing = await site.build(Tasks(supervisor, group).start)
+        wing = await site.build()
+        start(group, site, wing)
         with anyio.fail_after(10):
             while not wing.limits.begun:
                 await anyio.sleep(0.01)
@@ -203,9 +181,7 @@ async def test_a_beginning_that_failed_does_not_end_the_agent(
     assert supervisor.states["vgpu limits"].last_error == "OSError: no space"
 
 
-async def test_a_failure_half_way_starts_no_task_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failure_half_way_starts_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, compute="hard")
     wing = await site.build()
 
@@ -216,11 +192,11 @@ async def test_a_failure_half_way_starts_no_task_twice(
         patched.setattr(DriverFence, "start", failing)
         with pytest.raises(OSError, match="the cgroups are not there"):
             await _allocate(wing)
-    assert site.tasks == {"vgpu limits": 1}
+    assert names(wing) == ["vgpu limits"]
     assert d.LIMITED_CONTAINERS not in {each[0] for each in wing.metrics()}
     await _allocate(wing)
-    assert site.tasks == dict.fromkeys(("vgpu limits", "compute shares", *BEGUN), 1)
-    site.core.calls.close()
+    assert {*names(wing)} == {"compute shares", *BEGUN}
+    assert len(names(wing)) == len({*names(wing)})
 
 
 async def test_a_beginning_that_hangs_is_given_up_and_made_again(
@@ -248,9 +224,8 @@ async def test_a_beginning_that_hangs_is_given_up_and_made_again(
 async def test_limits_are_there_for_a_mode_that_a_reload_may_allow(tmp_path: Path, allowed: bool) -> None:
     site = Site(tmp_path, Modes(vgpu=allowed))
     wing = await site.build()
-    assert site.tasks == {"vgpu limits": 1}
+    assert names(wing) == ["vgpu limits"]
     assert (await _allocate(wing)).mounts
-    site.core.calls.close()
 
 
 async def test_without_enforcement_nothing_ever_begins(tmp_path: Path) -> None:
@@ -258,9 +233,8 @@ async def test_without_enforcement_nothing_ever_begins(tmp_path: Path) -> None:
     wing = await site.build()
     site.offer()
     assert await _allocate(wing) == Allocation()
-    assert (site.files, site.tasks, wing.enforced(), wing.remarks()) == ([], {}, "no", [])
-    assert wing.document("default", "pod", "main", GPU) is None
-    site.core.calls.close()
+    assert (site.files, names(wing), wing.enforced(), wing.remarks()) == ([], [], "no", ())
+    assert wing.holder_facts(holding("pod"), GPU) == {}
 
 
 @pytest.mark.parametrize("enforcement", ["off", "library"])
@@ -276,10 +250,11 @@ async def test_containers_of_an_earlier_agent_have_theirs_from_the_start(
     )
     wing = await site.build()
     assert wing.limits.isolation.grown == {GPU: frozenset({grown})}
-    known = dict.fromkeys(("limits", "grown units") if enforcement == "off" else BEGUN, 1)
-    assert site.tasks == known
-    assert (wing.document("default", "a", "main", GPU) is None) == (enforcement == "off")
-    site.core.calls.close()
+    assert names(wing) == [*BEGUN[: 2 if enforcement == "off" else None]]
+    facts = wing.holder_facts(holding("a"), GPU)
+    assert facts.get("limits", {}).get("memoryBytes") == (
+        None if enforcement == "off" else before.memory_bytes
+    )
 
 
 @pytest.mark.parametrize(
