@@ -89,6 +89,6 @@ def _found(first: str, then: str) -> list[list[list[str]]]:
 @pytest.mark.timeout(150)
 async def test_limits_begin_when_the_first_gpu_is_offered_as_vgpu() -> None:
     before, after = await anyio.to_thread.run_sync(_found, "pgpu", "vgpu")
-    assert before == [["agent.cluster.own_node"], ["vgpu limits"], []]
+    assert before == [["agent.cluster.own_node", "agent.cluster.reach"], ["vgpu limits"], []]
     assert {"limits", "limit sweep", "limits published", "vgpu limits"} <= set(after[1])
     assert after[2] == ["run/limits", "state/lib"]
