@@ -8,7 +8,7 @@ from agent.app.parts import Core, Tasks
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.podresources import Holding
-from agent.modes.ports import Backend
+from agent.model.gpu import Gpu
 from agent.modes.wing import Node
 
 
@@ -19,6 +19,14 @@ class ModeContext:
     core: Core
     tasks: Tasks
     node: Node
+
+
+class Backend(Protocol):
+    async def prepare(self, gpu: Gpu) -> None: ...
+
+    async def give_back(self, gpu: Gpu) -> None: ...
+
+    def depends_on(self) -> object: ...
 
 
 class Limits(Protocol):
@@ -44,10 +52,3 @@ class ModeParts:
     # Whether containers are kept to their shares, see agent.status.report; None: it has no shares by amounts.
     enforced: Callable[[], str | None] = lambda: None
     limits: Limits | None = None  # None: nothing of ours enforces them
-
-
-class ModeModule(Protocol):
-    """A module `build_<mode>` of this package."""
-
-    async def build(self, context: ModeContext) -> ModeParts:
-        """Build the mode and start its tasks; no resource is registered before the mode is first used."""

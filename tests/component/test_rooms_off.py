@@ -56,7 +56,7 @@ async def main():
             found.append(rooms())
             mode.write_text(then)
             await offered(agent, then)
-            while then == "vgpu" and agent.modes[Mode.VGPU].limits.parts is None:
+            while then == "vgpu" and agent.wings[Mode.VGPU].parts.limits.parts is None:
                 await anyio.sleep(0.01)
             found.append(rooms())
     print(json.dumps(found))
