@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from agent.extender.choice import Picked, judge, pick
 from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
@@ -22,7 +22,7 @@ UNKNOWN_NODE = "node not known to the extender"
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterNode:
+class LedgerNode:
     """A node as the watch shows it. `totals`: allocatable units by resource."""
 
     name: str
@@ -57,7 +57,7 @@ class Fleet:
     def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
         self.on_change: Callable[[str], None] = lambda _: None
-        self._nodes: dict[str, ClusterNode] = {}
+        self._nodes: dict[str, LedgerNode] = {}
         self._pods: dict[str, BoundPod] = {}
         self._assumed: dict[str, Assumed] = {}
         self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
@@ -65,7 +65,7 @@ class Fleet:
 
     # News
 
-    def set_node(self, node: ClusterNode) -> None:
+    def set_node(self, node: LedgerNode) -> None:
         """A node appeared or changed."""
         if self._nodes.get(node.name) != node:
             self._nodes[node.name] = node
@@ -133,7 +133,7 @@ class Fleet:
     # Questions
 
     @property
-    def nodes(self) -> Mapping[str, ClusterNode]:
+    def nodes(self) -> Mapping[str, LedgerNode]:
         """The nodes that there are, by name."""
         return MappingProxyType(self._nodes)
 
@@ -186,7 +186,7 @@ class Fleet:
         self,
         name: str,
         demand: PodDemand,
-        work: Work | None = None,
+        work: SearchWork | None = None,
         alike: dict[Summary, str] | None = None,
     ) -> str:
         """Why a demand does not fit on a node; empty: it fits, and `pick` finds a choice.
@@ -197,15 +197,17 @@ class Fleet:
         if inventory is None:
             return self.verdict_by_totals(name, demand)
         return judge(
-            self.free(name), demand, inventory.topology, work or Work(), {} if alike is None else alike
+            self.free(name), demand, inventory.topology, work or SearchWork(), {} if alike is None else alike
         )
 
-    def pick(self, name: str, demand: PodDemand, policy: Policy, work: Work | None = None) -> Picked | None:
+    def pick(
+        self, name: str, demand: PodDemand, policy: Policy, work: SearchWork | None = None
+    ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         inventory = self.inventory(name)
         if inventory is None:
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
-        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or Work())
+        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or SearchWork())
 
     def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
         """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.

@@ -13,7 +13,7 @@ from anyio import get_cancelled_exc_class
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
-from agent.extender.metrics import Metrics
+from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
@@ -53,7 +53,7 @@ Act = Callable[[Request, ServingState], Awaitable[tuple[bytes, str]]]
 class Verbs:
     """Routes that answer 503 unless `serving` gives something to answer from."""
 
-    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: ExtenderMetrics) -> None:
         self._serving = serving
         self._metrics = metrics
         self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second

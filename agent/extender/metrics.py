@@ -31,7 +31,7 @@ class LedgerFigures:
     watch_ages: Mapping[str, float]
 
 
-class Metrics:
+class ExtenderMetrics:
     """Counters that the verbs raise, and gauges that are set at each scrape."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import free_capacity
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot
 from agent.extender.verdicts import NOT_REACHED
 from agent.model.modes import PAIRS, Mode
@@ -94,7 +94,7 @@ def _would_fit_when_empty(inventories: Iterable[NodeInventory], demand: PodDeman
             continue
         tried.add(kind)
         empty = replace(inventory, gpus=gpus)
-        if not refusal(free_capacity(empty, ()), demand, empty.topology, Work()):
+        if not refusal(free_capacity(empty, ()), demand, empty.topology, SearchWork()):
             return True
     return False
 
