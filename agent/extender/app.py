@@ -16,14 +16,12 @@ from agent.cluster.api import KubeApi, connect
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
-from agent.extender.certificates import AllowedNames
 from agent.extender.fleet import Fleet
-from agent.extender.handlers import ServingState, Verbs
-from agent.extender.lease import NAMESPACE_FILE, Election
+from agent.extender.handlers import AllowedNames, ServingState, Verbs
+from agent.extender.lease import NAMESPACE_FILE, Election, ServingLabel
 from agent.extender.ledger_sync import LedgerSync
 from agent.extender.metrics import ExtenderMetrics, LedgerFigures
 from agent.extender.pending_pods import PendingPods
-from agent.extender.serving_label import ServingLabel
 from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
@@ -92,7 +90,7 @@ class Extender:
         return ["the extender is stopping"] if self.stopping else [stalled] if stalled else []
 
     async def follow(self) -> None:
-        """Build a ledger with each lease and drop it with its end, for ever."""
+        """Build a ledger with each lease and drop it with its end, until cancelled."""
         leading = self.election.leading
         while True:
             await leading.wait_for(bool)
@@ -181,7 +179,7 @@ async def _ledger_figures(sync: LedgerSync) -> LedgerFigures:
         pods=fleet.pods,
         assumed_pods=fleet.waiting,
         sold_ratio=held / there if there else None,
-        watch_ages=sync.ages,
+        watch_age_seconds=sync.ages,
     )
 
 

@@ -74,7 +74,7 @@ async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
 
 
 def _refusal(pod: WatchedPod) -> list[str]:
-    """What the kubelet said of a pod that it refused at admission."""
+    """The kubelet's words on a pod that it refused at admission."""
     meta, status, node = pod.metadata, pod.status, pod.spec.node_name or "its node"
     lines = [
         f"pod {meta.namespace}/{meta.name} was refused at admission by {node} and never started",

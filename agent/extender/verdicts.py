@@ -30,7 +30,7 @@ NOT_REACHED = "not reached: containers of such sizes take long to place; the nex
 
 @dataclass(slots=True)
 class _Shape:
-    """What is known of one demand."""
+    """Answers for one demand that still hold."""
 
     verdicts: dict[str, str] = field(default_factory=dict)  # by node
     alike: dict[Summary, str] = field(default_factory=dict)

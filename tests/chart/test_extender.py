@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from agent.extender import settings
+from agent.extender.lease import LABEL
 from agent.extender.metrics import PREFIX, ExtenderMetrics, LedgerFigures
-from agent.extender.serving_label import LABEL
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
