@@ -12,7 +12,7 @@ from types import MappingProxyType
 from agent.extender.choice import Picked, judge, pick
 from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
 from agent.extender.packing import SearchWork
-from agent.extender.pod_demand import PodDemand
+from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
@@ -196,6 +196,8 @@ class Fleet:
         inventory = self.inventory(name)
         if inventory is None:
             return self.verdict_by_totals(name, demand)
+        if demand.gpus and (reason := self._other_name(name, demand)):
+            return reason
         return judge(
             self.free(name), demand, inventory.topology, work or SearchWork(), {} if alike is None else alike
         )
@@ -207,6 +209,8 @@ class Fleet:
         inventory = self.inventory(name)
         if inventory is None:
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
+        if demand.gpus and self._other_name(name, demand):
+            return None
         return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or SearchWork())
 
     def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
@@ -224,6 +228,13 @@ class Fleet:
         return held, there
 
     # Inside
+
+    def _other_name(self, name: str, demand: PodDemand) -> str:
+        """Why whole GPUs of a node are not those that are asked for: time slices may be renamed."""
+        offered = [each for each in WHOLE_GPUS if self._nodes[name].totals.get(each)]
+        if not offered or set(demand.whole_gpus) <= set(offered):
+            return ""
+        return f"its GPUs are offered as {offered[0]}"
 
     def _claim(self, uid: str) -> None:
         pod, assumed = self._pods.get(uid), self._assumed.get(uid)

@@ -278,7 +278,7 @@ def _would_fit_when_empty(inventories: Iterable[NodeInventory], demand: PodDeman
 
 
 def _in_words(demand: PodDemand) -> str:
-    parts = [f"{demand.gpus} x {WHOLE_GPU}"] if demand.gpus else []
+    parts = [f"{demand.gpus} x {' and '.join(demand.whole_gpus)}"] if demand.gpus else []
     parts += [_slot_in_words(slot, count) for slot, count in Counter(demand.slots).items()]
     return " and ".join(parts)
 

@@ -214,3 +214,16 @@ def test_a_choice_that_is_made_again_elsewhere_counts_once() -> None:
         made.assume("u", name, PodClaim(asks((60, 10)), chosen=((0,),)), 10)
     assert made.verdict("a", asks((60, 10))) == ""
     assert made.verdict("b", asks((60, 10))) != ""
+
+
+def test_time_slices_by_another_name_are_for_those_who_ask_for_it() -> None:
+    made = Fleet()
+    made.set_node(LedgerNode("n", gpus(1, Mode.PGPU, replicas=2), {"nvidia.com/gpu.shared": 2}))
+    plain = asks(gpus=1)
+    assert made.verdict("n", plain) == "its GPUs are offered as nvidia.com/gpu.shared"
+    assert made.pick("n", plain, Policy.BINPACK) is None
+    shared = pod_demand(Pod("default", "pod", (Container("main", {"nvidia.com/gpu.shared": 1}),)))
+    assert made.verdict("n", shared) == ""
+    for uid in ("a", "b"):
+        bound(made, uid, shared, None)
+    assert made.verdict("n", shared) == "0 of 1 GPUs free"
