@@ -156,9 +156,7 @@ class DaemonManager:
         """Whether a GPU is being set up with no pods on it."""
         return uuid in self._begun and self._assignment.value.of(uuid).mode is not Mode.MPS
 
-    def _reported(
-        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
-    ) -> None:
+    def _reported(self, kind: EventReason, uuid: str, message: str, pids: frozenset[int]) -> None:
         """Report it, except a set-up that fails: its caller gets the error."""
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
@@ -287,7 +285,7 @@ class DaemonManager:
             self.leftovers.pop(uuid, None)
         elif problem != before:
             self.leftovers[uuid] = problem
-            self._report(kind, uuid, problem)
+            self._report(kind, uuid, problem, frozenset())
 
     def _leftovers(self) -> list[str]:
         folder = self._run / "mps"

@@ -5,8 +5,6 @@ not for the container as a whole: MPS knows processes only (docs/mps.md).
 """
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from typing import Protocol
 
 import anyio
 
@@ -26,22 +24,13 @@ from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager
+from agent.mps.pods import RootCheck
 from agent.pairing.pairing import Pairing
 
 # Where a container finds what its daemon has elsewhere on the host.
 PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
 SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
-
-
-class RootCheck(Protocol):
-    """Why containers may run as root, in words; None: they cannot."""
-
-    def named(self, namespace: str, pod: str, container: str) -> str | None:
-        """One container."""
-
-    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
-        """A container that asks for so many cores, whichever of the node's it is, but none of `known`."""
 
 
 class Conditions:

@@ -1,4 +1,4 @@
-"""Degradations of MPS: for status, /readyz and an event."""
+"""Events of the node about MPS: reports of its daemons with the pods concerned, and advisory caps."""
 
 from typing import TYPE_CHECKING
 
@@ -8,15 +8,50 @@ from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
+from agent.kubelet.podresources import PodList
 from agent.model.modes import Assignment, Mode
-from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import EventReason
+from agent.mps.pods import Pods, share_holders
 from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.cluster.event_recorder import EventRecorder
 
 log = structlog.get_logger()
+
+
+class MpsEvents:
+    def __init__(
+        self,
+        inventory: Cell[Snapshot],
+        record: Cell[PodList | None],
+        events: "EventRecorder | None",
+        pods: Pods,
+    ) -> None:
+        """`events` of the node; None: there is no way to the Kubernetes API. `pods` of the node."""
+        self._pods = pods
+        self._inventory = inventory
+        self._record = record
+        self._events = events
+
+    def report(self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
+        """Make an event and a line in the log; `pids` are processes that the message is about."""
+        state = self._inventory.value.by_uuid.get(uuid)
+        gpu = f"GPU {state.gpu.index} ({uuid})" if state else f"GPU {uuid}"
+        text = f"{gpu}: {message}"
+        if kind is EventReason.FAULT:
+            if pods := sorted({each.pod for each in share_holders(self._record.value).get(uuid, ())}):
+                text += f"; every MPS client of the GPU is affected: {', '.join(pods)} must be restarted"
+            if pids:
+                text += f"; the log names process {', '.join(map(str, sorted(pids)))}"
+        if kind is EventReason.SILENT:
+            for pod in self._pods():
+                # The supervisor of a daemon knows a pod by its cgroup, which has the UID.
+                text = text.replace(f"pod {pod.uid}", f"pod {pod.key}")
+        warning = kind is not EventReason.RECOVERED
+        (log.warning if warning else log.info)("mps_report", gpu=uuid, reason=kind.value, message=text)
+        if self._events:
+            self._events.node(kind.value, text, warning=warning)
 
 
 class AdvisoryCaps:
@@ -53,7 +88,7 @@ class AdvisoryCaps:
         )
 
     async def run(self) -> None:
-        """An event whenever caps begin to be advisory, for ever."""
+        """Report caps whenever they begin to be advisory, until cancelled."""
         before: str | None = None
 
         def look() -> None:
@@ -66,28 +101,3 @@ class AdvisoryCaps:
             before = now
 
         await follow(look, self._assignment, self._injector.looked)
-
-
-def remarks(
-    settings: Settings, inventory: Cell[Snapshot], manager: DaemonManager, caps: AdvisoryCaps
-) -> list[str]:
-    """Degradations of MPS now, each in a sentence."""
-    gpus = inventory.value.by_uuid
-    found = [
-        f"GPU {gpus[uuid].gpu.index if uuid in gpus else uuid}: {problem}"
-        for uuid, problem in sorted(manager.leftovers.items())
-    ]
-    found += [
-        f"GPU {gpus[uuid].gpu.index if uuid in gpus else uuid}: {status.unguarded}"
-        for uuid, status in sorted(manager.statuses.value.items())
-        if status.unguarded
-    ]
-    if caps.problem:
-        found.append(caps.problem)
-    single = any(each.multi_user is False for each in manager.statuses.value.values())
-    if single and settings.mps.root_pods == "refuse":
-        found.append(
-            "MPS of this driver serves one user at a time on a GPU, and mps.rootPods lets none be root: "
-            "pods that share a GPU wait for each other unless they have one runAsUser"
-        )
-    return found
