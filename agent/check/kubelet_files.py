@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from agent.check.host import Host
+from agent.check.host import HostFiles
 
 # Where distributions put the kubelet's configuration, if its command line is not seen.
 FILES = (
@@ -42,7 +42,7 @@ FOREIGN_SOCKETS = {
 FOREIGN_PLUGINS = {"gpu.nvidia.com-reg.sock": "NVIDIA's DRA driver"}
 
 
-def topology_manager(host: Host) -> tuple[str, str] | None:
+def topology_manager(host: HostFiles) -> tuple[str, str] | None:
     """(where it was found, Topology Manager policy); None: not known. The kubelet's default is none."""
     flags = host.flags("kubelet")
     if flags is not None:
@@ -69,7 +69,7 @@ def topology_manager(host: Host) -> tuple[str, str] | None:
     return (files or folders or ["the kubelet's command line"])[0], "none"
 
 
-def _configuration(host: Host, file: str) -> dict[str, Any] | None:
+def _configuration(host: HostFiles, file: str) -> dict[str, Any] | None:
     text = host.text(file)
     try:
         found = yaml.safe_load(text) if text is not None else None

@@ -7,7 +7,7 @@ import anyio
 import structlog
 
 from agent.cleanup import request as exchange
-from agent.cleanup.request import CleanupFailed, Exchange, Report, Request, State
+from agent.cleanup.request import CleanupFailed, CleanupReport, CleanupRequest, CleanupState, Exchange
 from agent.cleanup.this_node import refuse_holders
 from agent.cluster.api import ApiError
 from agent.cluster.node import NodeObject
@@ -24,9 +24,9 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-async def answer(node: NodeObject, request: Request, state: State, message: str = "") -> None:
+async def answer(node: NodeObject, request: CleanupRequest, state: CleanupState, message: str = "") -> None:
     """Answer the request, unless the node shows this answer already. Raises ApiError."""
-    report = Report(request.id, state, message)
+    report = CleanupReport(request.id, state, message)
     answer = exchange.answering(report)
     if node.value is None or node.value.metadata.annotations.get(exchange.REPORT) != answer[exchange.REPORT]:
         await node.patch_metadata(annotations=answer)
@@ -44,7 +44,7 @@ class Requests:
         self._pods = pods
         self._clock = clock
 
-    async def accepted(self) -> Request:
+    async def accepted(self) -> CleanupRequest:
         """Wait for a request that no pod prevents. Others are answered, old ones removed."""
         refused = ""
         while True:
@@ -58,7 +58,7 @@ class Requests:
                         outcome = await self._look(request)
                         if outcome is None:
                             return request
-                        refused, failed = request.id, outcome is State.FAILED
+                        refused, failed = request.id, outcome is CleanupState.FAILED
                 elif found.present:
                     await self._node.patch_metadata(annotations=exchange.NOTHING)
             except ApiError as error:
@@ -70,7 +70,7 @@ class Requests:
             else:
                 await self._node.reflector.items.wait_change(seen)
 
-    async def _look(self, request: Request) -> State | None:
+    async def _look(self, request: CleanupRequest) -> CleanupState | None:
         """None: nothing stands in the way, and nothing was answered. Raises ApiError."""
         try:
             await refuse_holders(self._settings, self._pods)

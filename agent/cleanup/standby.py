@@ -14,7 +14,7 @@ import structlog
 from agent.cleanup import request as exchange
 from agent.cleanup import this_node as node_files
 from agent.cleanup.on_request import RETRY_SECONDS, answer, utc_now
-from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, Request, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupRequest, CleanupState, Exchange
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import NodeObject
@@ -35,7 +35,7 @@ DELETION_SECONDS = 600.0
 
 
 async def stand_by(
-    settings: Settings, nvml: NvmlPort, name: str, request: Request, stop: anyio.Event
+    settings: Settings, nvml: NvmlPort, name: str, request: CleanupRequest, stop: anyio.Event
 ) -> None:
     """Clean the node `name` up, answer, and return when the agent is to serve again, or at `stop`.
 
@@ -67,7 +67,7 @@ async def stand_by(
         log.info("back_in_service")
 
 
-def _status_line(request: Request) -> str:
+def _status_line(request: CleanupRequest) -> str:
     return (
         f"this node was cleaned up for an uninstall (annotation {exchange.REQUEST}); the agent serves again "
         f"when that is called off, or at {request.until.isoformat()}"
@@ -94,11 +94,11 @@ class Standby:
         self._node = node
         self._clock = clock
 
-    async def until_over(self, request: Request) -> None:
+    async def until_over(self, request: CleanupRequest) -> None:
         """Clean up and stay until no request is in force, or a pod prevents it after all."""
         with anyio.move_on_after(SYNC_SECONDS):
             await self._node.reflector.items.wait_for(bool)
-        current: Request | None = request
+        current: CleanupRequest | None = request
         try:
             async with node_files.without_agent(self._settings, LOCK_SECONDS):
                 while current is not None:
@@ -111,12 +111,12 @@ class Standby:
             log.warning("cleanup_refused", request=request.id, problem=str(error))
             await self._answer(request, error)
 
-    async def _kept_clean(self, request: Request, scope: anyio.CancelScope) -> Request | None:
+    async def _kept_clean(self, request: CleanupRequest, scope: anyio.CancelScope) -> CleanupRequest | None:
         """Until the request is taken back (None) or followed by another. Raises CleanupRefused."""
         while True:
             try:
                 await self._clean()
-                await answer(self._node, request, State.CLEAN)
+                await answer(self._node, request, CleanupState.CLEAN)
             except CleanupRefused:
                 raise
             except (CleanupFailed, ApiError, OSError) as error:
@@ -134,14 +134,14 @@ class Standby:
         await anyio.to_thread.run_sync(node_files.remove_files, self._settings, users)
         await node_files.forget_node(self._api, self._node.name, keep=exchange.NOTHING.keys())
 
-    async def _answer(self, request: Request, error: Exception) -> None:
-        state = error.state if isinstance(error, CleanupFailed) else State.FAILED
+    async def _answer(self, request: CleanupRequest, error: Exception) -> None:
+        state = error.state if isinstance(error, CleanupFailed) else CleanupState.FAILED
         try:
             await answer(self._node, request, state, str(error))
         except ApiError as problem:
             log.warning("cleanup_not_answered", problem=str(problem))
 
-    async def _next(self, request: Request, scope: anyio.CancelScope) -> Request | None:
+    async def _next(self, request: CleanupRequest, scope: anyio.CancelScope) -> CleanupRequest | None:
         """The request after this one, once there is one."""
         removed = False
         async for items in self._node.reflector.items.values():

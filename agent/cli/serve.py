@@ -24,7 +24,7 @@ from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.app.reload import Reloader
-    from agent.cleanup.request import Request
+    from agent.cleanup.request import CleanupRequest
 
 # A stop that takes longer is ended the hard way, before the kubelet does so: the chart gives 10 s.
 STOP_SECONDS = 9.5
@@ -68,13 +68,13 @@ async def _serve(loaded: Settings, start: Start) -> None:
 
 async def _in_service(
     loaded: Settings, start: Start, stop: anyio.Event, hangups: Cell[int]
-) -> "tuple[str, Request] | None":
+) -> "tuple[str, CleanupRequest] | None":
     """Serve until `stop` (None), or until a clean-up is asked for: the node's name, and the request."""
     # `check` and `version` answer without loading the agent.
     from agent.app import run as app  # noqa: PLC0415
     from agent.app.reload import Reloader  # noqa: PLC0415
 
-    left: tuple[str, Request] | None = None
+    left: tuple[str, CleanupRequest] | None = None
     deadlines: list[threading.Timer] = []
 
     def end_within(seconds: float) -> None:

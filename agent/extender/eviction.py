@@ -9,7 +9,7 @@ from typing import Any
 import anyio.lowlevel
 import msgspec
 
-from agent.extender.choice import fits
+from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim, free_capacity
 from agent.extender.packing import Work
@@ -146,7 +146,7 @@ def _fits_without(
     inventory: NodeInventory, claims: Mapping[str, PodClaim], going: Collection[str], demand: PodDemand
 ) -> bool:
     staying = (claim for uid, claim in claims.items() if uid not in going)
-    return fits(free_capacity(inventory, staying), demand, inventory.topology, Work())
+    return not refusal(free_capacity(inventory, staying), demand, inventory.topology, Work())
 
 
 def _size(claim: PodClaim) -> tuple[int, str]:

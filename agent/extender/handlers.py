@@ -14,7 +14,7 @@ from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
 from agent.extender.metrics import Metrics
-from agent.extender.objects import WatchedPod, as_model, gang_of
+from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpServer, Reply, Request
@@ -42,7 +42,12 @@ class ServingState:
     unbound_problem: Callable[[], str] = str
 
 
-Act = Callable[[Request, ServingState], Awaitable[tuple[Reply, str]]]
+class Unready(Exception):
+    """Nothing is known to answer from now, for the reason in the text; kube-scheduler asks again."""
+
+
+# The answer in JSON, and the result as metrics show it. Raises Unready, BadRequest.
+Act = Callable[[Request, ServingState], Awaitable[tuple[bytes, str]]]
 
 
 class Verbs:
@@ -64,21 +69,21 @@ class Verbs:
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
+    async def filter(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
-            wanted = serving.binder.request(as_model(asked.pod))
+            wanted = serving.binder.request(asked.pod)
         except Impossible as error:
             refused = dict.fromkeys(asked.names, str(error))
-            return _json(scheduler_protocol.filtered(asked, [], refused, unresolvable=True)), "impossible"
+            return scheduler_protocol.filtered(asked, [], refused, unresolvable=True), "impossible"
         if wanted.demand.nothing:
-            return _json(scheduler_protocol.filtered(asked, list(asked.names), {})), "ok"
+            return scheduler_protocol.filtered(asked, list(asked.names), {}), "ok"
         gang = ""
         if gang_of(asked.pod):
             gang = await serving.binder.gangs.gang(asked.pod.metadata.uid, wanted.demand)
             if not gang and (problem := serving.unbound_problem()):
                 # Without GPUs of its own a gang might be bound by halves; kube-scheduler asks again.
-                return Reply.text(f"nothing is known of the pod's gang: {problem}", 503), "unready"
+                raise Unready(f"nothing is known of the pod's gang: {problem}")
         uid, former = asked.pod.metadata.uid, ""
         if gang and (serving.binder.gangs.node(uid) or "") in asked.names:
             # On that node its own are free for it. Elsewhere they stay its own until it gets others: a caller
@@ -96,7 +101,7 @@ class Verbs:
             fitting, refused = await _kept_for_gang(
                 serving, asked.pod, gang, wanted, fitting, refused, former
             )
-        return _json(scheduler_protocol.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
+        return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
         now = anyio.current_time()
@@ -107,36 +112,36 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
+    async def prioritize(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
-            wanted = serving.binder.request(as_model(asked.pod))
+            wanted = serving.binder.request(asked.pod)
         except Impossible:
-            return _json(scheduler_protocol.prioritized(asked.names, [0] * len(asked.names))), "impossible"
+            return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
-        return _json(scheduler_protocol.prioritized(asked.names, scores)), "ok"
+        return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
-    async def preempt(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
+    async def preempt(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
-            demand = serving.binder.request(as_model(asked.pod)).demand
+            demand = serving.binder.request(asked.pod).demand
         except Impossible:
-            return _json(scheduler_protocol.preempted(asked, {})), "impossible"
+            return scheduler_protocol.preempted(asked, {}), "impossible"
         if demand.nothing:
-            return _json(scheduler_protocol.preempted(asked, asked.victims)), "ok"
+            return scheduler_protocol.preempted(asked, asked.victims), "ok"
         fleet = serving.verdicts.fleet
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
-        return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
+        return scheduler_protocol.preempted(asked, found), "ok" if found else "nowhere"
 
-    async def bind(self, request: Request, serving: ServingState) -> tuple[Reply, str]:
+    async def bind(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
         except NotBound as error:
             log.warning("pod_not_bound", pod=binding.pod, node=binding.node, problem=str(error))
-            return _json(scheduler_protocol.bound(str(error))), "refused"
-        return _json(scheduler_protocol.bound()), "ok"
+            return scheduler_protocol.bound(str(error)), "refused"
+        return scheduler_protocol.bound(), "ok"
 
     def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: Request) -> Reply:
@@ -158,12 +163,13 @@ class Verbs:
         return handle
 
     async def _answer(self, request: Request, act: Act) -> tuple[Reply, str]:
-        serving = self._serving()
-        if serving is None:
-            text = "this extender is not the leader, or its ledger is not complete yet; try again"
-            return Reply.text(text, 503), "unready"
         try:
-            return await act(request, serving)
+            if (serving := self._serving()) is None:
+                raise Unready("this extender is not the leader, or its ledger is not complete yet; try again")
+            body, result = await act(request, serving)
+            return Reply(body, headers=JSON), result
+        except Unready as error:
+            return Reply.text(str(error), 503), "unready"
         except scheduler_protocol.BadRequest as error:
             return Reply.text(str(error), 400), "malformed"
 
@@ -195,7 +201,3 @@ async def _asked(request: Request) -> scheduler_protocol.Asked:
     if len(request.body) < LARGE:
         return scheduler_protocol.asked(request.body)
     return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)
-
-
-def _json(body: bytes) -> Reply:
-    return Reply(body, headers=JSON)

@@ -7,7 +7,7 @@ changed for its duration by the own clock. Every write carries the version that 
 import datetime as dt
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 import anyio
 import msgspec
@@ -24,10 +24,12 @@ CONFLICT, MISSING = 409, 404
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
-class _Spec(msgspec.Struct, rename="camel"):
+class _Spec(msgspec.Struct, rename="camel", omit_defaults=True):
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
     lease_transitions: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
 
 
 class _Lease(msgspec.Struct):
@@ -42,6 +44,7 @@ class Election:
         self._api = api
         self._settings = settings
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._path = f"{self._folder}/{settings.name}"
         self.identity = settings.identity or f"{os.uname().nodename}-{secrets.token_hex(4)}"
         self.leading: Cell[bool] = Cell(False)
         self.holder = ""  # as last seen
@@ -98,25 +101,34 @@ class Election:
             self.problem = str(error)
 
     async def _hold(self) -> bool:
-        path = f"{self._folder}/{self._settings.name}"
-        try:
-            found = msgspec.json.decode(await self._api.get(path), type=_Lease)
-        except ApiRefused as error:
-            if error.status != MISSING:
-                raise
-            return await self._written(lambda: self._api.post(self._folder, self._body("", None)))
-        version, spec = found.metadata.resource_version, found.spec
-        self.holder = spec.holder_identity or ""
-        if self._seen[0] != version:
-            self._seen = (version, anyio.current_time())
-        duration = spec.lease_duration_seconds or self._settings.duration_seconds
+        found = await self._read()
+        if found is None:
+            lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+            body = {**lease, "metadata": {"name": self._settings.name}, "spec": self._spec(None)}
+            return await self._written(self._api.post(self._folder, body))
+        self.holder = found.spec.holder_identity or ""
+        if self._seen[0] != found.metadata.resource_version:
+            self._seen = (found.metadata.resource_version, anyio.current_time())
+        duration = found.spec.lease_duration_seconds or self._settings.duration_seconds
         if self.holder not in ("", self.identity) and anyio.current_time() < self._seen[1] + duration:
             return False
-        return await self._written(lambda: self._api.merge_patch(path, self._body(version, spec)))
+        return await self._written(self._patch(found, self._spec(found.spec)))
 
-    async def _written(self, write: Callable[[], Awaitable[bytes]]) -> bool:
+    async def _read(self) -> _Lease | None:
         try:
-            await write()
+            return msgspec.json.decode(await self._api.get(self._path), type=_Lease)
+        except ApiRefused as error:
+            if error.status == MISSING:
+                return None
+            raise
+
+    async def _patch(self, found: _Lease, spec: object) -> bytes:
+        version = {"resourceVersion": found.metadata.resource_version}
+        return await self._api.merge_patch(self._path, {"metadata": version, "spec": spec})
+
+    async def _written(self, write: Awaitable[bytes]) -> bool:
+        try:
+            await write
         except ApiRefused as error:
             if error.status == CONFLICT:  # somebody else was faster
                 return False
@@ -124,35 +136,20 @@ class Election:
         self.holder = self.identity
         return True
 
-    def _body(self, version: str, former: _Spec | None) -> dict[str, object]:
+    def _spec(self, former: _Spec | None) -> object:
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec: dict[str, object] = {
-            "holderIdentity": self.identity,
-            "leaseDurationSeconds": self._settings.duration_seconds,
-            "renewTime": now,
-        }
+        spec = _Spec(self.identity, self._settings.duration_seconds, renew_time=now)
         if former is None or former.holder_identity != self.identity:
-            spec["acquireTime"] = now
-            spec["leaseTransitions"] = (former.lease_transitions or 0) + 1 if former else 0
-        metadata: dict[str, object] = {"name": self._settings.name}
-        if version:
-            metadata["resourceVersion"] = version
-        return {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": metadata,
-            "spec": spec,
-        }
+            spec.acquire_time = now
+            spec.lease_transitions = (former.lease_transitions or 0) + 1 if former else 0
+        return msgspec.to_builtins(spec)
 
     async def _release(self) -> None:
         """Nobody holds it: the next replica need not wait for the duration."""
         self._until = float("-inf")
-        path = f"{self._folder}/{self._settings.name}"
         try:
-            found = msgspec.json.decode(await self._api.get(path), type=_Lease)
-            if found.spec.holder_identity == self.identity:
-                version = {"resourceVersion": found.metadata.resource_version}
-                spec = {"holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._api.merge_patch(path, {"metadata": version, "spec": spec})
+            found = await self._read()
+            if found and found.spec.holder_identity == self.identity:
+                await self._patch(found, {"holderIdentity": "", "leaseDurationSeconds": 1})
         except (ApiError, msgspec.DecodeError) as error:
             log.info("lease_not_released", problem=str(error))

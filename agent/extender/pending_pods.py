@@ -18,8 +18,8 @@ from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
 from agent.extender.gangs import Gangs, Member
-from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for, gang_of
-from agent.extender.pod_demand import PodDemand
+from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, gang_of
+from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import Verdicts
 from agent.extender.waiting_reason import WaitingReason, waiting_reason
 from agent.kit.supervise import Supervisor
@@ -59,7 +59,7 @@ def _pending(pod: WatchedPod) -> PendingPod | None:
     about = Regarding("Pod", meta.name, meta.namespace, meta.uid)
     waits = UNSCHEDULABLE in pod.status.conditions
     try:
-        demand = demand_for(as_model(pod))
+        demand = pod_demand(as_model(pod))
     except Impossible as error:
         return PendingPod(about, None, str(error), waits)
     if demand.nothing:
@@ -108,7 +108,6 @@ class PendingPods:
         self._supervisor = supervisor
         self._complete = complete
         self._gangs = gangs
-        self._members: set[str] = set()
         self._waiting: dict[str, _Waiting] = {}
         self._watch = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": UNBOUND}, read_pending, self, "pending pods"
@@ -122,8 +121,8 @@ class PendingPods:
         return self._watch.problem or ""
 
     def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
-        for uid in (self._waiting.keys() | self._members) - values.keys():
-            self.removed(uid, None)
+        for uid in (self._waiting.keys() | self._gangs.shown) - values.keys():
+            self._gone(uid, ended=False)
         for uid, pod in values.items():
             self.changed(uid, pod)
 
@@ -132,11 +131,9 @@ class PendingPods:
             self._gone(uid, ended=True)
             return
         if value.member:
-            self._members.add(uid)
             self._gangs.show(uid, value.member)
-        elif uid in self._members:  # its label was taken away
-            self._members.remove(uid)
-            self._gangs.hide(uid, ended=True)
+        else:
+            self._gangs.hide(uid, ended=True)  # perhaps its label was taken away
         known = self._waiting.get(uid)
         if not value.waits:
             self._waiting.pop(uid, None)
@@ -152,9 +149,7 @@ class PendingPods:
 
     def _gone(self, uid: str, *, ended: bool) -> None:
         self._waiting.pop(uid, None)
-        if uid in self._members:
-            self._members.remove(uid)
-            self._gangs.hide(uid, ended=ended)
+        self._gangs.hide(uid, ended=ended)
 
     async def run(self) -> None:
         """Watch, and write events while the ledger is complete, until cancelled."""
@@ -188,8 +183,7 @@ class PendingPods:
 
     async def _reason(self, demand: PodDemand) -> WaitingReason | None:
         """None: there is room, and the pod waits for something else or for the scheduler's next attempt."""
-        names = list(self._fleet.names)
-        fitting, refused = await self._verdicts.judge(demand, names)
+        fitting, refused = await self._verdicts.judge(demand, list(self._fleet.nodes))
         if fitting:
             return None
         await anyio.lowlevel.checkpoint()

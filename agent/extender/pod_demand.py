@@ -6,8 +6,9 @@ inherit units from init containers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from agent.model.demand import Demand, Pod, Stage, demand_of, init_group_of
+from agent.model.demand import Container, Demand, Impossible, Pod, Stage, demand_of, init_group_of
 from agent.model.modes import PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
 from agent.model.units import ResourcePair
@@ -45,7 +46,25 @@ class PodDemand:
 
 
 def pod_demand(pod: Pod) -> PodDemand:
-    """Raises Impossible for a request that no node can grant."""
+    """Raises Impossible for a request that no node can grant. Pods of one shape share the object."""
+    wanted = tuple((each.stage, _ours(each.limits)) for each in pod.containers)
+    try:
+        return _of_shape(wanted)
+    except Impossible:
+        return _worked_out(pod)  # once more, for a sentence that names the container
+
+
+def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((resource, limits[resource]) for resource in RESOURCES if limits.get(resource))
+
+
+@lru_cache(maxsize=4096)
+def _of_shape(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> PodDemand:
+    containers = [Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)]
+    return _worked_out(Pod("", "", tuple(containers)))
+
+
+def _worked_out(pod: Pod) -> PodDemand:
     slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, pod)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
     totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from agent.extender.choice import fits
-from agent.extender.fleet import UNKNOWN_NODE, Fleet
+from agent.extender.choice import refusal
+from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import free_capacity
 from agent.extender.packing import Work
 from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot
 from agent.extender.verdicts import NOT_REACHED
 from agent.model.modes import PAIRS, Mode
+from agent.model.node_inventory import NodeInventory
 
 MOST_REASONS = 2  # that are named, the most frequent first
 
@@ -28,33 +29,37 @@ class WaitingReason:
 
 def waiting_reason(fleet: Fleet, demand: PodDemand, refused: Mapping[str, str]) -> WaitingReason:
     """`refused`: every node that was looked at, with the reason."""
-    names = [name for name in refused if fleet.inventory(name)]
+    nodes = [node for name in refused if (node := fleet.nodes.get(name))]
+    ours = {node.name: node.inventory for node in nodes if node.inventory}
     # Other agents' GPUs: nothing is known of them but their number.
-    others = [name for name in refused if fleet.offers_by_totals(name, demand)]
+    others = [
+        node.name
+        for node in nodes
+        if node.inventory is None and all(node.totals.get(each, 0) for each, _ in demand.totals)
+    ]
     if others:
-        return _full(demand, refused, [*names, *others])
-    if not names:
+        return _full(demand, refused, [*ours, *others])
+    if not ours:
         return WaitingReason(
             "no GPUs",
             "no node offers GPUs by this agent; an administrator gives a node a mode with the label "
             "nvidia-device-enable",
         )
-    lacking = _modes_nobody_offers(fleet, demand, names)
+    lacking = _modes_nobody_offers(ours.values(), demand)
     if lacking:
         return WaitingReason("no mode", _no_mode(lacking))
-    if not _would_fit_when_empty(fleet, names, demand):
+    if not _would_fit_when_empty(ours.values(), demand):
         return WaitingReason(
             "too large", f"no node could hold {_in_words(demand)} even if it were empty; {_less(demand)}"
         )
-    return _full(demand, refused, names)
+    return _full(demand, refused, ours)
 
 
 def _full(demand: PodDemand, refused: Mapping[str, str], names: Iterable[str]) -> WaitingReason:
-    seen = Counter(refused[name] for name in names if refused.get(name) not in (None, NOT_REACHED))
+    seen = Counter(refused[name] for name in names if refused[name] != NOT_REACHED)
     most = ", ".join(
         f"{reason} ({count} node{'s' if count > 1 else ''})"
         for reason, count in seen.most_common(MOST_REASONS)
-        if reason != UNKNOWN_NODE
     )
     seen_text = f": {most}" if most else ""
     return WaitingReason(
@@ -64,9 +69,9 @@ def _full(demand: PodDemand, refused: Mapping[str, str], names: Iterable[str]) -
     )
 
 
-def _modes_nobody_offers(fleet: Fleet, demand: PodDemand, names: list[str]) -> list[Mode]:
+def _modes_nobody_offers(inventories: Iterable[NodeInventory], demand: PodDemand) -> list[Mode]:
     wanted = {slot.mode for slot in demand.slots} | ({Mode.PGPU} if demand.gpus else set())
-    offered = {gpu.mode for name in names if (inventory := fleet.inventory(name)) for gpu in inventory.gpus}
+    offered = {gpu.mode for inventory in inventories for gpu in inventory.gpus}
     return sorted(wanted - offered, key=lambda mode: mode.value)
 
 
@@ -79,19 +84,18 @@ def _no_mode(lacking: list[Mode]) -> str:
     )
 
 
-def _would_fit_when_empty(fleet: Fleet, names: Iterable[str], demand: PodDemand) -> bool:
+def _would_fit_when_empty(inventories: Iterable[NodeInventory], demand: PodDemand) -> bool:
     tried: set[tuple[tuple[Mode, int, int], ...]] = set()  # nodes come in a few kinds
-    for name in names:
-        if inventory := fleet.inventory(name):
-            # GPUs that are unhealthy or drain now may be used again: wait for them.
-            gpus = tuple(replace(gpu, trouble="", offered=True) for gpu in inventory.gpus)
-            kind = tuple((gpu.mode, gpu.memory_mib, gpu.replicas) for gpu in gpus)
-            if kind in tried:
-                continue
-            tried.add(kind)
-            empty = replace(inventory, gpus=gpus)
-            if fits(free_capacity(empty, ()), demand, empty.topology, Work()):
-                return True
+    for inventory in inventories:
+        # GPUs that are unhealthy or drain now may be used again: wait for them.
+        gpus = tuple(replace(gpu, trouble="", offered=True) for gpu in inventory.gpus)
+        kind = tuple((gpu.mode, gpu.memory_mib, gpu.replicas) for gpu in gpus)
+        if kind in tried:
+            continue
+        tried.add(kind)
+        empty = replace(inventory, gpus=gpus)
+        if not refusal(free_capacity(empty, ()), demand, empty.topology, Work()):
+            return True
     return False
 
 

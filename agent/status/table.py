@@ -225,12 +225,3 @@ def duration(seconds: float) -> str:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
-
-
-def parse_duration(text: str) -> float:
-    """`90s`, `10m`, `2h` or plain seconds, in seconds. Raises ValueError."""
-    factor = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
-    number = text[:-1] if factor else text
-    if not number.replace(".", "", 1).isdigit():
-        raise ValueError(f"{text!r} is no duration: write 90s, 10m or 2h")
-    return float(number) * (factor or 1)

@@ -9,7 +9,7 @@ import pytest
 from agent.cluster.api import ApiRefused, KubeApi
 from agent.extender import gangs
 from agent.extender.binder import Binder
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import ClusterNode, Fleet
 from agent.extender.gangs import Member
 from agent.extender.handlers import FOLDER, ServingState, Verbs
 from agent.extender.metrics import Metrics
@@ -67,7 +67,7 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
     fleet, api, server = Fleet(), NoPods(), HttpServer("127.0.0.1", 0)
     for name in ("a", "b"):
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
-        fleet.set_node(name, NodeInventory(gpus), {})
+        fleet.set_node(ClusterNode(name, NodeInventory(gpus), {}))
     binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
     shown = Member(
         "ns/gang", pod_demand(Pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))

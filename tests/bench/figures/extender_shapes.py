@@ -90,7 +90,7 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
         containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shape))
         demand = pod_demand(Pod("ns", "p", tuple(containers)))
         work = Work()
-        for name in fleet.names:
+        for name in fleet.nodes:
             fleet.verdict(name, demand, work)
         found.append((work.steps, shape))
     found.sort(key=lambda each: each[0], reverse=True)
@@ -99,7 +99,7 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
 
 def _sample(draw: random.Random) -> Fleet:
     fleet = arrivals.fleet_of(SAMPLE, GPUS)
-    for node in list(fleet.names):
+    for node in list(fleet.nodes):
         for gpu in range(GPUS):
             size = draw.randint(1, CORES // 2)
             claim = PodClaim(arrivals.demand(size), chosen=((gpu,),))

@@ -20,9 +20,9 @@ from agent.cleanup.request import (
     REPORT,
     CleanupFailed,
     CleanupRefused,
-    Report,
-    Request,
-    State,
+    CleanupReport,
+    CleanupRequest,
+    CleanupState,
     asking,
     taking_back,
 )
@@ -63,9 +63,9 @@ class OwnNode(NodeObject):
             raise ApiUnavailable("the API server did not answer")
         self.set(annotations)
 
-    def report(self) -> Report | None:
+    def report(self) -> CleanupReport | None:
         text = self.annotations.get(REPORT)
-        return msgspec.json.decode(text, type=Report) if text else None
+        return msgspec.json.decode(text, type=CleanupReport) if text else None
 
 
 class Obstacles:
@@ -108,7 +108,7 @@ def settings(tmp_path: Any) -> Settings:
     return load(None, {}, [f"host.run={tmp_path}/run", "modes.mps=false"])
 
 
-async def accepted(node: OwnNode, settings: Settings) -> Request:
+async def accepted(node: OwnNode, settings: Settings) -> CleanupRequest:
     with anyio.fail_after(20):
         return await Requests(settings, node, NOBODY, lambda: NOW).accepted()
 
@@ -129,8 +129,8 @@ async def serving(node: OwnNode, settings: Settings) -> AsyncIterator[None]:
         group.cancel_scope.cancel()
 
 
-def clean_report(name: str) -> Report:
-    return Report(name, State.CLEAN)
+def clean_report(name: str) -> CleanupReport:
+    return CleanupReport(name, CleanupState.CLEAN)
 
 
 # While it serves
@@ -139,7 +139,7 @@ def clean_report(name: str) -> Report:
 async def test_a_request_is_accepted(obstacles: Obstacles, settings: Settings) -> None:
     node = OwnNode()
     node.set(asking("a", NOW, 10))
-    assert await accepted(node, settings) == Request("a", NOW + timedelta(seconds=10))
+    assert await accepted(node, settings) == CleanupRequest("a", NOW + timedelta(seconds=10))
     assert node.report() is None
 
 
@@ -150,7 +150,7 @@ async def test_a_pod_in_the_way_is_answered_once_and_service_goes_on(
     obstacles.next = [CleanupRefused("team/a holds a share")]
     node.set(asking("a", NOW, 10))
     async with serving(node, settings):
-        await until(node, Report("a", State.REFUSED, "team/a holds a share"))
+        await until(node, CleanupReport("a", CleanupState.REFUSED, "1 pod holds a share"))
         node.publish()
     assert node.reflector.items.version == 4, "one answer, however often it looks"
 
@@ -161,7 +161,7 @@ async def test_a_node_that_cannot_tell_is_asked_again(obstacles: Obstacles, sett
     node.failing = 1
     node.set(asking("a", NOW, 10))
     assert (await accepted(node, settings)).id == "a"
-    assert node.report() == Report("a", State.FAILED, "who holds MPS shares is not known")
+    assert node.report() == CleanupReport("a", CleanupState.FAILED, "who holds MPS shares is not known")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings
 
 def test_no_request_lasts_for_ever() -> None:
     """One that could be would be in force again each time that the agent is back."""
-    assert Request("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
-    assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
+    assert CleanupRequest("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
+    assert CleanupRequest("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
 
 
 # Out of service
@@ -189,14 +189,14 @@ def test_no_request_lasts_for_ever() -> None:
 
 async def stand(node: OwnNode, settings: Settings, seconds: float = 30.0) -> None:
     """Answer request `a` and stay out of service for it."""
-    request = Request("a", NOW + timedelta(seconds=seconds))
+    request = CleanupRequest("a", NOW + timedelta(seconds=seconds))
     node.set(asking("a", NOW, seconds))
     api: Any = KubeApi(None, None)
     nvml: Any = None
     await Standby(settings, nvml, api, node, NOBODY, lambda: NOW).until_over(request)
 
 
-async def until(node: OwnNode, report: Report) -> None:
+async def until(node: OwnNode, report: CleanupReport) -> None:
     with anyio.fail_after(20):
         while node.report() != report:
             await anyio.sleep(0.005)
@@ -208,7 +208,7 @@ async def test_a_pod_that_came_meanwhile_is_answered_and_the_agent_serves_again(
     node = OwnNode()
     obstacles.next = [CleanupRefused("team/late holds a share")]
     await stand(node, settings)
-    assert node.report() == Report("a", State.REFUSED, "team/late holds a share")
+    assert node.report() == CleanupReport("a", CleanupState.REFUSED, "1 pod holds a share")
     assert obstacles.cleaned == 0
 
 
@@ -220,7 +220,7 @@ async def test_it_tries_again_until_it_is_clean(
     obstacles.next = [kind("the kubelet does not answer")]
     async with anyio.create_task_group() as group:
         group.start_soon(stand, node, settings)
-        await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+        await until(node, CleanupReport("a", CleanupState.FAILED, "the kubelet does not answer"))
         await until(node, clean_report("a"))
         node.set(taking_back("a"))
     assert obstacles.cleaned == 1
@@ -235,7 +235,7 @@ async def test_what_is_called_off_while_it_fails_is_given_up(
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             group.start_soon(stand, node, settings)
-            await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+            await until(node, CleanupReport("a", CleanupState.FAILED, "the kubelet does not answer"))
             node.set(taking_back("a"))
     assert obstacles.cleaned == 0
 
@@ -249,7 +249,7 @@ async def test_another_agent_that_serves_is_no_reason_to_wait(
         await stand(node, settings)
     found = node.report()
     assert found is not None
-    assert found.state is State.FAILED
+    assert found.state is CleanupState.FAILED
     assert "an agent still serves this node" in found.message
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.fleet import BoundPod, ClusterNode, Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import NODE_STEPS, Work
 from agent.extender.pod_demand import PodDemand, pod_demand
@@ -31,7 +31,7 @@ def node(held: Sequence[Share]) -> Fleet:
     """One node `n`; of each of its GPUs so much is held."""
     fleet = Fleet()
     gpus = tuple(GpuEntry(f"GPU-{n}", n, Mode.VGPU, 81920) for n in range(len(held)))
-    fleet.set_node("n", NodeInventory(gpus), {})
+    fleet.set_node(ClusterNode("n", NodeInventory(gpus), {}))
     for number, share in enumerate(held):
         if any(share):
             claim = PodClaim(asks([share]), chosen=((number,),))
@@ -109,11 +109,11 @@ async def test_the_work_for_one_request_is_bounded_and_the_next_one_goes_on() ->
     draw = random.Random(5)
     hard = [(draw.randint(20, 45), draw.randint(60, 200)) for _ in range(14)]
     fleet = arrivals.fleet_of(400)
-    for number, name in enumerate(list(fleet.names)):
+    for number, name in enumerate(list(fleet.nodes)):
         for gpu in range(8):
             share = (draw.randint(1, 40), draw.randint(1, 150))
             fleet.set_pod(BoundPod(f"{number}-{gpu}", name, PodClaim(asks([share]), chosen=((gpu,),))))
-    verdicts, names, demand = Verdicts(fleet), list(fleet.names), asks(hard)
+    verdicts, names, demand = Verdicts(fleet), list(fleet.nodes), asks(hard)
     reached = []
     for _ in range(60):
         _, refused = await verdicts.judge(demand, names)

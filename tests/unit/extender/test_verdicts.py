@@ -12,7 +12,7 @@ async def test_kept_verdicts_follow_every_change() -> None:
     draw = random.Random(5)
     fleet = arrivals.fleet_of(6, 2)
     verdicts = Verdicts(fleet)
-    names = list(fleet.names)
+    names = list(fleet.nodes)
     demands = [arrivals.demand(size) for size in (5, 32, 47, 81, 100, 200)]
     for number in range(150):
         demand = draw.choice(demands)
