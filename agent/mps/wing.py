@@ -16,7 +16,7 @@ from agent.model.modes import Mode
 from agent.modes.ports import SetUpFailed
 from agent.modes.sources import DesiredSource
 from agent.mps import plugin
-from agent.mps.binary import find
+from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import DaemonManager
@@ -99,11 +99,10 @@ class MpsWing:
         to the Kubernetes API.
         """
         settings = context.settings
-        explicit = settings.mps.control_program
         events = MpsEvents(context.inventory, context.record.cell, recorder, pod_facts(pods))
         manager = DaemonManager(
             Path(settings.host.run),
-            partial(find, Path(settings.driver.root), Path(explicit) if explicit else None),
+            finder_of(settings),
             NvmlComputeModes(nvml, calls),
             events.report,
             options_of(settings),
