@@ -6,8 +6,8 @@ from pathlib import Path
 
 from agent.check.host import HostFiles
 from agent.check.kubelet_files import foreign_agents, topology_manager
-from agent.check.look import Look
 from agent.check.software import CheckedNode
+from agent.model.look import Look
 from agent.model.modes import FOREIGN_VALUES
 from agent.modes.desired import LABEL
 from agent.mps.processes import kernel_problem

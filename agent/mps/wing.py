@@ -1,21 +1,23 @@
 """Mode MPS as the rest of the agent has it: daemons, their resources, and all that is known of both."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import ClassVar, Self
+
+import anyio.to_thread
 
 from agent.inventory.snapshot import GpuState
-from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.lists.context import PluginContext
 from agent.lists.pairs import pairs_collector
+from agent.model.compat import dotted
 from agent.model.gpu import Gpu
+from agent.model.look import Look
 from agent.model.modes import Mode
-from agent.modes.ports import SetUpFailed
-from agent.modes.sources import DesiredSource
-from agent.mps import plugin
+from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
+from agent.modes.wing import Document, Machine, Node, NotLeft, SetUpFailed, Task, Wing
+from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.compute_mode import NvmlComputeModes
@@ -23,48 +25,27 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState
 from agent.mps.events import AdvisoryCaps, MpsEvents
-from agent.mps.mps_errors import MpsError
+from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.pods import RootCheck, pod_facts
 from agent.mps.shares_cdi import ShareSpecificationKeeper
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
 from agent.telemetry import definitions as d
-from agent.telemetry.container_use import Uses, above_limit
+from agent.telemetry.container_use import above_limit
 from agent.telemetry.reading import Series
 
-if TYPE_CHECKING:
-    from agent.cluster.event_recorder import EventRecorder
-    from agent.cluster.pods import PodCache
 
-Task = tuple[str, Callable[[], Awaitable[None]]]
+class MpsWing(Wing):
+    mode: ClassVar[Mode] = Mode.MPS
+    prepares: ClassVar[bool] = True
 
-
-class MpsWing:
-    """One for each agent; `build` makes it."""
-
-    mode = Mode.MPS
-
-    def __init__(
-        self,
-        context: PluginContext,
-        manager: DaemonManager,
-        events: MpsEvents,
-        desired: DesiredSource,
-        uses: Cell[Uses],
-        pods: "PodCache | None",
-        recorder: "EventRecorder | None",
-    ) -> None:
+    def __init__(self, node: Node, manager: DaemonManager, events: MpsEvents) -> None:
         """See `build`."""
-        settings, inventory, record = context.settings, context.inventory, context.record.cell
+        settings, record = node.settings, node.holdings.cell
         run, proc = Path(settings.host.run), Path(settings.host.proc)
-        self._settings = settings
-        self._inventory = inventory
-        self._assignment = context.modes
-        self._injector = context.injector
-        self._desired = desired
-        self._uses = uses
+        pods = node.cluster.pods if node.cluster else None
+        self._node = node
         self._manager = manager
         self._clients = ClientWatch(
             manager, record, pod_facts(pods), self._above_cap, events.report, proc=proc
@@ -72,97 +53,112 @@ class MpsWing:
         self._upkeep = Upkeep(manager, run, settings.mps.shared_memory_mebibytes << 20, record, proc)
         self._keeper = ShareSpecificationKeeper(
             Path(settings.host.cdi),
-            inventory,
+            node.snapshot,
             manager.statuses,
             partial(plugin.mounts, manager),
             plugin.PIPE_IN_CONTAINER,
-            self._may_be_requested,
+            partial(node.allows, Mode.MPS),
         )
-        self._caps = AdvisoryCaps(settings, context.injector, context.modes, recorder)
+        self._caps = AdvisoryCaps(node)
         root_check = RootCheck(pods) if settings.mps.root_pods == "refuse" else None
-        self._pairing, self._conditions, self._plugins = plugin.build(context, manager, root_check)
+        self._conditions, self._plugins = plugin.build(node, manager, root_check)
+
+    # -- of the node, with no agent running ------------------------------------------------------------
 
     @classmethod
-    async def build(
-        cls,
-        context: PluginContext,
-        nvml: NvmlPort,
-        calls: WorkerThread,
-        desired: DesiredSource,
-        uses: Cell[Uses],
-        pods: "PodCache | None",
-        recorder: "EventRecorder | None",
-    ) -> Self:
-        """Look for the control program, and make the parts; no daemon starts before a GPU is set up for MPS.
+    def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:
+        """The driver, its GPUs, and the control program. Blocks."""
+        if not settings.modes.mps:
+            return
+        old = [str(gpu.index) for gpu in machine.gpus if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY]
+        if machine.driver and machine.driver.cuda_version < LEAST_CUDA:
+            text = f"needs a driver for CUDA {dotted(LEAST_CUDA)} or later"
+            yield Look.failed("mode mps", f"{text}: get a newer driver, or set modes.mps: false")
+        elif old:
+            least = dotted(LEAST_COMPUTE_CAPABILITY)
+            yield Look.warning(
+                "mode mps", f"GPU {', '.join(old)} is older than Volta ({least}): no MPS shares"
+            )
+        try:
+            yield Look.ok("MPS program", str(finder_of(settings)().path))
+        except ProgramMissing as error:
+            yield Look.failed("MPS program", str(error))
 
-        `calls` makes the calls to NVML. `pods` and `recorder` of events are the node's; None: there is no way
-        to the Kubernetes API.
-        """
-        settings = context.settings
-        events = MpsEvents(context.inventory, context.record.cell, recorder, pod_facts(pods))
+    @classmethod
+    async def leave(cls, settings: Settings, nvml: NvmlPort) -> None:
+        """End daemons, give their GPUs back, and remove files outside of the agent's folders."""
+        try:
+            await leaving.stop_daemons(settings, nvml)
+            await anyio.to_thread.run_sync(leaving.remove_files, settings)
+        except MpsError as error:
+            raise NotLeft(str(error)) from error
+        except OSError as error:
+            raise NotLeft(f"{error.filename}: cannot be removed: {error.strerror}") from error
+
+    # -- its work --------------------------------------------------------------------------------------
+
+    @classmethod
+    async def build(cls, node: Node) -> Self:
+        """Look for the control program, and make the parts; no daemon starts before a GPU is prepared."""
+        settings = node.settings
+        events = MpsEvents(node, pod_facts(node.cluster.pods if node.cluster else None))
         manager = DaemonManager(
             Path(settings.host.run),
             finder_of(settings),
-            NvmlComputeModes(nvml, calls),
+            NvmlComputeModes(node.nvml, node.calls),
             events.report,
-            options_of(settings),
+            _options(settings),
         )
         await manager.look()
-        return cls(context, manager, events, desired, uses, pods, recorder)
+        return cls(node, manager, events)
 
     def _above_cap(self) -> Mapping[str, AbstractSet[str]]:
-        return above_limit(self._uses.value, Mode.MPS)
-
-    def _may_be_requested(self) -> bool:
-        return Mode.MPS in self._desired.catalog.modes
-
-    # -- its work ------------------------------------------------------------------------------------
+        return above_limit(self._node.uses.value, Mode.MPS)
 
     def tasks(self) -> Sequence[Task]:
-        """Name and function of each."""
         return (
-            ("mps daemons", partial(self._manager.run, self._assignment)),
-            ("mps clients", self._clients.run),
-            ("mps folders", self._upkeep.run),
-            ("cdi specification", self._keeper.run),
-            ("mps caps", self._caps.run),
+            Task("mps daemons", partial(self._manager.run, self._node.assignment)),
+            Task("mps clients", self._clients.run),
+            Task("mps folders", self._upkeep.run),
+            Task("cdi specification", self._keeper.run),
+            Task("mps caps", self._caps.run),
         )
 
     def plugins(self) -> Sequence[ResourcePlugin]:
         return self._plugins
 
-    def obstacle(self, state: GpuState) -> str | None:
-        """Why a GPU cannot be offered as MPS shares; None: it can."""
-        return self._manager.refusal(state.gpu, self._inventory.value.driver)
+    def obstacle(self, state: GpuState) -> str:
+        return self._manager.refusal(state.gpu, self._node.snapshot.value.driver) or ""
 
-    async def set_up(self, gpu: Gpu) -> None:
-        """Have the daemon of a GPU serve; bounded in time, and may be cancelled. Raises SetUpFailed."""
+    async def prepare(self, gpu: Gpu) -> None:
+        """Have the daemon of a GPU serve."""
         try:
             await self._manager.set_up(gpu)
         except MpsError as error:
             raise SetUpFailed(str(error)) from error
 
-    async def tear_down(self, gpu: Gpu) -> None:
-        """Leave the GPU as it was found; never fails, never hangs."""
+    async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
     def depends_on(self) -> object:
-        """The version of the control program: with another one a set-up that failed may succeed."""
+        """The version of the control program."""
         return self._manager.program
 
-    # -- what is known of it -------------------------------------------------------------------------
+    # -- what is known of it ---------------------------------------------------------------------------
+
+    def most_holders(self, gpu: Gpu) -> int:
+        return self._conditions.most_holders(gpu)
 
     def enforced(self) -> str:
-        """Whether containers are kept to their shares."""
-        return "no" if self._injector.caps_problem else "yes"
+        return "no" if self._node.injector.caps_problem else "yes"
 
-    def daemon(self, uuid: str) -> dict[str, Any] | None:
-        """A GPU's daemon for `status`; None: it has none. Limits hold per client process."""
+    def gpu_facts(self, uuid: str) -> Document:
+        """Key `mps`: the GPU's daemon, where it has one. Limits hold per client process."""
         status = self._manager.statuses.value.get(uuid)
         if status is None:
-            return None
+            return {}
         overview = self._clients.overviews.value.get(uuid, Overview())
-        return {
+        daemon = {
             "state": status.state.value,
             "reason": status.reason,
             "pid": status.pid,
@@ -175,7 +171,7 @@ class MpsWing:
             "multiUser": status.multi_user,
             "privateSharedMemory": status.private_shm,
             "limitsHoldPer": "client process",
-            "capsAdvisory": self._injector.caps_problem,
+            "capsAdvisory": self._node.injector.caps_problem,
             "clientCeiling": self._conditions.ceiling(uuid),
             "clients": [{"pid": each.pid, "pod": each.pod or None} for each in overview.clients],
             "podsWithoutClient": sorted(overview.silent),
@@ -184,10 +180,11 @@ class MpsWing:
             "rootPods": sorted(overview.rooted),
             "podsOfOtherUsers": sorted(overview.apart),
         }
+        return {"mps": daemon}
 
     def remarks(self) -> list[str]:
         """Degradations of MPS now, each in a sentence."""
-        gpus, statuses = self._inventory.value.by_uuid, self._manager.statuses.value
+        gpus, statuses = self._node.snapshot.value.by_uuid, self._manager.statuses.value
         problems = [
             *sorted(self._manager.leftovers.items()),
             *((uuid, status.unguarded) for uuid, status in sorted(statuses.items()) if status.unguarded),
@@ -198,7 +195,7 @@ class MpsWing:
         if self._caps.problem:
             found.append(self._caps.problem)
         single = any(each.multi_user is False for each in statuses.values())
-        if single and self._settings.mps.root_pods == "refuse":
+        if single and self._node.settings.mps.root_pods == "refuse":
             found.append(
                 "MPS of this driver serves one user at a time on a GPU, and mps.rootPods lets none be root: "
                 "pods that share a GPU wait for each other unless they have one runAsUser"
@@ -207,8 +204,8 @@ class MpsWing:
 
     def metrics(self) -> Iterator[Series]:
         """Pairs of the node; by GPU, of those that have a daemon, the daemon and its clients."""
-        caps_hold = {"mps": self._injector.caps_problem is None}
-        yield from pairs_collector("mps", self._pairing.stats, self._pairing.waiting, caps_hold)
+        pairing, caps_hold = self._conditions.pairing, self._node.injector.caps_problem is None
+        yield from pairs_collector("mps", pairing.stats, pairing.waiting, {"mps": caps_hold})
         for uuid, status in self._manager.statuses.value.items():
             for state in DaemonState:
                 yield d.MPS_DAEMON, status.state is state, (uuid, state.value)
@@ -221,7 +218,7 @@ class MpsWing:
             yield d.MPS_SILENT_PODS, len(overview.silent), (uuid,)
 
 
-def options_of(settings: Settings) -> Options:
+def _options(settings: Settings) -> Options:
     configured = settings.mps
     return Options(
         cgroups=Path(settings.host.cgroups),

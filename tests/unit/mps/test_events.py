@@ -14,7 +14,9 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.mps.daemon_status import EventReason
 from agent.mps.events import MpsEvents
 from agent.mps.pods import PodFacts, pod_facts
+from agent.settings import load
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 
 def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEvents, str]:
@@ -25,11 +27,15 @@ def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEven
         Holding("default", name, "main", "nvidia.com/mps-core", (f"{uuid}::sc{number}",))
         for number, name in enumerate(holders)
     )
-    events = SimpleNamespace(
-        node=lambda reason, text, warning: told.append((reason, text, warning)),
-    )
+    recorder = SimpleNamespace(node=lambda reason, text, warning: told.append((reason, text, warning)))
     pods = (PodFacts("3fa85f64-5717-4562-b3fc-2c963f66afa6", "default", "silent"),)
-    return MpsEvents(Cell(snapshot), Cell(PodList(held, ())), cast("Any", events), lambda: pods), uuid
+    node = wing_node(
+        load(None, {}),
+        snapshot=Cell(snapshot),
+        holdings=SimpleNamespace(cell=Cell(PodList(held, ()))),
+        cluster=SimpleNamespace(events=recorder),
+    )
+    return MpsEvents(node, lambda: pods), uuid
 
 
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:

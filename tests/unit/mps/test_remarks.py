@@ -1,25 +1,23 @@
 """Remarks in status and at /readyz about MPS that works less well than it should, and the event for caps."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
 
-from agent.app.build_switching import catalog_of
 from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.cell import Cell
-from agent.lists.context import PluginContext
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.modes.sources import DesiredSource
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus
 from agent.mps.events import MpsEvents
 from agent.mps.pods import pod_facts
 from agent.mps.wing import MpsWing
 from agent.settings import load
-from agent.telemetry.container_use import Uses
 from tests.unit.mps.test_plugin import FakeDaemons, Lister
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 OLD, NEW = (NodeSoftware("v1.36.3", f"containerd://{version}") for version in ("1.7.27", "2.4.2"))
 
@@ -47,16 +45,15 @@ class Scene:
         self.daemons = Daemons()
         recorder: Any = SimpleNamespace(node=self._event)
         record = Lister()
-        context = PluginContext(self.settings, self.inventory, self.assignment, record, self.injector)
-        self.wing = MpsWing(
-            context,
-            cast("DaemonManager", self.daemons),
-            MpsEvents(self.inventory, record.cell, recorder, pod_facts(None)),
-            DesiredSource(catalog_of(self.settings)),
-            Cell(Uses()),
-            None,
-            recorder,
+        node = wing_node(
+            self.settings,
+            snapshot=self.inventory,
+            assignment=self.assignment,
+            injector=self.injector,
+            holdings=record,
+            cluster=SimpleNamespace(events=recorder, pods=None),
         )
+        self.wing = MpsWing(node, cast("DaemonManager", self.daemons), MpsEvents(node, pod_facts(None)))
 
     def _event(self, reason: str, text: str, warning: bool) -> None:
         assert warning
@@ -67,9 +64,10 @@ class Scene:
         self.injector.looked.publish(software)
 
     async def task(self, name: str) -> None:
-        await dict(self.wing.tasks())[name]()
+        (task,) = (each for each in self.wing.tasks() if each.name == name)
+        await task.run()
 
-    def remarks(self) -> list[str]:
+    def remarks(self) -> Sequence[str]:
         self.daemons.statuses.publish({self.uuid: self.status})
         return self.wing.remarks()
 
