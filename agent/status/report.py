@@ -113,6 +113,7 @@ def _gpu(
         "health": _health(state, sources.inventory.rules, state.uuid in sources.gpu_monitor.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
+        "mps": None,
     }
     for each in sources.wings.values():
         document |= each.gpu_facts(state.uuid)

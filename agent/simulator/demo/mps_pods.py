@@ -100,7 +100,7 @@ class _Act:
         )
 
     def _pid(self, uuid: str) -> int | None:
-        daemon = self._agent.wings[Mode.MPS].gpu_facts(uuid)["mps"]
+        daemon = self._agent.wings[Mode.MPS].gpu_facts(uuid).get("mps")
         return daemon["pid"] if daemon else None
 
     def _gpu(self, pod: PodSpec) -> str:
