@@ -10,6 +10,7 @@ from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.podresources import Holding
 from agent.lists.pairs import pairs_collector
 from agent.model.compat import hooked, vgpu_warning
+from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.look import Look
 from agent.model.modes import Mode
@@ -25,7 +26,7 @@ from agent.vgpu.limits import Enforcement
 from agent.vgpu.node_limits import NodeLimits
 
 
-class Vgpu(Wing):
+class VgpuWing(Wing):
     mode: ClassVar[Mode] = Mode.VGPU
 
     def __init__(self, node: Node) -> None:
@@ -91,7 +92,7 @@ class Vgpu(Wing):
         return self.limits.enforced()
 
     def holder_facts(self, holding: Holding, uuid: str) -> Document:
-        if self.limits.enforcement is Enforcement.OFF:
+        if self.limits.enforcement is Enforcement.OFF or holding.resource != VGPU.memory:
             return {}
         place = Place(holding.namespace, holding.pod, holding.container, uuid)
         return {"limits": self.limits.document(place)}

@@ -62,7 +62,7 @@ async def main():
             seen.append(found(agent))
             mode.write_text(then)
             await offered(agent, then)
-            while then == "vgpu" and not agent.modes[Mode.VGPU].limits._wing.limits.begun:
+            while then == "vgpu" and not agent.wings[Mode.VGPU].limits.begun:
                 await anyio.sleep(0.01)
             seen.append(found(agent))
     print(json.dumps(seen))

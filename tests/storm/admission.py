@@ -13,7 +13,6 @@ from itertools import chain
 import anyio
 
 from agent.app.agent import Agent
-from agent.app.build_modes import WingLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
@@ -24,9 +23,8 @@ from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.life import Life
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.workers import PodWorkers
-from agent.vgpu.node_limits import NodeLimits
-from agent.vgpu.wing import Vgpu
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import OURS
 from tests.storm.neighbours import OTHERS
 from tests.storm.pods import GPU
@@ -241,16 +239,7 @@ def _pods_known(agent: Agent) -> Collection[str]:
 
 def grown_units(agent: Agent | None) -> dict[str, int]:
     """How many blocks of memory containers have grown by, by GPU."""
-    grown = limits_of(agent).isolation.grown if agent else {}
-    return {uuid: len(ids) for uuid, ids in grown.items()}
-
-
-def limits_of(agent: Agent) -> NodeLimits:
-    """The limits of vGPU containers."""
-    limits = agent.modes[Mode.VGPU].limits
-    assert isinstance(limits, WingLimits)
-    assert isinstance(limits._wing, Vgpu)
-    return limits._wing.limits
+    return {uuid: len(ids) for uuid, ids in grown_of(agent).items()}
 
 
 def _used(devices: DeviceManager, but: str) -> Used:

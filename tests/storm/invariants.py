@@ -11,9 +11,9 @@ from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
-from tests.storm.admission import limits_of
 from tests.storm.attribution import Limits
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.mps_service import MpsService
 from tests.storm.offers import Offers
@@ -126,8 +126,7 @@ class Invariants:
                 raise Violation(f"{each.uuid} is held as {mode.value} and was made {each.active.mode.value}")
 
     def _grown_units_are_nobody_elses(self) -> None:
-        agent = self._world.running
-        grown = limits_of(agent).isolation.grown if agent else {}
+        grown = grown_of(self._world.running)
         if not grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}

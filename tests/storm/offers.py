@@ -9,8 +9,9 @@ from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import SEPARATOR
 from agent.model.modes import Mode
 from agent.model.units import ResourcePair
-from tests.storm.admission import OFFER_SECONDS, limits_of
+from tests.storm.admission import OFFER_SECONDS
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
@@ -52,9 +53,7 @@ class Offers:
         """Units that pods hold, and those that containers have grown by."""
         parts = self._holders.held().values()
         held = {each for resources in parts for ids in resources.values() for each in ids}
-        agent = self._world.running
-        if agent:
-            held.update(*limits_of(agent).isolation.grown.values())
+        held.update(*grown_of(self._world.running).values())
         return held
 
     def _missing(self, uuid: str, mode: Mode, held: set[str], touched: set[str]) -> Iterator[str]:

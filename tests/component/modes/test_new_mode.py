@@ -21,7 +21,7 @@ from tests.scenarios.rig import GPU
 
 MADE_UP = Path(__file__).with_name("made_up_mode.py")
 HALF, GPUS = "example.com/half-gpu", 8
-TUPLE, AN_IMPORT = "WINGS: tuple[type[Wing], ...] = (", "from agent.modes.wing import Wing\n"
+TUPLE, AN_IMPORT = "WINGS: tuple[type[Wing], ...] = (", "from agent.whole.wing import Whole\n"
 LAST_ROW = "    @property\n    def resources(self)"
 FACT = "NOTHING: Final"
 TWO = "def _two(*_: object) -> int:\n    return 2\n\n\n"

@@ -27,7 +27,7 @@ from agent.vgpu.driver_fence import DriverFence
 from agent.vgpu.library import ELF
 from agent.vgpu.node_limits import word_of
 from agent.vgpu.room import Isolation
-from agent.vgpu.wing import Vgpu
+from agent.vgpu.wing import VgpuWing
 from tests.unit.vgpu.made_up import GPU, about
 from tests.wing_node import wing_node
 
@@ -57,8 +57,10 @@ class Site:
         self.modes: Cell[Assignment] = Cell(Assignment())
         self.supervisor = Supervisor(first_pause=0.01)
 
-    async def build(self) -> Vgpu:
-        return await Vgpu.build(wing_node(self.settings, assignment=self.modes, supervisor=self.supervisor))
+    async def build(self) -> VgpuWing:
+        return await VgpuWing.build(
+            wing_node(self.settings, assignment=self.modes, supervisor=self.supervisor)
+        )
 
     def offer(self, mode: Mode = Mode.VGPU) -> None:
         self.modes.publish(Assignment({GPU: GpuMode(mode)}))
@@ -69,12 +71,12 @@ class Site:
         return sorted(each.name for each in self.root.iterdir() if each.name != "library.so")
 
 
-def names(wing: Vgpu) -> list[str]:
+def names(wing: VgpuWing) -> list[str]:
     """Of the tasks that the agent starts for it."""
     return [each.name for each in wing.tasks()]
 
 
-def start(group: TaskGroup, site: Site, wing: Vgpu) -> None:
+def start(group: TaskGroup, site: Site, wing: VgpuWing) -> None:
     for task in wing.tasks():
         group.start_soon(site.supervisor.restarting, task.name, task.run)
 
@@ -88,7 +90,7 @@ def holding(pod: str) -> Holding:
     return Holding("default", pod, "main", "tencent.com/vcuda-memory", ())
 
 
-async def _allocate(wing: Vgpu) -> Allocation:
+async def _allocate(wing: VgpuWing) -> Allocation:
     return await wing._shares.sharing.additions(PairMember.MEMORY, GRANT, ())
 
 
