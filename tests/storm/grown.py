@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 
 from agent.app.agent import Agent
-from agent.app.build_modes import PartsVgpu
-from agent.app.vgpu_limits import VgpuLimits
 from agent.model.modes import Mode
+from agent.vgpu.wing import VgpuWing
 
 
 def grown_of(agent: Agent | None) -> Mapping[str, frozenset[str]]:
-    """By GPU; none while no agent runs, and where none has limits."""
+    """By GPU; none while no agent runs."""
     wing = agent.wings[Mode.VGPU] if agent else None
-    limits = wing.parts.limits if isinstance(wing, PartsVgpu) else None
-    parts = limits.parts if isinstance(limits, VgpuLimits) else None
-    return parts.isolation.grown if parts else {}
+    return wing.limits.isolation.grown if isinstance(wing, VgpuWing) else {}
