@@ -12,11 +12,11 @@ from agent.app import degradations
 from agent.app.agent import Agent
 from agent.app.build_cdi import build_cdi, start_cdi
 from agent.app.build_cluster import build_pod_ports, follow_cluster, follow_node_software
-from agent.app.build_modes import build_wings
 from agent.app.build_status import start_commands
 from agent.app.build_switching import build_request, build_switching, start_switching
 from agent.app.build_telemetry import build_telemetry
 from agent.app.parts import Core, Tasks
+from agent.app.wings import WINGS
 from agent.cluster.reach import reach_cluster
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
@@ -86,7 +86,7 @@ async def build(
         supervisor=core.supervisor,
         grown=grown,
     )
-    wings = await build_wings(node)
+    wings = {each.mode: await each.build(node) for each in WINGS}
     for wing in wings.values():
         core.collectors.append(wing.metrics)
         core.readiness.degradations.append(wing.remarks)

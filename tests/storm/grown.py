@@ -9,8 +9,5 @@ from agent.vgpu.wing import VgpuWing
 
 def grown_of(agent: Agent | None) -> Mapping[str, frozenset[str]]:
     """By GPU; none while no agent runs."""
-    if agent is None:
-        return {}
-    wing = agent.wings[Mode.VGPU]
-    assert isinstance(wing, VgpuWing)
-    return wing.limits.isolation.grown
+    wing = agent.wings[Mode.VGPU] if agent else None
+    return wing.limits.isolation.grown if isinstance(wing, VgpuWing) else {}
