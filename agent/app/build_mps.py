@@ -19,7 +19,7 @@ from agent.kubelet.podresources import PodList
 from agent.lists.pairs import pairs_collector
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
-from agent.modes.ports import SetUpFailed
+from agent.modes.wing import SetUpFailed
 from agent.mps import plugin as mps
 from agent.mps.binary import find
 from agent.mps.clients import ClientWatch, Overview, PodFacts
@@ -48,13 +48,13 @@ class MpsBackend:
     def __init__(self, manager: DaemonManager) -> None:
         self._manager = manager
 
-    async def set_up(self, gpu: Gpu) -> None:
+    async def prepare(self, gpu: Gpu) -> None:
         try:
             await self._manager.set_up(gpu)
         except MpsError as error:
             raise SetUpFailed(str(error)) from error
 
-    async def tear_down(self, gpu: Gpu) -> None:
+    async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
     def depends_on(self) -> object:
@@ -63,7 +63,7 @@ class MpsBackend:
 
 async def build(context: ModeContext) -> ModeParts:
     """Build the rooms and start their tasks; no daemon starts before a GPU is set up for MPS."""
-    core, tasks, cluster, injector = context.core, context.tasks, context.cluster, context.plugins.injector
+    core, tasks, cluster, injector = context.core, context.tasks, context.node.cluster, context.node.injector
     settings, snapshot, held = core.settings, core.inventory.snapshot, core.holdings.cell
     explicit = settings.mps.control_program
     pods = pod_facts(cluster.pods if cluster else None)
@@ -80,13 +80,13 @@ async def build(context: ModeContext) -> ModeParts:
         manager,
         held,
         pods,
-        lambda: above_limit(context.uses.value, Mode.MPS),
+        lambda: above_limit(context.node.uses.value, Mode.MPS),
         events,
         proc=Path(settings.host.proc),
     )
     root_check = RootCheck(cluster.pods if cluster else None)
     pairing, conditions, plugins = mps.build(
-        context.plugins, manager, root_check if settings.mps.root_pods == "refuse" else None
+        context.node, manager, root_check if settings.mps.root_pods == "refuse" else None
     )
     upkeep = Upkeep(
         manager,
@@ -102,10 +102,10 @@ async def build(context: ModeContext) -> ModeParts:
         manager.statuses,
         partial(mps.mounts, manager),
         mps.PIPE_IN_CONTAINER,
-        needed=lambda: Mode.MPS in context.desired.catalog.modes,
+        needed=lambda: Mode.MPS in context.node.desired.catalog.modes,
     )
-    caps = AdvisoryCaps(settings, injector, context.plugins.modes, cluster.events if cluster else None)
-    tasks.start("mps daemons", manager.run, context.plugins.modes)
+    caps = AdvisoryCaps(settings, injector, context.node.assignment, cluster.events if cluster else None)
+    tasks.start("mps daemons", manager.run, context.node.assignment)
     tasks.start("mps clients", clients.run)
     tasks.start("mps folders", upkeep.run)
     tasks.start("cdi specification", keeper.run)

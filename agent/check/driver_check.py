@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.check.look import Look
 from agent.model.compat import dotted, hooked, vgpu_warning
 from agent.model.gpu import Driver, Gpu
+from agent.model.look import Look
 from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
 from agent.mps.binary import find
 from agent.mps.mps_errors import ProgramMissing

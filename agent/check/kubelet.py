@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from agent.check.host import HostFiles
-from agent.check.look import Look
 from agent.check.software import CheckedNode
+from agent.model.look import Look
 from agent.model.modes import FOREIGN_VALUES
 from agent.modes.desired import LABEL
 from agent.mps.processes import kernel_problem

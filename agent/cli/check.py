@@ -143,8 +143,9 @@ def _compat_text(document: Document) -> str:
 
 def _node(options: argparse.Namespace) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
-    from agent.check.look import Severity, verdict  # noqa: PLC0415
+    from agent.check.look import verdict  # noqa: PLC0415
     from agent.check.node_check import look, observe  # noqa: PLC0415
+    from agent.model.look import Severity  # noqa: PLC0415
 
     settings = load(options)
     root: Path | None = options.host_root

@@ -15,7 +15,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.lists.context import PluginContext, pairing_of
+from agent.lists.pairs import pairing_of
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
@@ -24,8 +24,10 @@ from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
+from agent.modes.wing import Node
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager
+from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
 
 # Where a container finds what its daemon has elsewhere on the host.
@@ -44,7 +46,7 @@ class RootCheck(Protocol):
         """A container that asks for so many cores, whichever of the node's it is, but none of `known`."""
 
 
-class Conditions:
+class Conditions(Sharing):
     """Additions of MPS to the pair of resources: when it is offered, and what a container gets."""
 
     def __init__(
@@ -55,18 +57,17 @@ class Conditions:
         injector: Injector,
         most_clients: int | None = None,
         caps_must_hold: bool = False,
+        *,
+        trim: bool = True,
     ) -> None:
         """`caps_must_hold`: offer nothing where a pod could undo its caps."""
+        super().__init__(MPS, Mode.MPS, trim=trim)
         self._daemons = daemons
         self._inventory = inventory
         self._pairing = pairing
         self._injector = injector
         self._most_clients = most_clients
         self._caps_must_hold = caps_must_hold
-
-    def sharing(self, trim: bool) -> Sharing:
-        """The mode, for the lists and answers of both members."""
-        return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
 
     def unready(self, uuid: str) -> str:
         return self._advisory() or self._daemons.unready(uuid)
@@ -101,6 +102,14 @@ class Conditions:
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
         return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
+
+    async def additions(
+        self,
+        member: PairMember,
+        grant: Grant,
+        gpus: Sequence[Gpu],
+    ) -> Allocation:
+        return self.extras(member, tuple(grant.ids), gpus)
 
     def extras(self, member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
         """The daemon's sockets and the cap on cores from one member, the cap on memory from the other."""
@@ -229,24 +238,24 @@ class MpsPlugin(SharedPairPlugin):
 
 
 def build(
-    context: PluginContext, daemons: DaemonManager, root_check: RootCheck | None = None
+    node: Node, daemons: DaemonManager, root_check: RootCheck | None = None
 ) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
-    settings, inventory = context.settings, context.inventory
-    pairing = pairing_of(context, MPS, settings.mps.placement, settings.mps.reservation_seconds)
+    settings, inventory = node.settings, node.snapshot
+    pairing = pairing_of(node, MPS, settings.mps.placement, settings.mps.reservation_seconds)
     conditions = Conditions(
         daemons,
         inventory,
         pairing,
-        context.injector,
+        node.injector,
         settings.mps.most_clients,
         caps_must_hold=settings.mps.advisory_caps == "refuse",
+        trim=not settings.cluster.extender,
     )
-    sharing = conditions.sharing(not settings.cluster.extender)
-    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
+    shares = SharedPair(conditions, inventory, node.assignment, pairing, node.holdings.cell)
     return (
         pairing,
         conditions,
-        [MpsPlugin(shares, member, context.injector, daemons, root_check) for member in PairMember],
+        [MpsPlugin(shares, member, node.injector, daemons, root_check) for member in PairMember],
     )
 
 

@@ -13,11 +13,10 @@ import pytest
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.mps import clients as module
-from agent.mps.clients import ClientWatch, Overview, PodFacts
+from agent.mps.clients import ClientWatch, Overview, PodFacts, kept_apart
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused
-from agent.mps.users import kept_apart
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 SERVER = 4000

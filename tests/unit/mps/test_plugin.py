@@ -13,7 +13,6 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
-from agent.lists.context import PluginContext
 from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -24,6 +23,7 @@ from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.settings import Settings, load
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 
 class FakeDaemons:
@@ -82,14 +82,14 @@ class Node:
         self.daemons, self.lister = FakeDaemons(), Lister()
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
-        context = PluginContext(
+        context = wing_node(
             configuration,
-            inventory,
-            modes,
-            self.lister,
-            self.injector,
-            source or PodSource(),
-            recorder or Recorder(),
+            snapshot=inventory,
+            assignment=modes,
+            holdings=self.lister,
+            injector=self.injector,
+            pods=source or PodSource(),
+            recorder=recorder or Recorder(),
         )
         pairing, conditions, plugins = mps.build(context, cast("DaemonManager", self.daemons))
         self.pairing: Pairing = pairing
