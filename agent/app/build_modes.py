@@ -8,9 +8,10 @@ from agent.app.mode_parts import ModeContext, ModeModule, ModeParts
 from agent.kubelet.podresources import Holding
 from agent.model.modes import OFFERED_MODES, Mode
 from agent.modes.wing import Wing
+from agent.mps.wing import MpsWing
 from agent.whole.wing import Whole
 
-WINGS: tuple[type[Wing], ...] = (Whole,)
+WINGS: tuple[type[Wing], ...] = (Whole, MpsWing)
 
 
 async def build_modes(context: ModeContext) -> Mapping[Mode, ModeParts]:

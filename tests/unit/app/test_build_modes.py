@@ -4,7 +4,7 @@ from pathlib import Path
 
 import anyio
 
-from agent.app import build_mps, build_vgpu
+from agent.app import build_vgpu
 from agent.app.build_modes import build_modes
 from agent.app.mode_parts import ModeContext, ModeModule
 from agent.app.parts import Tasks
@@ -16,8 +16,8 @@ from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.wing_node import wing_node
 
-# They are loaded by the names of their modes: here the type checker sees what they are.
-MODULES: tuple[ModeModule, ...] = (build_mps, build_vgpu)
+# Loaded by the name of its mode: here the type checker sees what it is.
+MODULES: tuple[ModeModule, ...] = (build_vgpu,)
 
 
 async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_so(tmp_path: Path) -> None:
