@@ -44,7 +44,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(Pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
