@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from agent.status.client import AgentUnreachable, ask
 from agent.vgpu import layout
-from agent.vgpu.clib.build_library import cached
+from clib.build_library import cached
 from tests.cluster import manifests, toolkit
 from tests.cluster.api import Object
 from tests.cluster.build.cache import cache_root

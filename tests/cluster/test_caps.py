@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agent.vgpu.clib.build_library import cached
+from clib.build_library import cached
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.accounts import in_force, service_account

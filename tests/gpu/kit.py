@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.mps.binary import CONTROL, SERVER
-from agent.vgpu.clib import build_library
+from clib import build_library
 from tests.gpu import built, limits
 from tests.mps_binaries import SUITES, both_programs
 

@@ -62,6 +62,6 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
 def _library() -> Path:
     if given := os.environ.get(VARIABLE):
         return Path(given) / NAME
-    from agent.vgpu.clib.build_library import cached
+    from clib.build_library import cached
 
     return cached()

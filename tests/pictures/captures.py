@@ -12,7 +12,7 @@ import yaml
 
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
-from agent.vgpu.clib import build_library
+from clib import build_library
 from tests.component.embedded_rig import embedded_rig
 from tests.component.extender.api import ClusterApi, gpus
 from tests.pictures import terminal

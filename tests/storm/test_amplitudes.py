@@ -31,8 +31,6 @@ LONGEST = {
 # Constants beyond every act, and why no fault can hide behind them.
 BEYOND = {
     "cluster.event_recorder.KEPT_SECONDS": "how long an event is counted on rather than written anew",
-    "vgpu.clib.toolchain._COMPILE_SECONDS": "a build; none runs on a node",
-    "vgpu.clib.wheels.PIP_SECONDS": "a build; none runs on a node",
     "modes.retry.LONGEST_SECONDS": "a longest pause between tries, which begin at 5 s",
     "modes.switcher.IDLE_SECONDS": "a look of an idle switcher, which changes wake at once",
     "mps.probing.REPORT_SECONDS": "how often a meddled setting is reported",

@@ -10,6 +10,7 @@ from tests import changed
 
 IMPORTERS = {
     "agent.pairing.pairing": ("agent.pairing.reducer", "agent.lists.context", "tests.unit.status.parts"),
+    "clib.headers": ("clib.rules", "tests.unit.vgpu.test_headers"),
     "tests.virtual_time": ("tests.unit.kit.test_cell", "tests.component.test_app"),
     "agent.settings": ("agent.app.build", "agent.__main__"),
 }
@@ -43,6 +44,7 @@ def test_a_room_runs_with_those_that_import_it() -> None:
     [
         ("tests/unit/mps/test_probing.py", "mps"),
         ("agent/vgpu/clib/hook.c", "vgpu"),
+        (".ci/clib/headers.py", "vgpu"),
         ("agent/kit/__init__.py", "kit"),
         ("tests/virtual_time.py", "kit"),
         ("agent/settings/schema.py", None),  # its tests are among those that always run

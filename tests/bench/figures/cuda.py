@@ -12,8 +12,8 @@ import anyio
 import anyio.to_thread
 
 from agent.vgpu import layout
-from agent.vgpu.clib import toolchain
-from agent.vgpu.clib.build_library import cached
+from clib import toolchain
+from clib.build_library import cached
 from tests.bench.conditions import BUILD, Conditions, short_folder
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.caps.container import Container, make

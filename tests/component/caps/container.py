@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.vgpu import layout
-from agent.vgpu.clib.build_library import NAME
+from clib.build_library import NAME
 from tests.cuda_double.machine import MIB, CudaGpu
 
 CONTEXT_MIB: Final = 300

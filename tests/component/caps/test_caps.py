@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.clib.build_library import cached
 from agent.vgpu.loaded import process_of
+from clib.build_library import cached
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, make
 from tests.cuda_double.machine import MIB, CudaMachine

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.vgpu.clib.build_library import cached
-from agent.vgpu.clib.toolchain import ARCHITECTURES, GLIBC
+from clib.build_library import cached
+from clib.toolchain import ARCHITECTURES, GLIBC
 from tests.component.caps import elf
 from tests.component.caps.native import shared
 

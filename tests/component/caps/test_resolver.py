@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.clib.headers import EntryPoint, entry_points
-from agent.vgpu.clib.rules import rules
+from clib.headers import EntryPoint, entry_points
+from clib.rules import rules
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import shared
 from tests.cuda_double.build import build

@@ -20,9 +20,9 @@ from statistics import mean
 from typing import Any, Final
 
 from agent.vgpu import layout
-from agent.vgpu.clib import toolchain
-from agent.vgpu.clib.build_library import cached
 from agent.vgpu.correction import Observed, corrected, rivals
+from clib import toolchain
+from clib.build_library import cached
 from tests.component.caps.container import make
 from tests.cuda_double.build import build
 from tests.cuda_double.layout_time import WINDOW_NS, ClockMode

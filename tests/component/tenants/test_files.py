@@ -22,12 +22,12 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
 from agent.vgpu import layout
-from agent.vgpu.clib.build_library import cached
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
 from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Library
 from agent.vgpu.limits import Policy
 from agent.vgpu.room import Isolation
+from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 

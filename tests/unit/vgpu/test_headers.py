@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.vgpu.clib import headers, wheels
-from agent.vgpu.clib.wheels import BuildError
+from clib import headers, wheels
+from clib.wheels import BuildError
 
 
 @pytest.mark.timeout(600)  # the first run on a machine fetches compiler and headers

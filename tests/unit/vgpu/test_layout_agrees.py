@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.clib.toolchain import compile_c
 from agent.vgpu.layout import Limits
+from clib.toolchain import compile_c
 
 HEADER = Path(layout.__file__).parent / "clib" / "layout.h"
 GPU = "GPU-11121314-2122-3132-4142-515253545556"

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from agent.vgpu.clib import headers, rules
-from agent.vgpu.clib.headers import EntryPoint
-from agent.vgpu.clib.wheels import BuildError
+from clib import headers, rules
+from clib.headers import EntryPoint
+from clib.wheels import BuildError
 
 
 @pytest.mark.timeout(600)  # the first run on a machine fetches compiler and headers

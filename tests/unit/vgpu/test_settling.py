@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from agent.vgpu.clib import headers
-from agent.vgpu.clib.build_library import CLOCK, HEADERS, generate
-from agent.vgpu.clib.rules import SOURCES
-from agent.vgpu.clib.toolchain import compile_c
+from clib import headers
+from clib.build_library import CLOCK, HEADERS, generate
+from clib.rules import SOURCES
+from clib.toolchain import compile_c
 
 PROGRAM = r"""
 #include "caps.h"

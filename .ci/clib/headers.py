@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.vgpu.clib import toolchain
-from agent.vgpu.clib.wheels import BuildError, unpacked
+from clib import toolchain
+from clib.wheels import BuildError, unpacked
 
 PACKAGES: Final = {
     "11.8": "nvidia-cuda-runtime-cu11",

@@ -1,4 +1,4 @@
-"""Connections that keep a control daemon from everybody else, and their end.
+"""Connections to a control daemon and to its server: those that keep everybody else waiting, and their end.
 
 The daemon hears one connection at a time, and waits for its next message without a limit: a process that
 connects and says nothing stops all others. Whom it waits for the kernel shows, by the descriptor that its
@@ -7,6 +7,8 @@ meanwhile the daemon waits for its server, or in poll(2).
 
 Cut off is the connection alone, and only once somebody waits behind it: by shutdown(2) on a copy of the
 daemon's descriptor. For the daemon, its client has left.
+
+Who is connected to a server uses it: its end is the end of their work.
 """
 
 import ctypes
@@ -16,7 +18,6 @@ import os
 import re
 import select
 import socket
-import struct
 import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -32,6 +33,7 @@ from agent.mps import processes
 from agent.mps.control_commands import SESSIONS
 from agent.mps.daemon_parts import DaemonParts
 from agent.mps.daemon_status import EventReason
+from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
 
 log = structlog.get_logger()
@@ -49,11 +51,10 @@ KNOWN_SECONDS = 60.0  # so long that is remembered
 ROUND_SECONDS = 0.5  # in a thread at once
 REPORT_SECONDS = 60.0
 NOBODY = -1.0  # in place of a time: it waits for connections, and for none of them
-MOST_NAMED = 5
+MOST_NAMED, MOST_USERS_NAMED = 5, 10
 _PIDFD_GETFD = 438  # on every architecture of Linux
 _SO_PEERPIDFD = 77  # since Linux 6.5
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PeersSeen:
     cut: tuple[Peer, ...]
     again: float | None  # in so many seconds; None: the daemon waits for nobody
 
@@ -111,7 +112,7 @@ class SilentPeers:
         self._last = 0.0  # when somebody was cut off
         self._stranger: Process | None = None  # the last one outside of pods that was found to be no server
 
-    def look(self, daemon: Process) -> Look:
+    def look(self, daemon: Process) -> PeersSeen:
         """Cut off who has been waited for too long. Bounded."""
         cut: list[Peer] = []
         over: set[int] = set()
@@ -135,7 +136,7 @@ class SilentPeers:
                         break
                     left = self._seen.end - now
                     if left <= 0 and not _kept_waiting(descriptor, daemon.pid):
-                        return Look(tuple(cut), WATCHED_SECONDS)
+                        return PeersSeen(tuple(cut), WATCHED_SECONDS)
                     if left <= 0:
                         if _cut(descriptor, number, inode):
                             cut.append(self._seen.peer)
@@ -144,12 +145,12 @@ class SilentPeers:
                         self._seen = None
                         continue
                 if left > 2 * ENDED_SECONDS or now > until:
-                    return Look(tuple(cut), min(max(left, ENDED_SECONDS), SILENT_SECONDS))
+                    return PeersSeen(tuple(cut), min(max(left, ENDED_SECONDS), SILENT_SECONDS))
                 time.sleep(left)
         finally:
             os.close(descriptor)
         self._seen = None
-        return Look(tuple(cut), BETWEEN_SECONDS if cut else None)
+        return PeersSeen(tuple(cut), BETWEEN_SECONDS if cut else None)
 
     def _followed(self, daemon: int, pid: int, number: int, inode: int, now: float) -> _Sighting | None:
         """The peer that it waits for, and since when it has heard no word of them."""
@@ -294,10 +295,7 @@ def _waited_for(pid: int) -> tuple[int, int] | None:
 
 def _pauses(pid: int) -> int:
     """How often a process's first thread has stopped to wait. Raises OSError: it has ended."""
-    for line in Path(f"/proc/{pid}/task/{pid}/status").read_bytes().split(b"\n"):
-        if line.startswith(b"voluntary_ctxt_switches:"):
-            return int(line.split()[1])
-    raise ProcessLookupError(f"process {pid} has ended")
+    return processes.status_numbers(Path(f"/proc/{pid}/task/{pid}/status"), b"voluntary_ctxt_switches:")[0]
 
 
 def _sockets(pidfd: int, pid: int) -> Generator[socket.socket, None, None]:
@@ -367,13 +365,12 @@ def _cut(pidfd: int, number: int, inode: int) -> bool:
 
 
 def _peer(connection: socket.socket) -> Peer:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    pid, user = processes.credentials(connection)
     gone = _gone(connection)
     if gone:
         return Peer(pid, user, ended=True)
     try:
-        cgroups = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="replace")
+        cgroups = processes.cgroups_of(Path(f"/proc/{pid}"))
     except OSError:
         return Peer(pid, user, ended=pid != 0)
     return Peer(pid, user, container=container_of(cgroups), sure=gone is not None)
@@ -394,3 +391,47 @@ def _gone(connection: socket.socket) -> bool | None:
         return _readable(pidfd)
     finally:
         os.close(pidfd)
+
+
+async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collection[int] = ()) -> str | None:
+    """Why these servers are in use, or may be, in words; None: nobody uses them.
+
+    `known` are PIDs of clients as the daemon last named them.
+    """
+    own = {each.pid for each in servers}
+    own |= await anyio.to_thread.run_sync(_parents, servers)
+    try:
+        found = await anyio.to_thread.run_sync(_by_kernel, servers, known)
+    except OSError as error:
+        return f"who is connected to its server is not known: {error.strerror}"
+    if found - own:
+        return f"process {_named(found - own)} is a client of its server"
+    try:
+        users = await parts.compute.users(parts.publisher.uuid)
+    except MpsError as error:
+        return str(error)
+    if users is None:
+        return "the driver does not report who uses the GPU"
+    if users - own:
+        return f"process {_named(users - own)} uses the GPU"
+    return None
+
+
+def _parents(servers: Collection[Process]) -> frozenset[int]:
+    """Their daemons: a driver since 580 has them load libcuda, too."""
+    found = (processes.parent(each.pid) for each in servers)
+    return frozenset(pid for pid in found if pid is not None)
+
+
+def _by_kernel(servers: Collection[Process], known: Collection[int]) -> frozenset[int]:
+    found = frozenset(known)
+    for each in servers:
+        try:
+            found |= peers_of(each.pid)
+        except ProcessLookupError:
+            continue  # it has ended
+    return processes.remaining(found)
+
+
+def _named(pids: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(pids)[:MOST_USERS_NAMED]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agent.vgpu.clib.wheels import BuildError, cache_root, unpacked
+from clib.wheels import BuildError, cache_root, unpacked
 
 ARCHITECTURES: Final = ("x86_64", "aarch64")
 GLIBC: Final = "2.17"

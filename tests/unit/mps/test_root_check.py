@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from agent.app.mps_root_check import RootCheck
 from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
 from agent.cluster.reflector import Metadata
 from agent.kubelet.plugin_types import Refused
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
+from agent.mps.pods import RootCheck
 from tests.unit.mps.test_plugin import Node
 
 NOBODY = SecurityContext(run_as_user=65534)

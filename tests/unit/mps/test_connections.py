@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from agent.model.cgroup import ContainerRef
-from agent.mps import processes, silent_peers
+from agent.mps import connections, processes
+from agent.mps.connections import Guard, Peer, PeersSeen, SilentPeers
 from agent.mps.control_commands import SESSIONS
 from agent.mps.daemon_parts import DaemonParts, Options
 from agent.mps.daemon_status import EventReason, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.processes import Process
-from agent.mps.silent_peers import Guard, Look, Peer, SilentPeers
 
 # Hears one connection at a time, and "more" of it again and again. On "start" it waits for the word of a
 # server of its own.
@@ -87,14 +87,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SilentPeers:
-    monkeypatch.setattr(silent_peers, "SILENT_SECONDS", 0.004)
-    monkeypatch.setattr(silent_peers, "HOST_SECONDS", 0.004)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.004)
+    monkeypatch.setattr(connections, "HOST_SECONDS", 0.004)
     return SilentPeers(tmp_path)
 
 
-def looked(peers: SilentPeers, daemon: Daemon) -> list[silent_peers.Peer]:
+def looked(peers: SilentPeers, daemon: Daemon) -> list[connections.Peer]:
     """Everybody who was cut off, until the daemon waits for nobody, or for one with all the time."""
-    cut: list[silent_peers.Peer] = []
+    cut: list[connections.Peer] = []
     for _ in range(40):
         cut += peers.look(daemon.process).cut
         time.sleep(0.005)
@@ -156,7 +156,7 @@ class Connection:
         self._answer = answer
 
     def getsockopt(self, _level: int, name: int, _size: int = 0) -> bytes:
-        if name == silent_peers._SO_PEERPIDFD:
+        if name == connections._SO_PEERPIDFD:
             raise OSError(self._answer, os.strerror(self._answer))
         return struct.pack("3i", os.getpid(), 1000, 0)
 
@@ -164,14 +164,14 @@ class Connection:
 @pytest.mark.parametrize("answer", [errno.ESRCH, errno.EINVAL, errno.ENODATA])
 def test_every_kernel_s_word_for_a_process_that_has_ended_is_understood(answer: int) -> None:
     connection: Any = Connection(answer)
-    assert silent_peers._peer(connection).ended
+    assert connections._peer(connection).ended
 
 
 def test_a_kernel_that_does_not_say_who_lives_has_nobody_believed_for_ever(
     peers: SilentPeers, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silent_peers, "_gone", lambda _: None)
-    monkeypatch.setattr(silent_peers, "SESSIONS", {os.getpid()})
+    monkeypatch.setattr(connections, "_gone", lambda _: None)
+    monkeypatch.setattr(connections, "SESSIONS", {os.getpid()})
     with daemon.connected(), daemon.connected() as behind:
         behind.send(b"hello")
         (peer,) = looked(peers, daemon)
@@ -202,10 +202,10 @@ def test_a_client_that_speaks_is_not_cut_off_unless_it_finds_no_end(
         return words
 
     for name in ("SILENT_SECONDS", "HOST_SECONDS"):
-        monkeypatch.setattr(silent_peers, name, 0.03)
-    monkeypatch.setattr(silent_peers, "MOST_PATIENCE", 10_000)
+        monkeypatch.setattr(connections, name, 0.03)
+    monkeypatch.setattr(connections, "MOST_PATIENCE", 10_000)
     assert spoken(15) == 15  # each in time, and all of them longer than somebody may be silent
-    monkeypatch.setattr(silent_peers, "MOST_PATIENCE", 1)
+    monkeypatch.setattr(connections, "MOST_PATIENCE", 1)
     assert spoken(15) < 15
 
 
@@ -216,13 +216,13 @@ def test_patience_is_shorter_only_with_who_was_silent_again_and_again(tmp_path: 
         found.append(peers._patience(peer, 1, 10.0))
         peers._remember(peer.group, 10.0)
     assert found == [0.5, 0.5, 0.5, 0.05]
-    assert peers._patience(peer, 1, 10.0 + silent_peers.KNOWN_SECONDS + 1) == 0.5
+    assert peers._patience(peer, 1, 10.0 + connections.KNOWN_SECONDS + 1) == 0.5
 
 
 def test_where_the_kernel_shows_nothing_it_is_said(
     daemon: Daemon, peers: SilentPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silent_peers, "_PIDFD_GETFD", 1 << 20)
+    monkeypatch.setattr(connections, "_PIDFD_GETFD", 1 << 20)
     with daemon.connected(), pytest.raises(OSError, match="Function not implemented"):
         looked(peers, daemon)
 
@@ -233,7 +233,7 @@ class Scene:
     def __init__(self) -> None:
         self.told: list[tuple[EventReason, str]] = []
         self.blamed: list[int] = []
-        self.next: Look | OSError = Look((), None)
+        self.next: PeersSeen | OSError = PeersSeen((), None)
         self.prolonged = 0
         publisher = StatusPublisher("GPU-1", self._report)
         self.publisher = publisher
@@ -246,7 +246,7 @@ class Scene:
         self.told.append((kind, message))
         self.blamed += sorted(pids)
 
-    def look(self, _daemon: Process) -> Look:
+    def look(self, _daemon: Process) -> PeersSeen:
         if isinstance(self.next, OSError):
             raise self.next
         return self.next
@@ -254,7 +254,7 @@ class Scene:
     def prolong(self) -> None:
         self.prolonged += 1
 
-    async def see(self, look: Look | OSError) -> None:
+    async def see(self, look: PeersSeen | OSError) -> None:
         self.next = look
         await self.guard._look(Process(1, 1))
 
@@ -264,7 +264,7 @@ async def test_an_agent_that_may_not_look_says_so_in_its_status_until_it_may() -
     await scene.see(PermissionError(1, "Operation not permitted"))
     assert "cannot be cut off" in scene.publisher.now.unguarded
     assert "Operation not permitted; it takes Linux 5.6" in scene.publisher.now.unguarded
-    await scene.see(Look((), None))
+    await scene.see(PeersSeen((), None))
     assert not scene.publisher.now.unguarded
     await scene.see(ProcessLookupError())  # the daemon ended: that is no lack of rights
     assert not scene.publisher.now.unguarded
@@ -272,14 +272,14 @@ async def test_an_agent_that_may_not_look_says_so_in_its_status_until_it_may() -
 
 async def test_each_is_counted_and_they_are_named_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, now = Scene(), 1000.0
-    monkeypatch.setattr("agent.mps.silent_peers.anyio.current_time", lambda: now)
+    monkeypatch.setattr("agent.mps.connections.anyio.current_time", lambda: now)
     pods = [ContainerRef(f"uid-{number}", f"container-{number}") for number in range(7)]
-    await scene.see(Look((Peer(7, 1000, container=pods[0]), Peer(8, 1000, container=pods[0])), None))
-    await scene.see(Look(tuple(Peer(9, 1000, container=each) for each in pods), None))
+    await scene.see(PeersSeen((Peer(7, 1000, container=pods[0]), Peer(8, 1000, container=pods[0])), None))
+    await scene.see(PeersSeen(tuple(Peer(9, 1000, container=each) for each in pods), None))
     assert scene.publisher.now.cut == 9
     assert scene.prolonged == 2
     now += 61
-    await scene.see(Look((Peer(9, 1000, container=pods[1]),), None))
+    await scene.see(PeersSeen((Peer(9, 1000, container=pods[1]),), None))
     (first, second) = scene.told
     assert first[0] is EventReason.SILENT
     assert "process 8 of user 1000 in pod uid-0 connected" in first[1]
@@ -291,6 +291,6 @@ async def test_each_is_counted_and_they_are_named_once_a_minute(monkeypatch: pyt
 async def test_no_pod_is_blamed_for_a_number_that_may_be_another_s() -> None:
     scene = Scene()
     known = Peer(9, 1000, container=ContainerRef("uid", "container"))
-    await scene.see(Look((known, Peer(7, 1000, ended=True), Peer(8, 1001, sure=False)), None))
+    await scene.see(PeersSeen((known, Peer(7, 1000, ended=True), Peer(8, 1001, sure=False)), None))
     assert scene.blamed == [9]
     assert "process 7 of user 1000, which has ended," in scene.told[0][1]

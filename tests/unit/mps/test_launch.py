@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from agent.mps import processes, starting
+from agent.mps import launch, processes
 from agent.mps.binary import NO_PROGRAM
 from agent.mps.daemon_parts import DaemonParts, Options
 from agent.mps.daemon_status import EventReason, StatusPublisher
 from agent.mps.directories import Directories
+from agent.mps.launch import Starter
 from agent.mps.processes import Process
-from agent.mps.starting import Starter
 
 
 async def test_a_crowd_of_false_daemons_is_one_report(
@@ -23,7 +23,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     monkeypatch.setattr(processes, "daemon_of", lambda _: None)
     told: list[tuple[EventReason, str, frozenset[int]]] = []
     publisher = StatusPublisher(
-        "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
+        "GPU-1", lambda kind, _uuid, message, pids: told.append((kind, message, pids))
     )
     unused: Any = None
     parts = DaemonParts(unused, Directories(tmp_path), unused, unused, publisher, Options(), unused)
@@ -34,7 +34,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     assert kind is EventReason.IMPOSTOR
     assert message.startswith("process 100, 101, ")
     assert "and 990 more: looks like its MPS control daemon" in message
-    assert pids == frozenset(range(100, 100 + starting.MOST_NAMED))
+    assert pids == frozenset(range(100, 100 + launch.MOST_NAMED))
     crowd.append(Process(2000, 1))
     assert await starter.adopted() is None
     assert [kind for kind, *_ in told] == [EventReason.IMPOSTOR] * 2

@@ -1,7 +1,8 @@
-"""Builds the enforcement library: `python -m agent.vgpu.clib.build_library FOLDER [ARCHITECTURE...]`.
+"""Builds the enforcement library: `PYTHONPATH=.ci python -m clib.build_library FOLDER`.
 
-The file gets the name `libgna-limits.so`, in a folder of the architecture's name where several are asked
-for. Only zig, NVIDIA's headers (both pinned in `wheels.lock`) and the files beside this one go into it.
+Names of architectures may follow. The file gets the name `libgna-limits.so`, in a folder of the
+architecture's name where several are given. Only zig and NVIDIA's headers, both pinned in `wheels.lock`,
+the C files of `agent/vgpu/clib` and the files beside this one go into it.
 """
 
 import hashlib
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agent.vgpu.clib import headers, toolchain
-from agent.vgpu.clib.rules import SOURCES, Rule, note_of, rules
-from agent.vgpu.clib.wheels import BuildError, cache_root, only_one
+from clib import headers, toolchain
+from clib.rules import SOURCES, Rule, note_of, rules
+from clib.wheels import LOCK, BuildError, cache_root, only_one
 
+TOOLS: Final = Path(__file__).parent
 NAME: Final = "libgna-limits.so"
 CLOCK: Final = SOURCES / "clock.c"
 HEADERS: Final = "13"
@@ -56,7 +58,7 @@ def build(folder: Path, architecture: str = "", sanitizer: str = "", clock: Path
 def cached(architecture: str = "", sanitizer: str = "", clock: Path = CLOCK) -> Path:
     """The library, built unless one of the same sources is in the user's cache. Raises BuildError."""
     digest = hashlib.sha256(f"{_FLAGS} {EXPORTED} {architecture or platform.machine()} {sanitizer}".encode())
-    for path in sorted([*SOURCES.glob("*.[ch]"), *SOURCES.glob("*.py"), SOURCES / "wheels.lock", clock]):
+    for path in sorted([*SOURCES.glob("*.[ch]"), *TOOLS.glob("*.py"), LOCK, clock]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     folder = cache_root() / f"library-{digest.hexdigest()[:16]}"
     if not (folder / NAME).exists():
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     unknown = set(arguments[1:]) - set(toolchain.ARCHITECTURES)
     if not arguments or unknown:
         known = " | ".join(toolchain.ARCHITECTURES)
-        sys.stderr.write(f"usage: python -m agent.vgpu.clib.build_library FOLDER [{known}]...\n")
+        sys.stderr.write(f"usage: python -m clib.build_library FOLDER [{known}]...\n")
         return 2
     folder, architectures = Path(arguments[0]), arguments[1:]
     try:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.vgpu.clib.headers import EntryPoint
-from agent.vgpu.clib.wheels import BuildError
+from clib.headers import EntryPoint
+from clib.wheels import BuildError
 
-SOURCES: Final = Path(__file__).parent
+SOURCES: Final = Path(__file__).parents[2] / "agent" / "vgpu" / "clib"
 HOOKED: Final = ("a.alloc", "a.free", "a.pool", "a.import", "b.launch", "b.graph", "d.resolver")
 """Classes in which every entry point has a hook."""
 _CLASSES: Final = {
