@@ -45,7 +45,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(Pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         demand = pod_demand(Pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork()), reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork()), reason
 
 
 _WHOLE = {CORES: 100, MEMORY: 78}
