@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Collection
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import structlog
 
 from agent.cleanup.request import CleanupFailed, CleanupRefused
+from agent.cluster.api import ApiError, KubeApi
+from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch, holders_by_gpu
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
@@ -23,15 +24,13 @@ from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
 from agent.mps import leaving
 from agent.mps.mps_errors import MpsError
+from agent.node.forget import forget
 from agent.nvml.port import NvmlPort
+from agent.pairing.cluster_pods import ClusterPods
 from agent.settings import Settings
 from agent.vgpu import memory_limits
 from agent.vgpu.folders import FOLDER as LIMITS
 from agent.vgpu.library import FOLDER as LIBRARIES
-
-if TYPE_CHECKING:
-    from agent.cluster.api import KubeApi
-    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
@@ -61,7 +60,7 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
         lock.__exit__(None, None, None)
 
 
-async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozenset[str]:
+async def refuse_holders(settings: Settings, known: PodCache | None) -> frozenset[str]:
     """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons.
 
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
@@ -73,8 +72,6 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
     if known:
-        from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the API client
-
         record.view = ClusterPods(known).view
         with anyio.move_on_after(SYNC_SECONDS):
             while not record.view().complete:
@@ -138,11 +135,8 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     return not kept
 
 
-async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
+async def forget_node(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     """Remove the agent's entries of the Node object but annotations in `keep`. Raises CleanupFailed."""
-    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
-    from agent.node.forget import forget  # noqa: PLC0415
-
     try:
         await forget(api, name, keep)
     except ApiError as error:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from agent.model.demand import Container, Demand, Impossible, Pod, Stage, demand_of, init_group_of
-from agent.model.modes import PAIRS, Mode
+from agent.model.modes import OFFERED_MODES, PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
 from agent.model.units import ResourcePair
 
-WHOLE_GPU = "nvidia.com/gpu"
-RESOURCES = (WHOLE_GPU, *(name for pair in PAIRS.values() for name in (pair.core, pair.memory)))
+# A node lists its time slices by the first of these names, or by another.
+WHOLE_GPUS = Mode.PGPU.resources
+WHOLE_GPU = WHOLE_GPUS[0]
+RESOURCES = tuple(name for mode in OFFERED_MODES for name in mode.resources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """The demand of a pod; `gpus` counts whole GPUs or time slices of the pgpu resource."""
+    """The demand of a pod; `gpus` counts whole GPUs or time slices in mode pgpu, by whichever name."""
 
     slots: tuple[Slot, ...] = ()
     gpus: int = 0
@@ -43,6 +45,11 @@ class PodDemand:
     @property
     def nothing(self) -> bool:
         return not self.totals
+
+    @property
+    def whole_gpus(self) -> tuple[str, ...]:
+        """The resources by which it asks for `gpus`."""
+        return tuple(name for name, _ in self.totals if name in WHOLE_GPUS)
 
 
 def pod_demand(pod: Pod) -> PodDemand:
@@ -68,7 +75,7 @@ def _worked_out(pod: Pod) -> PodDemand:
     slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, pod)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
     totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))
-    return PodDemand(tuple(slots), _allocated(WHOLE_GPU, pod), totals)
+    return PodDemand(tuple(slots), sum(_allocated(name, pod) for name in WHOLE_GPUS), totals)
 
 
 def _slots(mode: Mode, pair: ResourcePair, pod: Pod) -> list[Slot]:
