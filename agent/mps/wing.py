@@ -55,14 +55,7 @@ class MpsWing(Wing):
             manager, record, pod_facts(pods), self._above_cap, events.report, proc=proc
         )
         self._upkeep = Upkeep(manager, run, settings.mps.shared_memory_mebibytes << 20, record, proc)
-        self._keeper = ShareSpecificationKeeper(
-            Path(settings.host.cdi),
-            node.snapshot,
-            manager.statuses,
-            partial(plugin.mounts, manager),
-            plugin.PIPE_IN_CONTAINER,
-            partial(node.allows, Mode.MPS),
-        )
+        self._keeper = ShareSpecificationKeeper(node, manager)
         self._caps = AdvisoryCaps(node)
         root_check = RootCheck(pods) if settings.mps.root_pods == "refuse" else None
         self._conditions, self._plugins = plugin.build(node, manager, root_check)
