@@ -1,7 +1,8 @@
 """The GPUs of a whole cluster and their holders, in whatever order changes arrive: pure, without a clock.
 
 Built from the nodes' inventories and the bound pods. A choice counts from the moment it is assumed, before
-the API server confirms it; the watch then takes over, or a deadline lets go of it.
+the API server confirms it; the watch then takes over. A deadline lets go of one that was never confirmed,
+a newer list without the pod of one that was.
 """
 
 import math
@@ -49,6 +50,7 @@ class Assumed:
     claim: PodClaim
     expires: float  # on the caller's clock, in seconds; infinite: the watch has shown the pod
     gang: str = ""  # for a member of which it is kept before it is bound
+    confirmed: float = math.inf  # when the API server answered that the pod is bound; infinite: it has not
 
 
 class Fleet:
@@ -113,9 +115,33 @@ class Fleet:
             if uid in self._pods:
                 self._claim(uid)
 
-    def expire(self, now: float) -> list[str]:
-        """Let go of choices that the watch has not shown in time; their pods' UIDs."""
-        late = [uid for uid, each in self._assumed.items() if each.expires <= now]
+    def confirm(self, uid: str, now: float) -> None:
+        """The API server answered that a pod is bound: its choice stays until a list newer than `now`."""
+        if (assumed := self._assumed.get(uid)) and assumed.expires < math.inf:
+            self._assumed[uid] = replace(assumed, confirmed=now)
+
+    def unlisted(self, uids: Collection[str], asked: float) -> None:
+        """A list asked for at `asked` has these pods and no other: those confirmed before have ended."""
+        for uid in [uid for uid, each in self._assumed.items() if each.confirmed < asked]:
+            if uid not in uids:
+                self.drop_pod(uid)
+
+    def unshown_since(self) -> float:
+        """When the oldest binding was confirmed that the watch has not shown; infinite: there is none."""
+        waiting = (each.confirmed for each in self._assumed.values() if each.expires < math.inf)
+        return min(waiting, default=math.inf)
+
+    def expire(self, now: float, heard: float = math.inf) -> list[str]:
+        """Let go of choices that were neither shown nor confirmed in time; their pods' UIDs.
+
+        `heard`: when the watch of bound pods last showed life. One that was silent since a Binding's deadline
+        may yet show it; what is only kept for a gang was never written.
+        """
+        late = [
+            uid
+            for uid, each in self._assumed.items()
+            if each.confirmed == math.inf and each.expires <= (now if each.gang else min(now, heard))
+        ]
         for uid in late:
             self.forget(uid)
         return late

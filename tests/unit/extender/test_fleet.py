@@ -1,5 +1,7 @@
 """The cluster-wide ledger: what it answers, in which words, and that it believes the right source."""
 
+import math
+
 import pytest
 
 from agent.extender.fleet import UNKNOWN_NODE, BoundPod, Fleet, LedgerNode
@@ -150,6 +152,42 @@ def test_a_choice_that_the_watch_does_not_show_is_dropped_in_time() -> None:
     made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
     assert made.expire(9.9) == []
     assert made.expire(10) == ["a"]
+    assert made.verdict("n", asks((90, 10))) == ""
+
+
+def test_a_choice_without_an_answer_outlasts_a_silent_watch() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    made.assume("kept", "n", PodClaim(asks((5, 10)), chosen=((0,),)), 10, "ns/gang")
+    # What is only kept for a gang was never written: no watch can show it.
+    assert made.expire(80, heard=9.9) == ["kept"]
+    assert made.verdict("n", asks((90, 10))) == "largest free share 10 of 90 cores"
+    assert made.expire(80, heard=10.0) == ["a"]
+
+
+def test_a_confirmed_choice_stays_until_a_list_that_is_newer() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    made.confirm("a", 2.0)
+    assert made.expire(1e9) == []
+    assert made.unshown_since() == 2.0
+    made.unlisted((), asked=2.0)  # this one may be older than the binding
+    made.unlisted(("a",), asked=3.0)
+    assert made.verdict("n", asks((90, 10))) != ""
+    made.unlisted(("b",), asked=3.0)
+    assert made.verdict("n", asks((90, 10))) == ""
+    assert made.unshown_since() == math.inf
+
+
+def test_an_answer_after_the_watch_has_shown_the_pod_changes_nothing() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    bound(made, "a", asks((90, 10)), None)
+    made.confirm("a", 2.0)
+    assert made.unshown_since() == math.inf
+    made.drop_pod("a")
+    made.confirm("a", 3.0)
+    assert made.unshown_since() == math.inf
     assert made.verdict("n", asks((90, 10))) == ""
 
 
