@@ -1,4 +1,4 @@
-"""The HTTP face: filter, prioritize, preempt and bind, answered from the leader's ledger, and who may ask."""
+"""The HTTP face: filter, prioritize, preempt, bind, simulate, answered from the ledger, and who may ask."""
 
 import math
 import time
@@ -16,6 +16,7 @@ from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
+from agent.extender.simulation import simulated
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpServer, Reply, Request
@@ -62,12 +63,13 @@ class Verbs:
         self._counted = -math.inf
 
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
-        """Take the paths that gpu-admission's users know, and two more."""
+        """Take the paths that gpu-admission's users know, and three more."""
         for path, act in (
             ("predicates", self.filter),
             ("priorities", self.prioritize),
             ("preempt", self.preempt),
             ("bind", self.bind),
+            ("simulate", self.simulate),
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
@@ -144,6 +146,19 @@ class Verbs:
             log.warning("pod_not_bound", pod=binding.pod, node=binding.node, problem=str(error))
             return scheduler_protocol.bound(str(error)), "refused"
         return scheduler_protocol.bound(), "ok"
+
+    async def simulate(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+        """As filter answers, for callers that will not bind."""
+        asked = await _asked(request)
+        try:
+            demand = serving.binder.request(asked.pod).demand
+        except Impossible as error:
+            refused = dict.fromkeys(asked.names, str(error))
+            return scheduler_protocol.filtered(asked, [], refused, unresolvable=True), "impossible"
+        if demand.nothing:
+            return scheduler_protocol.filtered(asked, list(asked.names), {}), "ok"
+        fitting, refused = await simulated(serving.verdicts, demand, asked)
+        return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
 
     def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: Request) -> Reply:

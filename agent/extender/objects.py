@@ -83,7 +83,7 @@ class WatchedPod(msgspec.Struct, frozen=True):
 _nodes, _pods = msgspec.json.Decoder(_Node), msgspec.json.Decoder(WatchedPod)
 
 
-def read_node(raw: bytes) -> tuple[Metadata, LedgerNode]:
+def read_node(raw: bytes | msgspec.Raw) -> tuple[Metadata, LedgerNode]:
     """A Node object's JSON. Raises msgspec.DecodeError."""
     node = _nodes.decode(raw)
     name, text = node.metadata.name, node.metadata.annotations.get(INVENTORY)

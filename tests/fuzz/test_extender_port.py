@@ -52,6 +52,7 @@ VICTIMS = {"Pods": [{"UID": "v"}], "NumPDBViolations": 1}
 BODIES: tuple[tuple[str, Any], ...] = (
     ("predicates", {"Pod": POD, "Nodes": None, "NodeNames": ["a", "b", "c"]}),
     ("predicates", {"Pod": POD, "Nodes": NODES}),
+    ("simulate", {"Pod": POD, "Nodes": NODES}),
     ("predicates", {"Pod": MEMBER, "Nodes": None, "NodeNames": ["a", "b"]}),
     ("priorities", {"Pod": POD, "NodeNames": ["a", "b"]}),
     (
