@@ -101,7 +101,7 @@ async def _fleet(api: KubeApi) -> Fleet:
 
 def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
     wants = ", ".join(f"{count} {resource}" for resource, count in demand.totals)
-    verdicts = {name: fleet.verdict(name, demand) for name in sorted(fleet.nodes)}
+    verdicts = {name: _verdict(name, demand, fleet) for name in sorted(fleet.nodes)}
     fitting = [name for name, reason in verdicts.items() if not reason]
     lines = [f"pod {who} asks for {wants}"]
     if fitting:
@@ -115,6 +115,12 @@ def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
         lines.append(f"  {count} x {reason} ({', '.join(examples)}{', ...' if count > 3 else ''})")
     lines += _what_would_help(demand, fleet)
     return lines
+
+
+def _verdict(name: str, demand: PodDemand, fleet: Fleet) -> str:
+    if not fleet.verdict(name, demand) and (others := fleet.of_other_doors(name, demand)):
+        return f"no {others[0]} offered, unless a DRA driver serves it"
+    return fleet.verdict(name, demand)
 
 
 def _what_would_help(demand: PodDemand, fleet: Fleet) -> list[str]:

@@ -40,6 +40,7 @@ class BoundPod:
     node: str
     claim: PodClaim
     confirmed: bool = False
+    repels: bool = False  # its required anti-affinity may keep other pods off the node
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +190,25 @@ class Fleet:
         if node is None:
             return UNKNOWN_NODE
         claims = [claim for uid, claim in self.claims(name).items() if uid not in without]
+        others = self.of_other_doors(name, demand)
         for resource, count in demand.totals:
+            if resource in others:
+                continue
             used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
             free = max(0, node.totals.get(resource, 0) - used)
             if count > free:
                 return f"{free} of {count} {resource} free by totals (no inventory)"
         return ""
+
+    def of_other_doors(self, name: str, demand: PodDemand) -> tuple[str, ...]:
+        """Resources of a demand that a node has by another door, if at all, as by a DRA driver.
+
+        It lists none, and has no agent of ours. It passes: kube-scheduler has judged that.
+        """
+        node = self._nodes.get(name)
+        if node is None or node.inventory or node.problem:
+            return ()
+        return tuple(resource for resource in demand.whole_gpus if resource not in node.totals)
 
     def free(self, name: str) -> FreeCapacity:
         """Free capacity of a node that there is."""
