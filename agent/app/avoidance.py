@@ -3,7 +3,8 @@
 from agent.cluster.api import ApiError
 from agent.cluster.pods import PodCache
 from agent.kubelet.plugin_types import Reason, Refused
-from agent.model.demand import VGPU, Pod
+from agent.model.demand import VGPU
+from agent.model.pod import Pod
 from agent.settings import Settings
 from agent.vgpu.avoiding import ways_around
 from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER

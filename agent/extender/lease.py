@@ -14,9 +14,9 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.reflector import Metadata
 from agent.extender.settings import Lease as LeaseSettings
 from agent.kit.cell import Cell
+from agent.model.metadata import Metadata
 
 log = structlog.get_logger()
 

@@ -15,7 +15,6 @@ import anyio.lowlevel
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.cluster.reflector import Metadata
 from agent.extender.fleet import Fleet
 from agent.extender.gangs import Gangs, Member
 from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, gang_of
@@ -24,6 +23,7 @@ from agent.extender.verdicts import Verdicts
 from agent.extender.waiting_reason import WaitingReason, waiting_reason
 from agent.kit.supervise import Supervisor
 from agent.model.demand import WAITING_FOR_GPU, Impossible
+from agent.model.metadata import Metadata
 
 UNBOUND = "spec.nodeName=,status.phase=Pending"
 LOOK_SECONDS = 2.0

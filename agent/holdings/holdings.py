@@ -23,9 +23,9 @@ from agent.kubelet.podresources import (
     PodResources,
     PodResourcesUnavailable,
 )
-from agent.model.demand import Pod
 from agent.model.ids import SEPARATOR, BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.pod import Pod
 from agent.model.units import REPLICA
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from agent.holdings.checkpoint import Entries
 from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Pod
+from agent.model.pod import Pod
 
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource

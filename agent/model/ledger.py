@@ -11,9 +11,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Pod
+from agent.model.demand import CORES, Demand
 from agent.model.free_gpu import FreeGpu
 from agent.model.ids import SEPARATOR
+from agent.model.pod import Pod
 from agent.model.units import ResourcePair
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 
-from agent.cluster.pods import Pod
 from agent.kubelet.podresources import PodList
+from agent.model.pod import Pod
 
 NOBODY: frozenset[tuple[str, str]] = frozenset()
 

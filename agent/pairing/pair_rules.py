@@ -4,11 +4,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from agent.model.demand import Demand, Impossible, Pod, Stage, init_group_of
+from agent.model.demand import Demand, Impossible, init_group_of
 from agent.model.ids import SEPARATOR
 from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
 from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.pod import Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
@@ -227,7 +228,7 @@ class PairRules:
 
     def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it."""
-        group = init_group_of(self.pair, pod)
+        group = init_group_of(self.pair, pod.containers)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}
         entries = [(each.holder, each.ids) for each in state.ledger.held.by_pod.get(pod.key, ())]

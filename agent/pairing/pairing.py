@@ -19,8 +19,8 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
-from agent.model.demand import Pod
 from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
+from agent.model.pod import Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
 from agent.pairing.pod_access import Cause, PairRefused, Recorder
 from agent.pairing.requester import PodKey, Records, resource_of

@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import (
-    Container,
-    Demand,
-    InitContainerGroup,
-    Pod,
-    Stage,
-    demand_of,
-    init_group_of,
-)
+from agent.model.demand import Demand, InitContainerGroup, demand_of, init_group_of
 from agent.model.ledger import Held, Holder, Holdings, PairMember, Reservation
+from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 
 PodKey = tuple[str, str]
@@ -39,7 +32,7 @@ class Asker:
 
     def needs(self, pair: ResourcePair) -> tuple[Demand, InitContainerGroup | None]:
         """Its demand, and its init container group if it inherits units. Raises Impossible."""
-        demand, group = demand_of(pair, self.container), init_group_of(pair, self.pod)
+        demand, group = demand_of(pair, self.container), init_group_of(pair, self.pod.containers)
         assert demand is not None  # it was found by its limits
         return demand, group if group and self.container.name in group.containers else None
 
@@ -127,4 +120,4 @@ def askers(
             if container.stage is not Stage.INIT:
                 break
     # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
-    return [asker for asker in found if asker.pod.phase == "Pending"] or found
+    return [asker for asker in found if asker.pod.status.phase == "Pending"] or found

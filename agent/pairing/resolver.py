@@ -10,8 +10,9 @@ import structlog
 
 from agent.kit.backoff import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodList, PodResourcesUnavailable, RecordReader
-from agent.model.demand import STATIC_PODS, Pod
+from agent.model.demand import STATIC_PODS
 from agent.model.ledger import PairMember, Reservation
+from agent.model.pod import Pod
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import Asker, PairRecords, PodKey, Records, askers, resource_of

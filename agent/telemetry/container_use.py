@@ -13,12 +13,13 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.modes import Mode
-from agent.telemetry.attribution import NO_PODS, Grade, KnownPod, Use, attribute
+from agent.model.pod import Pod
+from agent.telemetry.attribution import NO_PODS, Grade, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.telemetry.shares import Share, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
 
-Pods = Callable[[], Mapping[str, KnownPod]]
+Pods = Callable[[], Mapping[str, Pod]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class ContainerWatch:
         holdings: PodList | None,
         snapshot: Snapshot,
         samples: Samples,
-        pods: Mapping[str, KnownPod],
+        pods: Mapping[str, Pod],
         now: float,
     ) -> Uses:
         if self._read[0] is not holdings or self._read[1] is not snapshot:

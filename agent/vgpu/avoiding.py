@@ -7,7 +7,7 @@ to itself is not among it (docs/vgpu.md): that cannot be seen from here.
 from collections.abc import Collection, Iterator
 from posixpath import normpath
 
-from agent.cluster.pods import Pod, SecurityContext
+from agent.model.pod import Pod, SecurityContext
 
 # Each of them is enough to unmount, or to reach the host.
 CAPABILITIES = frozenset({"ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_RAWIO"})

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import structlog
 
 from agent.kit.cell import Cell
-from agent.model.demand import VGPU, Pod
+from agent.model.demand import VGPU
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.vgpu.compute import Share
 from agent.vgpu.folders import About, key_of
 from agent.vgpu.layout import Usage
@@ -216,13 +218,13 @@ class Publisher:
         )
         log.warning("memory_cap_exceeded", pod=f"{namespace}/{name}", container=container, gpu=gpu)
         limits = self._of(place)
-        pod = Pod(namespace, name, (), limits.about.uid if limits else "")
+        pod = Pod(Metadata(name, namespace, limits.about.uid if limits else ""))
         self._owners.event(pod, "MemoryCapExceeded", text, warning=True)
 
     def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
         namespace, name, container, gpu = place
         used = f"uses {memory_bytes // MIB} MiB of GPU {gpu}, and may use {cap_bytes // MIB} MiB"
-        pod = Pod(namespace, name, (), limits.about.uid if (limits := self._of(place)) else "")
+        pod = Pod(Metadata(name, namespace, limits.about.uid if (limits := self._of(place)) else ""))
         self._ended("container_above_cap_ended", pod, container, used, problem)
 
     def ended_refusing(self, about: About, refusal: str, problem: str | None) -> None:
@@ -309,4 +311,4 @@ def _is_strict(limits: ContainerLimits) -> bool:
 
 
 def _pod(about: About) -> Pod:
-    return Pod(about.namespace, about.pod, (), about.uid)
+    return Pod(Metadata(about.pod, about.namespace, about.uid))

@@ -8,10 +8,10 @@ import msgspec
 
 from agent.app.build_mps import MpsEvents, pod_facts
 from agent.cluster.cgroup_uids import CgroupUids
-from agent.cluster.pods import Pod
-from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.mps.clients import PodFacts
 from agent.mps.daemon_status import EventReason
 from tests.unit.pairing.kubelet_model import machine

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from agent.app.avoidance import FILES, FOLDERS
-from agent.cluster.pods import Pod
+from agent.model.pod import Pod
 from agent.vgpu.avoiding import ways_around
 
 MEMORY = "tencent.com/vcuda-memory"

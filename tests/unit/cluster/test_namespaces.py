@@ -9,8 +9,9 @@ from structlog.testing import capture_logs
 
 from agent.app.build_isolation import VgpuFence
 from agent.cluster.namespaces import LABEL, NamespaceLabels
-from agent.cluster.reflector import Metadata, PartialObject
+from agent.cluster.reflector import PartialObject
 from agent.model.ledger import PairMember
+from agent.model.metadata import Metadata
 from agent.vgpu.folders import About
 from agent.vgpu.limits import Admission, Policy
 

@@ -16,7 +16,8 @@ from agent.holdings.checkpoint import Entries
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Pod
+from agent.model.pod import Pod
+from tests.pods import a_pod, changed
 from tests.unit.state_machines import run
 
 RESOURCE = "nvidia.com/gpu"
@@ -103,7 +104,7 @@ class RecordMachine(RuleBasedStateMachine):
         if self.away or len(free) < init + main or f"pod-{name}" in taken:
             return
         self.count += 1
-        pod = Pod("ns", f"pod-{name}", (), f"uid-{self.count}")
+        pod = a_pod("ns", f"pod-{name}", (), f"uid-{self.count}")
         held = {"prepare": frozenset(free[:init]), "main": frozenset(free[init : init + main])}
         self.api[pod.uid] = pod
         self.admitted[pod.uid] = Admitted(pod, held)
@@ -133,7 +134,7 @@ class RecordMachine(RuleBasedStateMachine):
         if deleted:
             del self.api[uid]
         else:
-            self.api[uid] = replace(self.api[uid], phase="Succeeded")
+            self.api[uid] = changed(self.api[uid], phase="Succeeded")
         if not lag:
             self.watch_catches_up()
 

@@ -2,13 +2,14 @@
 
 import pytest
 
-from agent.model.demand import VGPU, Demand, Pod
+from agent.model.demand import VGPU, Demand
 from agent.model.free_gpu import FreeGpu
 from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, UnitPool
+from tests.pods import a_pod
 
 A, B = "GPU-a", "GPU-b"
 ME, OTHER = Holder("d", "me", "main"), Holder("d", "other", "main")
-MINE, THEIRS, NOBODY = Pod("d", "me", ()), Pod("d", "other", ()), Holder("d", "nobody", "main")
+MINE, THEIRS, NOBODY = a_pod("d", "me", ()), a_pod("d", "other", ()), Holder("d", "nobody", "main")
 
 
 def pool(gpu: str, index: int) -> UnitPool:

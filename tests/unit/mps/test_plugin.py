@@ -14,15 +14,17 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Reason, Refused
 from agent.kubelet.podresources import Holding, PodList
 from agent.lists.context import PluginContext
-from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
+from agent.model.demand import MPS, WAITING_FOR_GPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.pod import Container, Pod
 from agent.mps import plugin as mps
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.settings import Settings, load
+from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine
 
 
@@ -215,7 +217,7 @@ async def test_container_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_pod_whose_container_cannot_start_is_told_why() -> None:
-    pod = Pod("default", "p", (Container("main", {MPS.core: 10}),), uid="u")
+    pod = a_pod("default", "p", (Container("main", {MPS.core: 10}),), uid="u")
     told: list[tuple[Pod, str, str]] = []
 
     class Pods(PodSource):

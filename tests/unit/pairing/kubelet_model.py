@@ -7,6 +7,7 @@ in random order, units of plain init containers handed on unasked, short prefere
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agent.holdings.record import Record, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
@@ -14,17 +15,19 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
 from agent.lists.shared_pair import SharedPair, Sharing
-from agent.model.demand import VGPU, Container, Pod, Stage
+from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import Policy
+from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
+from tests.pods import a_pod, changed
 
 Key = tuple[str, str]
 
@@ -37,9 +40,9 @@ def share(
     return Container(name, {resource: count for resource, count in limits.items() if count}, stage)
 
 
-def pod(name: str, *containers: Container, **traits: object) -> Pod:
+def pod(name: str, *containers: Container, **traits: Any) -> Pod:
     """A waiting pod of the namespace `default`."""
-    return replace(Pod("default", name, containers, uid=f"uid-{name}"), **traits)  # type: ignore[arg-type]
+    return changed(a_pod("default", name, containers, uid=f"uid-{name}"), **traits)
 
 
 def machine(gpus: int, blocks: int) -> Snapshot:
@@ -211,9 +214,9 @@ class KubeletModel(PodSource):
             await self._containers(admission, interrupt)
         except (PairRefused, Refused, AgentKilled):
             del self.taken_up[new.key]
-            self.api[new.key] = replace(new, phase="Failed")
+            self.api[new.key] = changed(new, phase="Failed")
             raise
-        self.api[new.key] = replace(new, phase="Running")
+        self.api[new.key] = changed(new, phase="Running")
 
     async def _containers(self, admission: Admission, interrupt: Callable[[int], None]) -> None:
         reusable: dict[str, frozenset[str]] = {}

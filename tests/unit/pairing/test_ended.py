@@ -8,7 +8,8 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList, PodResources
-from agent.model.demand import VGPU, Container
+from agent.model.demand import VGPU
+from agent.model.pod import Container
 from tests.component.kubelet_room.parts import eventually
 from tests.unit.pairing.kubelet_model import KubeletModel, pod
 

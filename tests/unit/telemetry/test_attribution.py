@@ -9,9 +9,11 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
+from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
-from agent.telemetry.attribution import Attributed, Grade, KnownPod, attribute
+from agent.telemetry.attribution import Attributed, Grade, attribute
 from agent.telemetry.shares import Share, shares_of
+from tests.pods import seen
 
 GIB = 1 << 30
 UUID = "GPU-0"
@@ -29,9 +31,9 @@ def ref(pod: str, container: str = "main") -> ContainerRef:
     return ContainerRef(f"uid-{pod}", f"{pod}-{container}")
 
 
-def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, KnownPod]:
+def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, Pod]:
     return {
-        f"uid-{pod}": KnownPod("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
+        f"uid-{pod}": seen("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
     }
 
 

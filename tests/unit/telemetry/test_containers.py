@@ -13,11 +13,12 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
-from agent.telemetry.attribution import Grade, KnownPod, Use
+from agent.telemetry.attribution import Grade, Use
 from agent.telemetry.container_page import compatible_page, container_page
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
+from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, value
 from tests.unit.telemetry.test_sampler import rounds, running
@@ -37,7 +38,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.parts = Parts("dgx-h200")
         self.uuids = self.parts.scan()
-        self.pods = {UID: KnownPod("team", "train", {CONTAINER: "main"})}
+        self.pods = {UID: seen("team", "train", {CONTAINER: "main"})}
         ids = (*(f"{self.uuids[0]}::sc{n}" for n in range(25)), f"{self.uuids[0]}::sm1")
         self.holdings: Cell[PodList | None] = Cell(
             PodList((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
@@ -103,7 +104,7 @@ async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) ->
 
 async def test_pods_that_finished_hold_nothing_whatever_old_kubelets_list(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.pods = {UID: KnownPod("team", "train", {}, finished=True)}
+    node.pods = {UID: seen("team", "train", {}, finished=True)}
     await node.look()
     assert node.watch.uses.value.containers == ()
 

@@ -8,8 +8,8 @@ import anyio.to_thread
 import msgspec
 
 from agent.kit.cell import Cell
-from agent.model.demand import Pod
 from agent.model.ledger import PairMember
+from agent.model.pod import Pod
 from agent.vgpu.limits import ContainerLimits, Policy
 from agent.vgpu.publishing import Publisher
 from agent.vgpu.resize import NoUnits, Resizer

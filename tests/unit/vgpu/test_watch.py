@@ -13,7 +13,7 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
-from agent.model.demand import Pod
+from agent.model.pod import Pod
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
