@@ -150,7 +150,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         demand = pod_demand(a_pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
-    return fits(free_capacity(inventory, claims), demand, inventory.topology, Work()), reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, Work()), reason
 
 
 _WHOLE = {CORES: 100, MEMORY: 78}
