@@ -15,10 +15,10 @@ from agent.app.parts import ClusterAccess, Tasks
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import PodList
 from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
@@ -160,7 +160,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     return parts
 
 
-async def keep_limits(settings: Settings, held: Cell[PodList | None], tasks: Tasks) -> KeptLimits:
+async def keep_limits(settings: Settings, held: Cell[Record | None], tasks: Tasks) -> KeptLimits:
     """Have the folders of containers that were given limits before enforcement was switched off.
 
     The kubelet repeats their mounts after a reboot, and the library refuses memory without the files.

@@ -11,13 +11,12 @@ import structlog
 from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.mps_degradations import AdvisoryCaps, remarks
 from agent.app.mps_root_check import RootCheck
-from agent.holdings.holdings import holders_by_gpu
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.lists.pairs import pairs_collector
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.modes.ports import SetUpFailed
 from agent.mps import plugin as mps
@@ -183,7 +182,7 @@ class MpsEvents:
     def __init__(
         self,
         inventory: Cell[Snapshot],
-        held: Cell[PodList | None],
+        held: Cell[Record | None],
         events: "EventRecorder | None",
         pods: Callable[[], Sequence[PodFacts]],
     ) -> None:
@@ -215,16 +214,16 @@ class MpsEvents:
 
     def _pods(self, uuid: str) -> set[str]:
         held = self._held.value
-        holders = holders_by_gpu(held).get(uuid, []) if held else []
+        holders = held.by_gpu.get(uuid, []) if held else []
         return {holder.pod for holder in holders if holder.mode is Mode.MPS}
 
 
-def _is_held(held: Cell[PodList | None], uuid: str) -> bool | None:
+def _is_held(held: Cell[Record | None], uuid: str) -> bool | None:
     """Whether a pod holds shares of a GPU; None: it is not known."""
     pods = held.value
     if pods is None:
         return None
-    return any(holder.mode is Mode.MPS for holder in holders_by_gpu(pods).get(uuid, []))
+    return any(holder.mode is Mode.MPS for holder in pods.by_gpu.get(uuid, []))
 
 
 def pod_facts(pods: "PodCache | None") -> Callable[[], Sequence[PodFacts]]:

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.modes import Assignment, Mode
 
 
@@ -29,10 +29,10 @@ class Backend(Protocol):
 class Holdings(Protocol):
     """Who holds what, by the kubelet's own records."""
 
-    cell: Cell[PodList | None]  # the newest list; None: not readable
+    cell: Cell[Record | None]  # the newest list; None: not readable
     problem: str | None
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         """Read again now, within a bounded time; None: not readable, `problem` says why."""
 
 

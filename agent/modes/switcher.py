@@ -10,7 +10,7 @@ Set-ups that fail are tried again together (`agent.modes.retry`): each try takes
 before off the lists for a while.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,12 +18,12 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.holdings.holdings import GpuHolder, holders_by_gpu
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.gpu import Gpu
+from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
@@ -56,7 +56,7 @@ DELIVER_SECONDS = 2.0
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
-Holders = dict[str, list[GpuHolder]]
+Holders = Mapping[str, Sequence[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
 ADMITTED, ENDED = "a pod that is being admitted", "a process of a pod that has ended"
 
@@ -196,7 +196,7 @@ class ModeSwitcher:
         if pods is None:
             return None
         self._kubelet_retry.reset()
-        return holders_by_gpu(pods)
+        return pods.by_gpu
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
         self._show(

@@ -21,11 +21,10 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.holdings.holdings import holders_by_gpu
 from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
@@ -99,7 +98,7 @@ class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
 
     manager: DaemonManager
-    holdings: Cell[PodList | None]
+    holdings: Cell[Record | None]
     pods: Pods
     exceeding: Exceeding
     report: Reporter
@@ -163,7 +162,7 @@ class ClientWatch:
     def _containers(self, uuid: str) -> set[tuple[str, str]]:
         """Containers with shares of a GPU: pod (namespace/name) and ID."""
         pods = {pod.key: pod for pod in self.pods()}
-        held = holders_by_gpu(self.holdings.value).get(uuid, []) if self.holdings.value else []
+        held = self.holdings.value.by_gpu.get(uuid, []) if self.holdings.value else []
         return {
             (holder.pod, pods[holder.pod].containers[holder.holding.container])
             for holder in held
@@ -174,7 +173,7 @@ class ClientWatch:
 
     def _holders(self) -> dict[str, frozenset[str]]:
         """Pods (namespace/name) with shares, by UUID of the GPU."""
-        held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
+        held = self.holdings.value.by_gpu if self.holdings.value else {}
         return {
             uuid: frozenset(
                 # Plain init containers have no client once they have ended.

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent import __version__
-from agent.holdings.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import HealthState, Rules
+from agent.model.holding import GpuHolder
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.switch_state import GpuSwitch, SwitchState
@@ -50,7 +51,7 @@ def report(sources: StatusSources) -> Document:
     switch = sources.switch()
     switches = {gpu.uuid: gpu for gpu in switch.gpus}
     pods, age = sources.last.known()
-    holders = holders_by_gpu(pods) if pods is not None else {}
+    holders = pods.by_gpu if pods is not None else {}
     blockers = list(sources.blockers())
     way, why = sources.injection()
     driver = snapshot.driver

@@ -11,7 +11,7 @@ import anyio.to_thread
 from agent.holdings.owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.model.pod import Pod
 from agent.telemetry.attribution import NO_PODS, Grade, Use, attribute
@@ -53,7 +53,7 @@ class ContainerWatch:
         self,
         snapshot: Cell[Snapshot],
         samples: Cell[Samples],
-        holdings: Cell[PodList | None],
+        holdings: Cell[Record | None],
         owners: Owners,
         pods: Pods = lambda: NO_PODS,
         window_seconds: float = 60.0,
@@ -66,7 +66,7 @@ class ContainerWatch:
         self._window = window_seconds
         self._windows: dict[tuple[str, str, str, str], tuple[_GradedWindow, _GradedWindow]] = {}
         # Device IDs are taken apart only when the records changed: there may be thousands.
-        self._read: tuple[PodList | None, Snapshot | None] = (None, None)
+        self._read: tuple[Record | None, Snapshot | None] = (None, None)
         self._shares: tuple[Share, ...] = ()
         self.uses: Cell[Uses] = Cell(Uses())
 
@@ -88,7 +88,7 @@ class ContainerWatch:
 
     def _work_out(
         self,
-        holdings: PodList | None,
+        holdings: Record | None,
         snapshot: Snapshot,
         samples: Samples,
         pods: Mapping[str, Pod],

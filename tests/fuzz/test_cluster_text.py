@@ -8,8 +8,9 @@ from agent.extender.fleet import ClusterNode, Fleet
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
 from agent.model.demand import MPS, VGPU, Demand
+from agent.model.holding import Holder, Holding
 from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, UnitPool
+from agent.model.ledger import Ledger, PairHoldings, UnitPool
 from agent.model.modes import FOREIGN_VALUES, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, GpuEntry, NodeInventory, decode, encode
 from agent.model.node_layout import Entry
@@ -73,8 +74,8 @@ def test_mode_labels(campaign: Campaign) -> None:
 
 def test_pod_annotations(campaign: Campaign) -> None:
     pools = {f"GPU-{index}": UnitPool.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
-    taken = Held(Holder("ns", "other", "main"), PairMember.CORE, frozenset(pools["GPU-2"].cores[:90]))
-    rooms = Ledger(pools, Holdings((taken,))).free_gpus(Holder("ns", "p", "main"), taken.ids)
+    taken = Holding("ns", "other", "main", VGPU.core, pools["GPU-2"].cores[:90])
+    rooms = Ledger(pools, PairHoldings((taken,))).free_gpus(Holder("ns", "p", "main"), taken.id_set)
     demand = Demand(20, 4)
 
     def act(data: bytes) -> str:

@@ -8,8 +8,8 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.mount import Mount
 from agent.vgpu.context_table import context_bytes
 from agent.vgpu.folders import About, LimitFolders, key_of
@@ -32,7 +32,7 @@ CAP = len(UNITS) * VGPU.block_bytes
 
 
 def room(root: Path, library: Path, product: str = "", policy: Policy = Policy.STRICT) -> Isolation:
-    record: Cell[PodList | None] = Cell(PodList((), ()))
+    record: Cell[Record | None] = Cell(Record((), ()))
     return Isolation(
         LimitFolders(root / "run"),
         library,

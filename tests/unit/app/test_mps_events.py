@@ -9,7 +9,7 @@ import msgspec
 from agent.app.build_mps import MpsEvents, pod_facts
 from agent.cluster.cgroup_uids import CgroupUids
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.metadata import Metadata
 from agent.model.pod import Pod
 from agent.mps.clients import PodFacts
@@ -29,7 +29,7 @@ def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEven
         node=lambda reason, text, warning: told.append((reason, text, warning)),
     )
     pods = (PodFacts("3fa85f64-5717-4562-b3fc-2c963f66afa6", "default", "silent"),)
-    return MpsEvents(Cell(snapshot), Cell(PodList(held, ())), cast("Any", events), lambda: pods), uuid
+    return MpsEvents(Cell(snapshot), Cell(Record(held, ())), cast("Any", events), lambda: pods), uuid
 
 
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:

@@ -11,7 +11,7 @@ from agent.holdings.checkpoint import FILE_NAME
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.pod import Container, Pod, Stage
 from tests.pods import a_pod
 
@@ -30,9 +30,9 @@ class Kubelet:
         self.path = self.folder / "kubelet.sock"
         self.path.touch()
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def list(self, deadline: float = 2.0) -> Record:
         containers = [("ns", pod, name) for pod, found in self.pods.items() for name in found]
-        return PodList(
+        return Record(
             tuple(
                 Holding("ns", p, c, GPU, (i,))
                 for p, found in self.pods.items()

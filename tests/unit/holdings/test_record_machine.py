@@ -15,7 +15,7 @@ from agent.holdings import holdings as holdings_module
 from agent.holdings.checkpoint import Entries
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.pod import Pod
 from tests.pods import a_pod, changed
 from tests.unit.state_machines import run
@@ -77,7 +77,7 @@ class RecordMachine(RuleBasedStateMachine):
     def told_view(self) -> View:
         return View(dict(self.told), self.complete)
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def list(self, deadline: float = 2.0) -> Record:
         """PodResources: plain init containers are left out, and pods that this kubelet has not heard of."""
         holdings, containers = [], []
         for uid, each in self.admitted.items():
@@ -85,7 +85,7 @@ class RecordMachine(RuleBasedStateMachine):
                 containers.append((*each.pod.key, "main"))
                 if ids := each.held["main"]:
                     holdings.append(Holding(*each.pod.key, "main", RESOURCE, tuple(sorted(ids))))
-        return PodList(tuple(holdings), tuple(containers))
+        return Record(tuple(holdings), tuple(containers))
 
     def shown(self) -> Counter[str]:
         """Every unit that the record of now shows, as often as it does."""

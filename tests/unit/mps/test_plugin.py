@@ -12,9 +12,9 @@ from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Reason, Refused
-from agent.kubelet.podresources import Holding, PodList
 from agent.lists.context import PluginContext
 from agent.model.demand import MPS, WAITING_FOR_GPU
+from agent.model.holding import Holding, Record, Source
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.pod import Container, Pod
@@ -57,18 +57,17 @@ class Lister:
 
     def __init__(self) -> None:
         self.holdings: list[Holding] = []
-        self.cell: Cell[PodList | None] = Cell(None)
+        self.cell: Cell[Record | None] = Cell(None)
 
-    async def look(self, deadline: float = 2.0) -> PodList:
+    async def look(self, deadline: float = 2.0) -> Record:
         del deadline
-        return PodList(
-            tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings})
-        )
+        return Record(tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings}))
 
     def hold(self, pod: str, gpu: str, cores: range, memory: range, container: str = "main") -> None:
         for resource, mark, numbers in ((MPS.core, "sc", cores), (MPS.memory, "sm", memory)):
+            source = Source.LISTED if container == "main" else Source.CHECKPOINT
             if ids := tuple(f"{gpu}::{mark}{number}" for number in numbers):
-                self.holdings.append(Holding("default", pod, container, resource, ids, container == "main"))
+                self.holdings.append(Holding("default", pod, container, resource, ids, source))
 
 
 class Node:

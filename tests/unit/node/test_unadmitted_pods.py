@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.metadata import Metadata
 from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
 from agent.node.unadmitted_pods import unadmitted
@@ -31,13 +31,13 @@ class Node:
     def known(self) -> Mapping[str, Pod]:
         return self.pods
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         self.reads += 1
         if self.late:
             self.pods[self.late.metadata.uid] = self.late
         if self.held is None:
             return None
-        return PodList(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
+        return Record(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
 
     async def unadmitted(self) -> frozenset[str]:
         return await unadmitted(self.known, lambda: {CORE, MEMORY}, self.refresh)

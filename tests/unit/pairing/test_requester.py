@@ -6,7 +6,8 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.kubelet.podresources import PodList, PodResourcesUnavailable
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pairing import PROMPT_SECONDS
@@ -234,7 +235,7 @@ async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     monkeypatch.setattr("agent.pairing.resolver.PATIENCE_SECONDS", 0.05)
     kubelet = KubeletModel()
 
-    async def late(deadline: float = 0.05) -> PodList:
+    async def late(deadline: float = 0.05) -> Record:
         kubelet.lists += 1
         await anyio.sleep(deadline)
         raise PodResourcesUnavailable("no answer")
@@ -252,7 +253,7 @@ async def test_a_kubelet_that_takes_seconds_to_answer_costs_no_pod() -> None:
     kubelet = KubeletModel()
     look = kubelet.look
 
-    async def slow(deadline: float = 1.0) -> PodList:
+    async def slow(deadline: float = 1.0) -> Record:
         if deadline < 10:
             raise PodResourcesUnavailable("no answer within the deadline")
         return await look(deadline)

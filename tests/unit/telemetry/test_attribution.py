@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
@@ -160,5 +160,5 @@ def test_shares_from_the_kubelets_records(resource_ids: tuple[str, ...], expecte
         Holding("default", "p", "main", "any", resource_ids),
         Holding("default", "q", "main", "other.io/fpga", ("fpga-1", "GPU-elsewhere")),
     )
-    (found,) = shares_of(PodList(holdings, ()), {UUID: GPU})
+    (found,) = shares_of(Record(holdings, ()), {UUID: GPU})
     assert (found.mode, found.core_limit, found.memory_limit) == expected

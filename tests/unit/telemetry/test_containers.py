@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from agent.holdings.owners import Owners, ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry.attribution import Grade, Use
@@ -40,8 +40,8 @@ class Node:
         self.uuids = self.parts.scan()
         self.pods = {UID: seen("team", "train", {CONTAINER: "main"})}
         ids = (*(f"{self.uuids[0]}::sc{n}" for n in range(25)), f"{self.uuids[0]}::sm1")
-        self.holdings: Cell[PodList | None] = Cell(
-            PodList((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
+        self.holdings: Cell[Record | None] = Cell(
+            Record((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
         )
         self.watch = ContainerWatch(
             self.parts.inventory.snapshot,
@@ -97,7 +97,7 @@ async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) ->
     assert value(text, "gpu_agent_container_memory_used_bytes", **graded) == 0
     assert value(text, "gpu_agent_container_memory_used_max_bytes", **graded) == 600 * MIB
 
-    node.holdings.publish(PodList((), ()))
+    node.holdings.publish(Record((), ()))
     await node.look()
     assert "gpu_agent_container_memory_used_bytes{" not in await page(node.parts.sources)
 

@@ -11,8 +11,8 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import folders, layout
 from agent.vgpu import library as libraries
@@ -31,7 +31,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 0.0
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.record: Cell[Record | None] = Cell(Record((), ()))
         self.namespaces: dict[str, Policy] = {}
         (root / "image.so").write_bytes(libraries.ELF + b"one")
         self.isolation = self.agent()
@@ -56,7 +56,7 @@ class Node:
     ) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
         containers = tuple(("default", name, "main") for name, _ in pods)
-        self.record.publish(PodList(held, containers, frozenset(ended), frozenset(unfinished)))
+        self.record.publish(Record(held, containers, frozenset(ended), frozenset(unfinished)))
 
     async def folders(self) -> list[str]:
         return await anyio.to_thread.run_sync(self.isolation.folders.keys)

@@ -12,7 +12,7 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.pod import Pod
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
@@ -51,7 +51,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
         (root / "image.so").write_bytes(libraries.ELF)
-        record: Cell[PodList | None] = Cell(PodList((), ()))
+        record: Cell[Record | None] = Cell(Record((), ()))
         self.policies: dict[str, Policy] = {}
         folders = LimitFolders(root / "run")
         self.isolation = Isolation(
