@@ -11,14 +11,15 @@ from agent.app.avoidance import Avoidance
 from agent.app.build_compute import build_compute, work_of
 from agent.app.driver_fence import DriverFence
 from agent.app.mode_parts import ModeContext
-from agent.app.parts import ClusterAccess, Tasks
+from agent.app.parts import Tasks
+from agent.cluster.reach import ClusterAccess
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
-from agent.model.holding import Record
+from agent.model.holding import Holding, Record
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
@@ -60,7 +61,7 @@ class KeptLimits:
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Keep units that containers have grown by out of the pools until these are gone."""
-        context.tasks.start("grown units", _follow_growth, self.isolation, shares, context.grown)
+        context.tasks.start("grown units", _follow_growth, self.isolation, shares, context.node.grown)
 
 
 class LimitParts(KeptLimits):
@@ -101,15 +102,15 @@ class LimitParts(KeptLimits):
         super().follow_resizes(context, shares)
         if not context.core.settings.vgpu.resize:
             return
-        if context.cluster is None:
+        if context.node.cluster is None:
             log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
             return
-        pods = context.cluster.pods
+        pods = context.node.cluster.pods
         resizer = Resizer(self.isolation, GpuUnits(shares), self._publisher)
         context.tasks.start("resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods))
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        return self._publisher.document((namespace, pod, container, gpu))
+    def document(self, holding: Holding, gpu: str) -> Mapping[str, Any] | None:
+        return self._publisher.document((holding.namespace, holding.pod, holding.container, gpu))
 
 
 async def build_isolation(context: ModeContext) -> LimitParts:
@@ -117,7 +118,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
 
     Tasks start last, when nothing can fail any more: a failure leaves none behind for the next try.
     """
-    core, tasks, cluster = context.core, context.tasks, context.cluster
+    core, tasks, cluster = context.core, context.tasks, context.node.cluster
     settings, snapshot = core.settings, core.inventory.snapshot
     pods = cluster.pods if cluster else None
     policy = Policy(settings.vgpu.enforcement)
@@ -134,25 +135,25 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     )
     await isolation.start()
     compute = await build_compute(settings.vgpu, isolation, pods)
-    publisher = Publisher(isolation, context.plugins.recorder, compute.shares if compute else None)
+    publisher = Publisher(isolation, context.node.recorder, compute.shares if compute else None)
     ids = partial(_container_ids, pods)
     ends = settings.vgpu.above_cap == "end"
     watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends, ids)
-    indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
-    driver = DriverFence(settings.host, snapshot, context.plugins.injector)
+    indices = partial(_vgpu_indices, snapshot, context.node.assignment)
+    driver = DriverFence(settings.host, snapshot, context.node.injector)
     await driver.start()
     avoidance = Avoidance(settings, pods)
     parts = LimitParts(isolation, publisher, policy, driver, avoidance, labels, computes=compute is not None)
 
-    core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
+    core.collectors.append(partial(limits_collector, publisher, context.node.grown, indices))
     if labels:
         tasks.start("namespace watch", labels.reflector.run)
     if compute:
         tasks.start("compute shares", compute.run)
     tasks.start("limits", isolation.run)
-    tasks.start("limit sweep", _sweep, context.uses, watch, compute)
+    tasks.start("limit sweep", _sweep, context.node.uses, watch, compute)
     tasks.start("limits published", publisher.follow, watch)
-    tasks.start("driver fence", driver.run, context.plugins.injector.looked)
+    tasks.start("driver fence", driver.run, context.node.injector.looked)
     if pods:
         calls, cgroups = (core.nvml, core.calls), Path(settings.host.cgroups)
         limits = DriverLimits(isolation, calls, cgroups, ids, publisher)

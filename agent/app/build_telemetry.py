@@ -10,7 +10,8 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
+from agent.cluster.reach import ClusterAccess
 from agent.holdings.owners import Owners
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from agent.app.parts import ClusterAccess
+from agent.cluster.reach import ClusterAccess
 from agent.injection.specification import Devices
 from agent.modes.cordon_book import CordonBook
 from agent.modes.mode_metrics import Patching

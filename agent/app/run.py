@@ -14,8 +14,9 @@ from anyio.abc import TaskStatus
 from agent import __version__
 from agent.app.agent import Agent
 from agent.app.build import NVML_SECONDS, build
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.app.readiness import Readiness
+from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.inventory.health_rules import rules_from

@@ -17,6 +17,7 @@ from agent.app.mode_parts import ModeContext
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.lists.shared_pair import SharedPair
+from agent.model.holding import Holding
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
@@ -106,8 +107,8 @@ class VgpuLimits:
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         return self.parts.allotted() if self.parts else {}
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+    def document(self, holding: Holding, gpu: str) -> Mapping[str, Any] | None:
+        return self.parts.document(holding, gpu) if self.parts else None
 
 
 def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
@@ -131,7 +132,7 @@ async def build_limits(context: ModeContext) -> Grown | None:
         return parts
 
     if settings.vgpu.enforcement != "off":  # even where vGPU is not allowed: a reload may allow it
-        limits = VgpuLimits(context.plugins.modes, build)
+        limits = VgpuLimits(context.node.assignment, build)
         if before:
             await limits.begin()
         return limits

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.check.look import Look
 from agent.model.compat import dotted, hooked, vgpu_warning
 from agent.model.gpu import Driver, Gpu
-from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
-from agent.mps.binary import find
-from agent.mps.mps_errors import ProgramMissing
+from agent.model.look import Look
+from agent.modes import wing
+from agent.mps.wing import MpsWing
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -61,20 +60,5 @@ def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
     vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement, settings.vgpu.library)
     if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
         yield Look.warning("mode vgpu", warning)
-    if settings.modes.mps:
-        yield from _mps(settings, machine.driver, machine.gpus)
-
-
-def _mps(settings: Settings, driver: Driver, gpus: tuple[Gpu, ...]) -> Iterator[Look]:
-    if driver.cuda_version < LEAST_CUDA:
-        text = f"needs a driver for CUDA {dotted(LEAST_CUDA)} or later"
-        yield Look.failed("mode mps", f"{text}: get a newer driver, or set modes.mps: false")
-    elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY]:
-        text = f"GPU {', '.join(old)} is older than Volta ({dotted(LEAST_COMPUTE_CAPABILITY)}): no MPS shares"
-        yield Look.warning("mode mps", text)
-    try:
-        explicit = settings.mps.control_program
-        program = find(Path(settings.driver.root), Path(explicit) if explicit else None)
-        yield Look.ok("MPS program", str(program.path))
-    except ProgramMissing as error:
-        yield Look.failed("MPS program", str(error))
+    found = wing.Machine(machine.driver, machine.gpus, Path(settings.host.state))
+    yield from MpsWing.checks(settings, found)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.check.host import HostFiles
-from agent.check.look import Look, Severity
 from agent.check.own_specification import Own
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.check.software import CheckedNode
 from agent.injection.inject import cdi_problem, choose, toolkit_devices
 from agent.injection.specification import Devices
 from agent.kit.inside import inside
+from agent.model.look import Look, Severity
 from agent.settings import Settings
 
 OLDEST_TOOLKIT = (1, 7, 0)

@@ -7,9 +7,9 @@ from agent.check.driver_check import look_at_machine, look_at_modes
 from agent.check.host import HostFiles
 from agent.check.injection import look_at_injection, way_of
 from agent.check.kubelet import look_at_kernel, look_at_kubelet
-from agent.check.look import Look
 from agent.check.own_specification import Own, look_at_specification, own_specification
 from agent.check.software import CheckedNode, NodeNotRead, node_facts
+from agent.model.look import Look
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 from agent.vgpu.library import obstacle

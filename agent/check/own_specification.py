@@ -8,11 +8,11 @@ import anyio.to_thread
 
 from agent.check.driver_check import Machine
 from agent.check.host import HostFiles
-from agent.check.look import Look, Severity
 from agent.injection import hook as programs
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
 from agent.kit import small_file
+from agent.model.look import Look, Severity
 from agent.settings import Settings
 
 SUBJECT = "GPU specification"

@@ -16,6 +16,7 @@ from agent.cli.output import Document, add_output, formatted
 from agent.cli.running import in_cluster
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
+from agent.nvml.nvml_errors import NvmlError
 
 CODES = {cuda.Level.ALLOWED: 0, cuda.Level.UNSTABLE: 3, cuda.Level.BLOCKED: 1}
 
@@ -103,8 +104,6 @@ def _configmaps(options: argparse.Namespace) -> int:
 
 
 def _compat(options: argparse.Namespace) -> int:
-    from agent.nvml.nvml_errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
-
     settings = load(options)
     driver: cuda.DriverFacts | None = options.driver
     if driver is None:
@@ -144,8 +143,9 @@ def _compat_text(document: Document) -> str:
 
 def _node(options: argparse.Namespace) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
-    from agent.check.look import Severity, verdict  # noqa: PLC0415
+    from agent.check.look import verdict  # noqa: PLC0415
     from agent.check.node_check import look, observe  # noqa: PLC0415
+    from agent.model.look import Severity  # noqa: PLC0415
 
     settings = load(options)
     root: Path | None = options.host_root

@@ -59,7 +59,7 @@ async def _serve(loaded: Settings, start: Start) -> None:
             while not stop.is_set():
                 left = await _in_service(loaded, start, stop, hangups)
                 if left and not stop.is_set():
-                    from agent.cleanup.standby import stand_by  # noqa: PLC0415  for the rare clean-up only
+                    from agent.cleanup.on_request import stand_by  # noqa: PLC0415  loads the API client
 
                     await stand_by(loaded, await anyio.to_thread.run_sync(start.nvml, loaded), *left, stop)
                     loaded = await anyio.to_thread.run_sync(start.load)

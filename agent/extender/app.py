@@ -16,15 +16,13 @@ from agent.cluster.api import KubeApi, connect
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
-from agent.extender.certificates import AllowedNames
 from agent.extender.fleet import Fleet
-from agent.extender.handlers import ServingState, Verbs
-from agent.extender.lease import NAMESPACE_FILE, Election
+from agent.extender.handlers import AllowedNames, ServingState, Verbs
+from agent.extender.lease import NAMESPACE_FILE, Election, ServingLabel
 from agent.extender.ledger_sync import LedgerSync
-from agent.extender.metrics import LedgerFigures, Metrics
+from agent.extender.metrics import ExtenderMetrics, LedgerFigures
 from agent.extender.pending_pods import PendingPods
-from agent.extender.serving_label import ServingLabel
-from agent.extender.settings import Settings
+from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
 from agent.model.fragmentation import Mix
@@ -46,11 +44,11 @@ TLS_LIMITS = Limits(connections=256, connections_per_address=192, requests=128, 
 
 
 class Extender:
-    def __init__(self, settings: Settings, api: KubeApi, namespace: str) -> None:
+    def __init__(self, settings: ExtenderSettings, api: KubeApi, namespace: str) -> None:
         self._settings = settings
         self._api = api
         self.supervisor = Supervisor()
-        self.metrics = Metrics()
+        self.metrics = ExtenderMetrics()
         self.http = HttpServer(settings.http.address, settings.http.port, limits=PLAIN_LIMITS)
         self.https: HttpServer | None = None
         self.certificates: Certificates | None = None
@@ -92,7 +90,7 @@ class Extender:
         return ["the extender is stopping"] if self.stopping else [stalled] if stalled else []
 
     async def follow(self) -> None:
-        """Build a ledger with each lease and drop it with its end, for ever."""
+        """Build a ledger with each lease and drop it with its end, until cancelled."""
         leading = self.election.leading
         while True:
             await leading.wait_for(bool)
@@ -181,12 +179,12 @@ async def _ledger_figures(sync: LedgerSync) -> LedgerFigures:
         pods=fleet.pods,
         assumed_pods=fleet.waiting,
         sold_ratio=held / there if there else None,
-        watch_ages=sync.ages,
+        watch_age_seconds=sync.ages,
     )
 
 
 @asynccontextmanager
-async def running(settings: Settings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
+async def running(settings: ExtenderSettings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
     """Serve while the context is open. Raises FatalError; a fatal task that fails leaves as a group.
 
     `connected`: a way to the API server; None: as configured.
@@ -235,14 +233,14 @@ async def _serve(extender: Extender, name: str, server: HttpServer, *, task_stat
     await extender.supervisor.fatal(name, partial(server.serve, task_status=task_status))
 
 
-async def _connect(settings: Settings) -> KubeApi:
+async def _connect(settings: ExtenderSettings) -> KubeApi:
     try:
         return await connect(Path(settings.cluster.kubeconfig) if settings.cluster.kubeconfig else None)
     except NoClusterAccess as error:
         raise FatalError(f"the extender needs the Kubernetes API: {error}") from error
 
 
-def _namespace(settings: Settings) -> str:
+def _namespace(settings: ExtenderSettings) -> str:
     if settings.lease.namespace:
         return settings.lease.namespace
     try:

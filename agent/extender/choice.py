@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agent.extender.free_capacity import FreeCapacity, ModeCapacity, Summary
-from agent.extender.packing import After, Ordering, Work, fullest_first, pack
+from agent.extender.packing import After, Ordering, SearchWork, fullest_first, pack
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
@@ -29,7 +29,7 @@ class Picked:
 
 
 def pick(
-    free: FreeCapacity, demand: PodDemand, policy: Policy, mix: Mix, topology: Topology, work: Work
+    free: FreeCapacity, demand: PodDemand, policy: Policy, mix: Mix, topology: Topology, work: SearchWork
 ) -> Picked | None:
     """A choice for all slots at once; None exactly where the demand does not fit."""
     if demand.gpus > free.units:
@@ -47,7 +47,7 @@ def pick(
 
 
 def judge(
-    free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work, alike: dict[Summary, str]
+    free: FreeCapacity, demand: PodDemand, topology: Topology, work: SearchWork, alike: dict[Summary, str]
 ) -> str:
     """Why a demand does not fit; empty: it fits. `alike`: what was found for this demand so far."""
     summary = free.summary if len(demand.slots) == 1 and not demand.gpus else None
@@ -93,7 +93,7 @@ def _worth(free: FreeCapacity, after: After, policy: Policy, mix: Mix) -> Worth:
     return (left, node)
 
 
-def refusal(free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work) -> str:
+def refusal(free: FreeCapacity, demand: PodDemand, topology: Topology, work: SearchWork) -> str:
     """Why a demand fits no choice of GPUs, in a few words; empty: it fits."""
     if demand.gpus > free.units:
         return f"{free.units} of {demand.gpus} GPUs free" if free.all_units else "no GPU offered as pgpu"

@@ -52,45 +52,38 @@ async def explained(namespace: str, name: str, kubeconfig: Path | None) -> dict[
 
 async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     """Explain a pod over an open connection. Raises ApiError, msgspec.DecodeError."""
+    who = f"{namespace}/{name}"
     pod = decode_pod(await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}"))
-    status = pod.status
-    if status.phase == "Failed" and not (status.container_statuses or status.init_container_statuses):
-        # The kubelet refused it: no container of it was ever looked at.
-        return await _explain_refusal(api, pod)
-    if pod.spec.node_name:
-        lines = [f"pod {namespace}/{name} {BOUND_TO} {pod.spec.node_name}"]
-        if MIRROR in pod.metadata.annotations and asks_for_share(as_model(pod)):
-            lines.append(STATIC_PODS)
-        return lines
+    model, status = as_model(pod), pod.status
+    # The kubelet refused it: it has failed, and no container of it was ever looked at.
+    refused = status.phase == "Failed" and not (status.container_statuses or status.init_container_statuses)
+    if pod.spec.node_name and not refused:
+        static = MIRROR in pod.metadata.annotations and asks_for_share(model)
+        return [f"pod {who} {BOUND_TO} {pod.spec.node_name}", *([STATIC_PODS] if static else ())]
+    lines = _refusal(pod) if refused else []
     try:
-        demand = pod_demand(as_model(pod))
+        demand = pod_demand(model)
     except Impossible as error:
-        return [f"pod {namespace}/{name} fits on no node, whatever ends: {error}"]
+        which = "another one would fit on no node either" if refused else f"pod {who} fits on no node"
+        return [*lines, f"{which}, whatever ends: {error}"]
     if demand.nothing:
-        return [f"pod {namespace}/{name} asks for no GPU; see its events for what else it waits for"]
-    return _lines(f"{namespace}/{name}", demand, await _fleet(api))
+        return lines or [f"pod {who} asks for no GPU; see its events for what else it waits for"]
+    if refused:
+        lines.append("for another one like it:")
+    return [*lines, *_lines(who, demand, await _fleet(api))]
 
 
-async def _explain_refusal(api: KubeApi, pod: WatchedPod) -> list[str]:
-    """A pod that died at admission: what the kubelet said, and where its like would fit now."""
-    meta, status = pod.metadata, pod.status
-    who, node = f"{meta.namespace}/{meta.name}", pod.spec.node_name or "its node"
+def _refusal(pod: WatchedPod) -> list[str]:
+    """The kubelet's words on a pod that it refused at admission."""
+    meta, status, node = pod.metadata, pod.status, pod.spec.node_name or "its node"
     lines = [
-        f"pod {who} was refused at admission by {node} and never started",
+        f"pod {meta.namespace}/{meta.name} was refused at admission by {node} and never started",
         f"  {status.reason or 'no reason'}: {' '.join(status.message.split()) or 'no message'}",
     ]
     if meta.owner_references:
         owner = meta.owner_references[0]
-        lines.append(f"it stays Failed; its {owner.kind} {owner.name} creates another one")
-    else:
-        lines.append("it stays Failed: delete it and create it again")
-    try:
-        demand = pod_demand(as_model(pod))
-    except Impossible as error:
-        return [*lines, f"another one would fit on no node either, whatever ends: {error}"]
-    if demand.nothing:
-        return lines
-    return [*lines, "for another one like it:", *_lines(who, demand, await _fleet(api))]
+        return [*lines, f"it stays Failed; its {owner.kind} {owner.name} creates another one"]
+    return [*lines, "it stays Failed: delete it and create it again"]
 
 
 async def _fleet(api: KubeApi) -> Fleet:

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from agent.extender.choice import Picked, judge, pick
 from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
-from agent.extender.packing import Work
-from agent.extender.pod_demand import PodDemand
+from agent.extender.packing import SearchWork
+from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
@@ -22,7 +22,7 @@ UNKNOWN_NODE = "node not known to the extender"
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterNode:
+class LedgerNode:
     """A node as the watch shows it. `totals`: allocatable units by resource."""
 
     name: str
@@ -57,7 +57,7 @@ class Fleet:
     def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
         self.on_change: Callable[[str], None] = lambda _: None
-        self._nodes: dict[str, ClusterNode] = {}
+        self._nodes: dict[str, LedgerNode] = {}
         self._pods: dict[str, BoundPod] = {}
         self._assumed: dict[str, Assumed] = {}
         self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
@@ -65,7 +65,7 @@ class Fleet:
 
     # News
 
-    def set_node(self, node: ClusterNode) -> None:
+    def set_node(self, node: LedgerNode) -> None:
         """A node appeared or changed."""
         if self._nodes.get(node.name) != node:
             self._nodes[node.name] = node
@@ -133,7 +133,7 @@ class Fleet:
     # Questions
 
     @property
-    def nodes(self) -> Mapping[str, ClusterNode]:
+    def nodes(self) -> Mapping[str, LedgerNode]:
         """The nodes that there are, by name."""
         return MappingProxyType(self._nodes)
 
@@ -186,7 +186,7 @@ class Fleet:
         self,
         name: str,
         demand: PodDemand,
-        work: Work | None = None,
+        work: SearchWork | None = None,
         alike: dict[Summary, str] | None = None,
     ) -> str:
         """Why a demand does not fit on a node; empty: it fits, and `pick` finds a choice.
@@ -196,16 +196,22 @@ class Fleet:
         inventory = self.inventory(name)
         if inventory is None:
             return self.verdict_by_totals(name, demand)
+        if demand.gpus and (reason := self._other_name(name, demand)):
+            return reason
         return judge(
-            self.free(name), demand, inventory.topology, work or Work(), {} if alike is None else alike
+            self.free(name), demand, inventory.topology, work or SearchWork(), {} if alike is None else alike
         )
 
-    def pick(self, name: str, demand: PodDemand, policy: Policy, work: Work | None = None) -> Picked | None:
+    def pick(
+        self, name: str, demand: PodDemand, policy: Policy, work: SearchWork | None = None
+    ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         inventory = self.inventory(name)
         if inventory is None:
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
-        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or Work())
+        if demand.gpus and self._other_name(name, demand):
+            return None
+        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or SearchWork())
 
     def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
         """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.
@@ -222,6 +228,13 @@ class Fleet:
         return held, there
 
     # Inside
+
+    def _other_name(self, name: str, demand: PodDemand) -> str:
+        """Why whole GPUs of a node are not those that are asked for: time slices may be renamed."""
+        offered = [each for each in WHOLE_GPUS if self._nodes[name].totals.get(each)]
+        if not offered or set(demand.whole_gpus) <= set(offered):
+            return ""
+        return f"its GPUs are offered as {offered[0]}"
 
     def _claim(self, uid: str) -> None:
         pod, assumed = self._pods.get(uid), self._assumed.get(uid)

@@ -138,7 +138,7 @@ class Gangs:
         return all((index, slot.mode) in usable for slot, indices in slots for index in indices)
 
     def _choice(self, uid: str) -> Assumed | None:
-        """The choice that the ledger keeps for a member that is not being bound yet."""
+        """The choice that the ledger keeps for a member; None: there is none, or it is being bound."""
         found = self._fleet.assumed(uid)
         return found if found and found.gang else None
 

@@ -1,9 +1,10 @@
-"""The HTTP face: filter, prioritize, preempt and bind, each answered from the ledger of the leader."""
+"""The HTTP face: filter, prioritize, preempt and bind, answered from the leader's ledger, and who may ask."""
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -13,7 +14,7 @@ from anyio import get_cancelled_exc_class
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
-from agent.extender.metrics import Metrics
+from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
@@ -30,6 +31,7 @@ LARGE = 1 << 20  # bytes above which a request is decoded off the loop
 # and once a second in the long run: the scheduler works on one pod at a time, and loses a tenth of its time.
 LAG_SECONDS = 0.1
 MOST_LOOKS = 5.0
+REMEMBERED_NAMES = 100  # of refused callers: a holder of the signing key could make up any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ Act = Callable[[Request, ServingState], Awaitable[tuple[bytes, str]]]
 class Verbs:
     """Routes that answer 503 unless `serving` gives something to answer from."""
 
-    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: ExtenderMetrics) -> None:
         self._serving = serving
         self._metrics = metrics
         self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second
@@ -201,3 +203,27 @@ async def _asked(request: Request) -> scheduler_protocol.Asked:
     if len(request.body) < LARGE:
         return scheduler_protocol.asked(request.body)
     return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)
+
+
+class AllowedNames:
+    """Common names of the clients that are served; the API server takes them for the user's name, too.
+
+    The authority alone is not enough: kubeadm's has signed a certificate of every kubelet, too.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._logged: set[str] = set()
+
+    def refusal(self, certificate: Mapping[str, Any]) -> str | None:
+        """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` gives it) is not served."""
+        names = [
+            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
+        ]
+        if len(names) == 1 and names[0] in self._names:
+            return None
+        shown = ", ".join(map(repr, names)) or "no common name"
+        if shown not in self._logged and len(self._logged) < REMEMBERED_NAMES:
+            self._logged.add(shown)
+            log.warning("client_certificate_refused", name=shown, allowed=sorted(self._names))
+        return f"a certificate of {shown} is not served; tls.clientNames has {', '.join(sorted(self._names))}"

@@ -6,7 +6,7 @@ import anyio
 
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
-from agent.extender.fleet import BoundPod, ClusterNode, Fleet
+from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
@@ -22,17 +22,17 @@ class _Nodes:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def replaced(self, values: Mapping[str, ClusterNode]) -> None:
+    def replaced(self, values: Mapping[str, LedgerNode]) -> None:
         for name in self._fleet.nodes.keys() - {node.name for node in values.values()}:
             self._fleet.drop_node(name)
         for node in values.values():
             self._fleet.set_node(node)
 
-    def changed(self, uid: str, value: ClusterNode) -> None:
+    def changed(self, uid: str, value: LedgerNode) -> None:
         del uid
         self._fleet.set_node(value)
 
-    def removed(self, uid: str, value: ClusterNode) -> None:
+    def removed(self, uid: str, value: LedgerNode) -> None:
         del uid
         self._fleet.drop_node(value.name)
 

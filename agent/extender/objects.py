@@ -1,12 +1,12 @@
 """Nodes and pods of the API server, cut down to what the ledger keeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import structlog
 
-from agent.extender.fleet import BoundPod, ClusterNode
+from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Impossible
@@ -83,16 +83,16 @@ class WatchedPod(msgspec.Struct, frozen=True):
 _nodes, _pods = msgspec.json.Decoder(_Node), msgspec.json.Decoder(WatchedPod)
 
 
-def read_node(raw: bytes) -> tuple[Metadata, ClusterNode]:
+def read_node(raw: bytes) -> tuple[Metadata, LedgerNode]:
     """A Node object's JSON. Raises msgspec.DecodeError."""
     node = _nodes.decode(raw)
     name, text = node.metadata.name, node.metadata.annotations.get(INVENTORY)
     totals = _totals(node.status.allocatable)
     try:
-        return node.metadata, ClusterNode(name, decode(text) if text else None, totals)
+        return node.metadata, LedgerNode(name, decode(text) if text else None, totals)
     except BadInventory as error:
         log.warning("inventory_unusable", node=name, problem=str(error))
-        return node.metadata, ClusterNode(name, None, totals, problem=str(error))
+        return node.metadata, LedgerNode(name, None, totals, problem=str(error))
 
 
 def _totals(allocatable: Mapping[str, str]) -> dict[str, int]:
@@ -163,11 +163,24 @@ def _held(pod: WatchedPod, demand: PodDemand) -> tuple[HeldUnits, ...] | None:
     statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
     if not demand.slots or not any(each.allocated_resources_status for each in statuses):
         return None
-    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]] = {}
-    for status in statuses:
-        for devices in status.allocated_resources_status:
-            if devices.name in _FRACTIONS:
-                _add(held, status.name, devices.resources)
+    given = [
+        (status.name, device.id)
+        for status in statuses
+        for devices in status.allocated_resources_status
+        if devices.name in _FRACTIONS
+        for device in devices.resources
+    ]
+    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]] = {}  # cores, blocks, containers
+    for container, device_id in given:
+        try:
+            parsed = parse(device_id)
+        except BadDeviceId:
+            continue
+        if parsed.unit in _MODES:
+            mode, place = _MODES[parsed.unit]
+            one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
+            one[place].add(device_id)
+            one[2].add(container)
     cores = sum(len(one[0]) for one in held.values())
     blocks = sum(len(one[1]) for one in held.values())
     if cores < sum(slot.demand.cores for slot in demand.slots) or blocks < sum(
@@ -177,20 +190,3 @@ def _held(pod: WatchedPod, demand: PodDemand) -> tuple[HeldUnits, ...] | None:
     return tuple(
         HeldUnits(uuid, mode, len(one[0]), len(one[1]), len(one[2])) for (uuid, mode), one in held.items()
     )
-
-
-def _add(
-    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]],
-    container: str,
-    devices: Sequence[_Device],
-) -> None:
-    for device in devices:
-        try:
-            parsed = parse(device.id)
-        except BadDeviceId:
-            continue
-        if parsed.unit in _MODES:
-            mode, place = _MODES[parsed.unit]
-            one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
-            one[place].add(device.id)
-            one[2].add(container)

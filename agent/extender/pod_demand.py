@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from agent.model.demand import Demand, Impossible, demand_of, init_group_of
-from agent.model.modes import PAIRS, Mode
+from agent.model.modes import OFFERED_MODES, PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
 from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 
-WHOLE_GPU = "nvidia.com/gpu"
-RESOURCES = (WHOLE_GPU, *(name for pair in PAIRS.values() for name in (pair.core, pair.memory)))
+# A node lists its time slices by the first of these names, or by another.
+WHOLE_GPUS = Mode.PGPU.resources
+WHOLE_GPU = WHOLE_GPUS[0]
+RESOURCES = tuple(name for mode in OFFERED_MODES for name in mode.resources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """The demand of a pod; `gpus` counts whole GPUs or time slices of the pgpu resource."""
+    """The demand of a pod; `gpus` counts whole GPUs or time slices in mode pgpu, by whichever name."""
 
     slots: tuple[Slot, ...] = ()
     gpus: int = 0
@@ -44,6 +46,11 @@ class PodDemand:
     @property
     def nothing(self) -> bool:
         return not self.totals
+
+    @property
+    def whole_gpus(self) -> tuple[str, ...]:
+        """The resources by which it asks for `gpus`."""
+        return tuple(name for name, _ in self.totals if name in WHOLE_GPUS)
 
 
 def pod_demand(pod: Pod) -> PodDemand:
@@ -68,7 +75,7 @@ def _worked_out(containers: Sequence[Container]) -> PodDemand:
     slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, containers)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
     totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, containers)))
-    return PodDemand(tuple(slots), _allocated(WHOLE_GPU, containers), totals)
+    return PodDemand(tuple(slots), sum(_allocated(name, containers) for name in WHOLE_GPUS), totals)
 
 
 def _slots(mode: Mode, pair: ResourcePair, containers: Sequence[Container]) -> list[Slot]:

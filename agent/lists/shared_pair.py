@@ -1,10 +1,10 @@
 """The two resources of a pair as the kubelet sees them: what is listed, and what a container gets.
 
-Neutral to the mode: vGPU is made of it here, MPS hands its own conditions and answers in. No unit carries
+Neutral to the mode: each hands its own conditions and answers in. No unit carries
 NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -25,8 +25,6 @@ from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import resource_of
 
-Fence = Callable[[PairMember, Grant], Awaitable[Allocation]]
-
 _REASONS = {
     Cause.INVALID: Reason.INVALID,
     Cause.EXHAUSTED: Reason.EXHAUSTED,
@@ -34,43 +32,42 @@ _REASONS = {
 }
 
 
-def _no_extras(member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:  # noqa: ARG001
-    return Allocation()
-
-
-async def no_fence(member: PairMember, grant: Grant) -> Allocation:  # noqa: ARG001
-    """Nothing keeps the container to its share."""
-    return Allocation()
-
-
-def none_grown(uuid: str) -> frozenset[str]:  # noqa: ARG001
-    """No container has grown."""
-    return frozenset()
-
-
-def _no_obstacle(uuid: str) -> str:  # noqa: ARG001
-    return ""
-
-
-@dataclass(frozen=True, slots=True)
 class Sharing:
-    """The hooks of a mode with a pair: conditions and answers of its own."""
+    """A mode with a pair: its conditions, and what its containers get. This one adds nothing to the pair."""
 
-    pair: ResourcePair
-    mode: Mode
-    # Whether free units that nobody can use are left off the lists. Where an extender chooses GPUs they stay:
-    # totals need protect nobody then, and a list that has yet to grow would cost the next pod its life.
-    trim: bool = True
-    # Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy.
-    unready: Callable[[str], str] = _no_obstacle
-    # Why no more units of a GPU are offered now, in words; empty: they are.
-    full: Callable[[str], str] = _no_obstacle
-    # What a container gets for a member beside its GPUs. Keys of the two members must differ.
-    extras: Callable[[PairMember, Sequence[str], Sequence[Gpu]], Allocation] = _no_extras
-    # What keeps a container to its share. Raises Refused where it may not start without: nothing is granted.
-    fence: Fence = no_fence
-    # Units of a GPU that are not offered, since running containers have grown by them.
-    grown: Callable[[str], frozenset[str]] = none_grown
+    def __init__(self, pair: ResourcePair, mode: Mode, *, trim: bool = True) -> None:
+        """`trim`: whether free units that nobody can use are left off the lists.
+
+        Where an extender chooses GPUs they stay: totals need protect nobody then, and a list that has yet to
+        grow would cost the next pod its life.
+        """
+        self.mode = mode
+        self.pair = pair
+        self.trim = trim
+
+    def unready(self, uuid: str) -> str:  # noqa: ARG002
+        """Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy."""
+        return ""
+
+    def full(self, uuid: str) -> str:  # noqa: ARG002
+        """Why no more units of a GPU are offered now, in words; empty: they are."""
+        return ""
+
+    def grown(self, uuid: str) -> frozenset[str]:  # noqa: ARG002
+        """Units of a GPU that are not offered, since running containers have grown by them."""
+        return frozenset()
+
+    async def additions(
+        self,
+        member: PairMember,  # noqa: ARG002
+        grant: Grant,  # noqa: ARG002
+        gpus: Sequence[Gpu],  # noqa: ARG002
+    ) -> Allocation:
+        """Make what a container gets for a member beside its GPUs; keys of the two members must differ.
+
+        Raises Refused where it may not start: nothing is granted then.
+        """
+        return Allocation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +210,12 @@ class SharedPairPlugin:
             raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
         by_uuid = self._shares.inventory.value.by_uuid
         gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
-        sharing = self._shares.sharing
         try:
-            fence = await sharing.fence(self._member, grant)
+            additions = await self._shares.sharing.additions(self._member, grant, gpus)
         except Refused as refusal:
             self._shares.pairing.turn_away(grant.pod, str(refusal))
             raise
-        return joined(self._injector.allocation(gpus), sharing.extras(self._member, ids, gpus), fence)
+        return joined(self._injector.allocation(gpus), additions)
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""

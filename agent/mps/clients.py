@@ -10,7 +10,7 @@ without a limit of time, until those of the first have all ended (NVIDIA's docum
 
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Record
-from agent.model.modes import Mode
 from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
 from agent.mps.mps_errors import MpsError
+from agent.mps.pods import Pods, share_holders
 
 log = structlog.get_logger()
 
@@ -41,27 +41,6 @@ USERS_SECONDS = 30.0  # between two looks at the users of all containers with sh
 QUIET_SECONDS = 120.0  # a pod that has had no client for so long is reported
 MOST_NAMED = 5  # users of a pod: root in it may take any number
 PROC = Path("/proc")
-
-
-@dataclass(frozen=True, slots=True)
-class PodFacts:
-    """A pod as this room needs it; `uid` is the one that its cgroups carry.
-
-    `dies_at` is when its grace period ends by the API server's clock, None while nobody deletes it.
-    """
-
-    uid: str
-    namespace: str
-    name: str
-    dies_at: dt.datetime | None = None
-    grace_seconds: float | None = None
-    # IDs by name, as far as they were created.
-    containers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """namespace/name."""
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +67,6 @@ class Overview:
     apart: frozenset[str] = frozenset()
 
 
-Pods = Callable[[], Sequence[PodFacts]]
 # Pods (namespace/name) by UUID of the GPU of which they use more memory than their caps allow a process.
 Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
 
@@ -141,7 +119,7 @@ class ClientWatch:
             for uuid, overview in found.items():
                 _log_changes(uuid, before.get(uuid, Overview()), overview)
                 if overview.apart - before.get(uuid, Overview()).apart:
-                    self.report(EventReason.USERS, uuid, _waiting(overview.apart))
+                    self.report(EventReason.USERS, uuid, _waiting(overview.apart), frozenset())
 
     async def _look_at_users(self) -> None:
         """See as whom containers with shares run, where that matters, and not at every look."""
@@ -161,27 +139,19 @@ class ClientWatch:
 
     def _containers(self, uuid: str) -> set[tuple[str, str]]:
         """Containers with shares of a GPU: pod (namespace/name) and ID."""
-        pods = {pod.key: pod for pod in self.pods()}
-        held = self.holdings.value.by_gpu.get(uuid, []) if self.holdings.value else []
+        pods = {pod.key: pod.containers for pod in self.pods()}
         return {
-            (holder.pod, pods[holder.pod].containers[holder.holding.container])
-            for holder in held
-            if holder.mode is Mode.MPS
-            and holder.pod in pods
-            and holder.holding.container in pods[holder.pod].containers
+            (holder.pod, containers[holder.holding.container])
+            for holder in share_holders(self.holdings.value).get(uuid, ())
+            if holder.holding.container in (containers := pods.get(holder.pod, {}))
         }
 
     def _holders(self) -> dict[str, frozenset[str]]:
         """Pods (namespace/name) with shares, by UUID of the GPU."""
-        held = self.holdings.value.by_gpu if self.holdings.value else {}
+        # Plain init containers have no client once they have ended.
         return {
-            uuid: frozenset(
-                # Plain init containers have no client once they have ended.
-                holder.pod
-                for holder in holders
-                if holder.mode is Mode.MPS and holder.holding.listed
-            )
-            for uuid, holders in held.items()
+            uuid: frozenset(holder.pod for holder in holders if holder.holding.listed)
+            for uuid, holders in share_holders(self.holdings.value).items()
         }
 
     async def _clients(self, uuid: str, fresh: bool = False) -> tuple[MpsClient, ...]:

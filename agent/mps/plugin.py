@@ -5,17 +5,13 @@ not for the container as a whole: MPS knows processes only (docs/mps.md).
 """
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from typing import Protocol
 
 import anyio
 
 from agent.injection.inject import Injector
-from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.lists.context import PluginContext, pairing_of
+from agent.lists.pairs import pairing_of
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
@@ -25,9 +21,11 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
+from agent.modes.wing import Node
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager
-from agent.pairing.pairing import Pairing
+from agent.mps.pods import RootCheck
+from agent.pairing.pair_rules import Grant
 
 # Where a container finds what its daemon has elsewhere on the host.
 PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
@@ -35,39 +33,18 @@ SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
 
 
-class RootCheck(Protocol):
-    """Why containers may run as root, in words; None: they cannot."""
-
-    def named(self, namespace: str, pod: str, container: str) -> str | None:
-        """One container."""
-
-    def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
-        """A container that asks for so many cores, whichever of the node's it is, but none of `known`."""
-
-
-class Conditions:
+class Conditions(Sharing):
     """Additions of MPS to the pair of resources: when it is offered, and what a container gets."""
 
-    def __init__(
-        self,
-        daemons: DaemonManager,
-        inventory: Cell[Snapshot],
-        pairing: Pairing,
-        injector: Injector,
-        most_clients: int | None = None,
-        caps_must_hold: bool = False,
-    ) -> None:
-        """`caps_must_hold`: offer nothing where a pod could undo its caps."""
+    def __init__(self, node: Node, daemons: DaemonManager) -> None:
+        configured = node.settings.mps
+        super().__init__(MPS, Mode.MPS, trim=not node.settings.cluster.extender)
+        self.pairing = pairing_of(node, MPS, configured.placement, configured.reservation_seconds)
         self._daemons = daemons
-        self._inventory = inventory
-        self._pairing = pairing
-        self._injector = injector
-        self._most_clients = most_clients
-        self._caps_must_hold = caps_must_hold
-
-    def sharing(self, trim: bool) -> Sharing:
-        """The mode, for the lists and answers of both members."""
-        return Sharing(MPS, Mode.MPS, trim, unready=self.unready, full=self.full, extras=self.extras)
+        self._inventory = node.snapshot
+        self._injector = node.injector
+        self._most_clients = configured.most_clients
+        self._caps_must_hold = configured.advisory_caps == "refuse"
 
     def unready(self, uuid: str) -> str:
         return self._advisory() or self._daemons.unready(uuid)
@@ -79,16 +56,16 @@ class Conditions:
 
     def ceiling(self, uuid: str) -> int:
         """How many containers may hold shares of a GPU at once."""
-        snapshot = self._inventory.value
-        state = snapshot.by_uuid.get(uuid)
-        if state is None:
-            return 0
-        most = client_ceiling(state.gpu, snapshot.driver)
+        state = self._inventory.value.by_uuid.get(uuid)
+        return self.most_holders(state.gpu) if state else 0
+
+    def most_holders(self, gpu: Gpu) -> int:
+        most = client_ceiling(gpu, self._inventory.value.driver)
         return most if self._most_clients is None else min(most, self._most_clients)
 
     def full(self, uuid: str) -> str:
         """Why no more shares of a GPU are offered now, in words; empty: they are."""
-        ledger = self._pairing.ledger
+        ledger = self.pairing.ledger
         pool = ledger.pools.get(uuid)
         if pool is None:
             return ""
@@ -102,6 +79,9 @@ class Conditions:
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
         return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
+
+    async def additions(self, member: PairMember, grant: Grant, gpus: Sequence[Gpu]) -> Allocation:
+        return self.extras(member, tuple(grant.ids), gpus)
 
     def extras(self, member: PairMember, ids: Sequence[str], gpus: Sequence[Gpu]) -> Allocation:
         """The daemon's sockets and the cap on cores from one member, the cap on memory from the other."""
@@ -225,24 +205,14 @@ class MpsPlugin(SharedPairPlugin):
 
 
 def build(
-    context: PluginContext, daemons: DaemonManager, root_check: RootCheck | None = None
-) -> tuple[Pairing, Conditions, list[MpsPlugin]]:
-    settings, inventory = context.settings, context.inventory
-    pairing = pairing_of(context, MPS, settings.mps.placement, settings.mps.reservation_seconds)
-    conditions = Conditions(
-        daemons,
-        inventory,
-        pairing,
-        context.injector,
-        settings.mps.most_clients,
-        caps_must_hold=settings.mps.advisory_caps == "refuse",
-    )
-    sharing = conditions.sharing(not settings.cluster.extender)
-    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
+    node: Node, daemons: DaemonManager, root_check: RootCheck | None = None
+) -> tuple[Conditions, list[MpsPlugin]]:
+    """The conditions, and both members of the pair."""
+    conditions = Conditions(node, daemons)
+    shares = SharedPair(conditions, node.snapshot, node.assignment, conditions.pairing, node.holdings.cell)
     return (
-        pairing,
         conditions,
-        [MpsPlugin(shares, member, context.injector, daemons, root_check) for member in PairMember],
+        [MpsPlugin(shares, member, node.injector, daemons, root_check) for member in PairMember],
     )
 
 

@@ -34,8 +34,8 @@ def _lines(document: Document, colours: bool, columns: int | None) -> Iterator[s
     wide = columns is None
     rows = [_row(gpu, wide) for gpu in gpus]
     head = ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", *(("PCI",) if wide else ()))
-    table = _cut([head, *rows], 2, None if wide else columns)
-    yield from _table(table, [None, *(gpu["health"]["state"] for gpu in gpus)], colours)
+    states = [None, *(gpu["health"]["state"] for gpu in gpus)] if colours else None
+    yield from table(_cut([head, *rows], 2, None if wide else columns), states)
     if not rows:
         yield "no GPU is known"
     yield from broken(
@@ -97,7 +97,7 @@ def _held(document: Document) -> Iterator[str]:
     yield ""
     if age is not None:
         yield f"holders as last known, {duration(age)} ago"
-    yield from _table([("GPU", "HELD BY", "CONTAINER", "UNITS"), *found], [None] * (len(found) + 1), False)
+    yield from table([("GPU", "HELD BY", "CONTAINER", "UNITS"), *found])
 
 
 def _headline(document: Document) -> str:
@@ -203,11 +203,12 @@ def _mode_notes(gpus: Sequence[Document]) -> list[str]:
     return notes
 
 
-def _table(rows: Sequence[Sequence[str]], states: Sequence[str | None], colours: bool) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]], states: Sequence[str | None] | None = None) -> Iterator[str]:
+    """Rows in columns; `states`: of each row, by which its health is coloured."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row, state in zip(rows, states, strict=True):
+    for row, state in zip(rows, states or [None] * len(rows), strict=True):
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        if colours:
+        if states:
             cells[6] = f"{_COLOURS.get(state or '', _DIM)}{cells[6]}{_OFF}"
         yield "  ".join(cells).rstrip()
 

@@ -1,6 +1,6 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import structlog
@@ -8,15 +8,21 @@ import structlog
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.lists.context import PluginContext, pairing_of
-from agent.lists.shared_pair import Fence, SharedPair, SharedPairPlugin, Sharing, no_fence, none_grown
+from agent.kubelet.plugin_types import Allocation
+from agent.lists.pairs import pairing_of
+from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
-from agent.model.gpu import Driver
+from agent.model.gpu import Driver, Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
+from agent.modes.wing import Node
+from agent.pairing.pair_rules import Grant
 
 log = structlog.get_logger()
+
+Fence = Callable[[PairMember, Grant], Awaitable[Allocation]]
+Grown = Callable[[str], frozenset[str]]
 
 
 class VgpuPlugin(SharedPairPlugin):
@@ -53,17 +59,36 @@ class VgpuPlugin(SharedPairPlugin):
                     log.warning("cuda_baseline", problem=warning)
 
 
+class VgpuSharing(Sharing):
+    """Limits of containers, and units that they have grown by."""
+
+    def __init__(self, *, trim: bool = True, fence: Fence | None = None, grown: Grown | None = None) -> None:
+        """None: nothing keeps containers to their shares; no container has grown."""
+        super().__init__(VGPU, Mode.VGPU, trim=trim)
+        self._fence = fence
+        self._grown = grown
+
+    def grown(self, uuid: str) -> frozenset[str]:
+        return self._grown(uuid) if self._grown else frozenset()
+
+    async def additions(
+        self,
+        member: PairMember,
+        grant: Grant,
+        gpus: Sequence[Gpu],  # noqa: ARG002
+    ) -> Allocation:
+        return await self._fence(member, grant) if self._fence else Allocation()
+
+
 def build(
-    context: PluginContext,
-    fence: Fence = no_fence,
-    grown: Callable[[str], frozenset[str]] = none_grown,
+    node: Node, fence: Fence | None = None, grown: Grown | None = None
 ) -> tuple[SharedPair, list[VgpuPlugin]]:
-    settings, inventory = context.settings, context.inventory
+    settings, inventory = node.settings, node.snapshot
     configured = settings.vgpu
-    pairing = pairing_of(context, VGPU, configured.placement, configured.reservation_seconds)
-    sharing = Sharing(VGPU, Mode.VGPU, not settings.cluster.extender, fence=fence, grown=grown)
-    shares = SharedPair(sharing, inventory, context.modes, pairing, context.record.cell)
+    pairing = pairing_of(node, VGPU, configured.placement, configured.reservation_seconds)
+    sharing = VgpuSharing(trim=not settings.cluster.extender, fence=fence, grown=grown)
+    shares = SharedPair(sharing, inventory, node.assignment, pairing, node.holdings.cell)
     return shares, [
-        VgpuPlugin(shares, member, context.injector, inventory, configured.enforcement, configured.library)
+        VgpuPlugin(shares, member, node.injector, inventory, configured.enforcement, configured.library)
         for member in PairMember
     ]

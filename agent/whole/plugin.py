@@ -12,10 +12,9 @@ from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, ResourcePlugin
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
 from agent.lists import encode
-from agent.lists.context import PluginContext
 from agent.model.holding import Holding, Record
 from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -230,23 +229,3 @@ class PgpuPlugin:
 
 def _gpu(device_id: str) -> str:
     return device_id.partition("::")[0]
-
-
-def build(context: PluginContext) -> list[ResourcePlugin]:
-    """`nvidia.com/gpu`, and where slices are renamed a resource of their own for them."""
-    slicing = context.settings.time_slicing
-
-    def plugin(resource: str, whole: bool, replicas: bool) -> ResourcePlugin:
-        return PgpuPlugin(
-            context.inventory,
-            context.modes,
-            context.record,
-            context.injector,
-            resource=resource,
-            whole=whole,
-            replicas=replicas,
-            refuse_more_than_one=slicing.refuse_more_than_one,
-        )
-
-    whole = plugin(RESOURCE, whole=True, replicas=not slicing.rename)
-    return [whole, plugin(SHARED_RESOURCE, whole=False, replicas=True)] if slicing.rename else [whole]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.extender.fleet import ClusterNode, Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU
@@ -38,7 +38,7 @@ def fleet_of(nodes: int, gpus: int = 8) -> Fleet:
     """Empty nodes of one build."""
     fleet = Fleet()
     for number in range(nodes):
-        fleet.set_node(ClusterNode(f"node-{number:05d}", inventory(gpus), {}))
+        fleet.set_node(LedgerNode(f"node-{number:05d}", inventory(gpus), {}))
     return fleet
 
 

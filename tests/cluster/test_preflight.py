@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from agent.check.host import HostFiles
-from agent.check.look import GOOD, NOT_SEEN, WRONG, Look, NodeVerdict, Severity, verdict
+from agent.check.look import GOOD, NOT_SEEN, WRONG, NodeVerdict, verdict
 from agent.check.node_check import Observation, look
 from agent.check.own_specification import own_specification
 from agent.check.software import facts_of
 from agent.cluster.node import Node
+from agent.model.look import Look, Severity
 from agent.settings import load
 from agent.simulator.nvml import SimulatedNvml
 from tests.cluster.bare_node import Bare, bare, images, thread

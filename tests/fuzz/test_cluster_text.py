@@ -4,7 +4,7 @@ import json
 
 import msgspec
 
-from agent.extender.fleet import ClusterNode, Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
 from agent.model.demand import MPS, VGPU, Demand
@@ -158,7 +158,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         tuple(GpuEntry(f"GPU-{n}", n, Mode.VGPU, 81920) for n in range(4)), (1, 2, 3, 4, 5, 6)
     )
     fleet = Fleet()
-    fleet.set_node(ClusterNode("honest", good, {}))
+    fleet.set_node(LedgerNode("honest", good, {}))
     model = a_pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), uid="u")
     wanted = pod_demand(model)
     before = fleet.verdict("honest", wanted), fleet.allocated()
@@ -177,7 +177,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         ).encode()
         _, facts = read_node(raw)
         assert (facts.inventory is None) == (found is None)
-        fleet.set_node(ClusterNode("liar", facts.inventory, facts.totals))
+        fleet.set_node(LedgerNode("liar", facts.inventory, facts.totals))
         fleet.verdict("liar", wanted)
         picked = fleet.pick("liar", wanted, Policy.FRAGMENTATION)
         fleet.drop_node("liar")

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from agent.cli import main as cli
-from agent.extender.metrics import Metrics as ExtenderMetrics
-from agent.extender.settings import Settings as ExtenderSettings
+from agent.extender.metrics import ExtenderMetrics
+from agent.extender.settings import ExtenderSettings
 from agent.node.taint import EFFECT, TAINT
 from agent.settings import Settings
 

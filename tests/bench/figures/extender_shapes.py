@@ -8,7 +8,7 @@ import anyio.to_thread
 
 from agent.extender.fleet import BoundPod, Fleet
 from agent.extender.free_capacity import PodClaim
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import pod_demand
 from agent.model.demand import CORES, VGPU
 from agent.model.pod import Container
@@ -91,7 +91,7 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
         ]
         containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shape))
         demand = pod_demand(a_pod("ns", "p", tuple(containers)))
-        work = Work()
+        work = SearchWork()
         for name in fleet.nodes:
             fleet.verdict(name, demand, work)
         found.append((work.steps, shape))

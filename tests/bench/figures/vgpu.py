@@ -12,13 +12,11 @@ import anyio.lowlevel
 import anyio.to_thread
 import grpc
 
-from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.podresources import Reader
 from agent.kubelet.service import DevicePluginService
-from agent.lists.context import PluginContext
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.holding import Record
@@ -32,6 +30,7 @@ from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
+from tests.wing_node import wing_node
 
 ADMISSIONS, WARM_UP = 300, 20
 READS = 100
@@ -199,7 +198,7 @@ async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
     inventory = Cell(_snapshot(gpus))
     modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
     settings = Settings()
-    _, plugins = build(PluginContext(settings, inventory, modes, _NoRecords(), Injector(settings)))
+    _, plugins = build(wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords()))
     plugin = next(each for each in plugins if each.resource == VGPU.memory)
     stalls: list[float] = []
     async with _served(plugin) as socket:

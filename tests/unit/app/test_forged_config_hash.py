@@ -7,13 +7,13 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.app.build_mps import pod_facts
 from agent.app.build_telemetry import _known_pods
 from agent.cluster.pods import PodCache
 from agent.model.cgroup import ContainerRef
 from agent.model.metadata import Metadata, OwnerReference
 from agent.model.modes import Mode
 from agent.model.pod import ContainerSpec, ContainerStatus, Pod, PodSpec, PodStatus
+from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
 from agent.telemetry.attribution import Grade, attribute

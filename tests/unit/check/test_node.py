@@ -9,13 +9,14 @@ import anyio
 import pytest
 
 from agent.check.host import HostFiles
-from agent.check.look import GOOD, NOT_SEEN, WRONG, Look, Severity, verdict
+from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
 from agent.check.node_check import Observation, look
 from agent.check.own_specification import Own, own_specification
 from agent.check.software import CheckedNode
 from agent.cli.main import main
 from agent.injection.inject import NodeSoftware
 from agent.injection.specification import FILE, KIND, Devices
+from agent.model.look import Look, Severity
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

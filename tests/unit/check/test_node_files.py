@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent.check.host import HostFiles, host_of
-from agent.check.kubelet_files import topology_manager
+from agent.check.kubelet import topology_manager
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.kit.inside import inside
 from agent.settings import load

@@ -11,9 +11,9 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from agent.cleanup import on_request, standby
+from agent.cleanup import on_request
 from agent.cleanup import this_node as node_files
-from agent.cleanup.on_request import Requests
+from agent.cleanup.on_request import Requests, Standby
 from agent.cleanup.request import (
     LONGEST_SECONDS,
     NOTHING,
@@ -26,7 +26,6 @@ from agent.cleanup.request import (
     asking,
     taking_back,
 )
-from agent.cleanup.standby import Standby
 from agent.cluster.api import ApiUnavailable, KubeApi
 from agent.cluster.node import Node, NodeObject
 from agent.model.metadata import Metadata
@@ -90,13 +89,11 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
 
     async def forget(*_: object, **__: object) -> None: ...
 
-    for where in (on_request, node_files):
-        monkeypatch.setattr(where, "refuse_holders", made.look)
+    monkeypatch.setattr(node_files, "refuse_holders", made.look)
     monkeypatch.setattr(node_files, "stop_daemons", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
     monkeypatch.setattr(node_files, "forget_node", forget)
-    for where in (on_request, standby):
-        monkeypatch.setattr(where, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(on_request, "RETRY_SECONDS", 0.01)
     yield made
     assert made.next == []
 
@@ -229,7 +226,7 @@ async def test_it_tries_again_until_it_is_clean(
 async def test_what_is_called_off_while_it_fails_is_given_up(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(on_request, "RETRY_SECONDS", 60.0)
     node = OwnNode()
     obstacles.next = [CleanupFailed("the kubelet does not answer")]
     with anyio.fail_after(20):
@@ -243,7 +240,7 @@ async def test_what_is_called_off_while_it_fails_is_given_up(
 async def test_another_agent_that_serves_is_no_reason_to_wait(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(on_request, "LOCK_SECONDS", 0.0)
     node = OwnNode()
     async with node_files.without_agent(settings, 0.0):
         await stand(node, settings)
@@ -257,7 +254,7 @@ async def test_it_waits_for_its_deletion_when_the_hook_is_done(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large cluster is not deleted in a moment, but nobody waits for ever."""
-    monkeypatch.setattr(standby, "DELETION_SECONDS", 0.1)
+    monkeypatch.setattr(on_request, "DELETION_SECONDS", 0.1)
     node = OwnNode()
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:

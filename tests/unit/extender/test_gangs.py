@@ -7,7 +7,7 @@ import pytest
 
 from agent.cluster.api import KubeApi
 from agent.cluster.event_recorder import EventRecorder
-from agent.extender.fleet import ClusterNode, Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
 from agent.extender.pending_pods import PendingPods, read_pending
@@ -34,7 +34,7 @@ class Cluster:
 
     def show(self, mode: Mode = Mode.VGPU, *, offered: bool = True, count: int = 2) -> None:
         gpus = tuple(GpuEntry(f"GPU-{n}", n, mode, 81920, offered=offered) for n in range(count))
-        self.fleet.set_node(ClusterNode("n", NodeInventory(gpus), {}))
+        self.fleet.set_node(LedgerNode("n", NodeInventory(gpus), {}))
 
     def keep(self, uid: str = "u", demand: PodDemand = HALF, gpu: int = 0) -> PodClaim:
         claim = PodClaim(demand, chosen=((gpu,),), name=f"ns/{uid}")

@@ -41,4 +41,4 @@ async def test_no_more_shapes_are_kept_than_said() -> None:
     verdicts = Verdicts(arrivals.fleet_of(1))
     for size in range(1, SHAPES + 20):
         await verdicts.judge(arrivals.demand(size), ["node-00000"])
-    assert len(verdicts._verdicts) == SHAPES
+    assert len(verdicts._shapes) == SHAPES

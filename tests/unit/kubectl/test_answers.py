@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent.extender.choice import refusal
 from agent.extender.free_capacity import HeldUnits, PodClaim, free_capacity
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.kubectl.cluster import cluster_view
 from agent.kubectl.commands import shown
@@ -47,7 +47,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(a_pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, Work(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         demand = pod_demand(a_pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, Work()), reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork()), reason
 
 
 _WHOLE = {CORES: 100, MEMORY: 78}

@@ -15,7 +15,6 @@ from agent.lists.shared_pair import Sharing
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.mount import Mount
 from agent.model.pod import Stage
 from agent.settings import load
 from agent.vgpu.plugin import VgpuPlugin
@@ -203,13 +202,15 @@ async def test_both_halves_show_the_same_gpu_and_nothing_else(cdi: bool) -> None
 async def test_a_mode_adds_conditions_and_answers_of_its_own() -> None:
     node = Node()
     first, second = (state.uuid for state in node.kubelet.inventory.value.gpus)
-    node.kubelet.shares.sharing = Sharing(
-        VGPU,
-        Mode.VGPU,
-        unready=lambda uuid: "the daemon is not serving" if uuid == first else "",
-        full=lambda uuid: "60 clients are connected" if uuid == second else "",
-        extras=lambda member, _ids, _gpus: Allocation({member.value: "1"}, (Mount("/pipe", "/run/pipe"),)),
-    )
+
+    class Conditions(Sharing):
+        def unready(self, uuid: str) -> str:
+            return "the daemon is not serving" if uuid == first else ""
+
+        def full(self, uuid: str) -> str:
+            return "60 clients are connected" if uuid == second else ""
+
+    node.kubelet.shares.sharing = Conditions(VGPU, Mode.VGPU)
     assert node.listed(PairMember.CORE) == {0: (CORES, 0), 1: (0, 0)}
     with pytest.raises(Refused):
         await node.kubelet.admit(pod("a", share("main", 30, 10)))

@@ -23,7 +23,7 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     monkeypatch.setattr(processes, "daemon_of", lambda _: None)
     told: list[tuple[EventReason, str, frozenset[int]]] = []
     publisher = StatusPublisher(
-        "GPU-1", lambda kind, _uuid, message, pids=frozenset(): told.append((kind, message, pids))
+        "GPU-1", lambda kind, _uuid, message, pids: told.append((kind, message, pids))
     )
     unused: Any = None
     parts = DaemonParts(unused, Directories(tmp_path), unused, unused, publisher, Options(), unused)

@@ -12,7 +12,6 @@ from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Reason, Refused
-from agent.lists.context import PluginContext
 from agent.model.demand import MPS, WAITING_FOR_GPU
 from agent.model.holding import Holding, Record, Source
 from agent.model.ledger import PairMember
@@ -21,11 +20,13 @@ from agent.model.pod import Container, Pod
 from agent.mps import plugin as mps
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
+from agent.mps.pods import RootCheck
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.settings import Settings, load
 from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 
 class FakeDaemons:
@@ -83,17 +84,17 @@ class Node:
         self.daemons, self.lister = FakeDaemons(), Lister()
         configuration: Settings = load(None, {}, settings)
         self.injector = Injector(configuration)
-        context = PluginContext(
+        context = wing_node(
             configuration,
-            inventory,
-            modes,
-            self.lister,
-            self.injector,
-            source or PodSource(),
-            recorder or Recorder(),
+            snapshot=inventory,
+            assignment=modes,
+            holdings=self.lister,
+            injector=self.injector,
+            pods=source or PodSource(),
+            recorder=recorder or Recorder(),
         )
-        pairing, conditions, plugins = mps.build(context, cast("DaemonManager", self.daemons))
-        self.pairing: Pairing = pairing
+        conditions, plugins = mps.build(context, cast("DaemonManager", self.daemons))
+        self.pairing: Pairing = conditions.pairing
         self.conditions: Conditions = conditions
         self.plugins: dict[PairMember, MpsPlugin] = dict(zip(PairMember, plugins, strict=True))
 
@@ -253,7 +254,7 @@ async def test_cores_without_memory_never_start() -> None:
 
 
 @dataclass
-class Users:
+class Users(RootCheck):
     """Who may run as root."""
 
     of_main: str | None = None
@@ -286,14 +287,14 @@ async def test_a_root_init_container_is_refused_though_another_inherited_its_cor
     for container in ("main", "prepare"):
         node.lister.hold("p", node.uuids[0], range(10), range(2), container)
 
-    class Users:
+    class Users(RootCheck):
         def named(self, namespace: str, pod: str, container: str) -> str | None:
             return "runAsUser is 0" if container == "prepare" else None
 
         def unnamed(self, cores: int, known: AbstractSet[tuple[str, str, str]]) -> str | None:
             raise AssertionError("both are known")
 
-    node.plugins[PairMember.CORE]._root_check = Users()
+    node.plugins[PairMember.CORE]._root_check = Users(None)
     with pytest.raises(Refused, match=r"default/p, container prepare may run as root"):
         await node.plugins[PairMember.CORE].pre_start(
             [f"{node.uuids[0]}::sc{number}" for number in range(10)]

@@ -29,7 +29,7 @@ class Kubelet(KubeletModel):
 
     def start_agent(self) -> None:
         super().start_agent()
-        self.shares.sharing = Sharing(self.pair, self.mode, self.trim)
+        self.shares.sharing = Sharing(self.pair, self.mode, trim=self.trim)
         injector = Injector(load(None, {}, []))
         self.plugins = {member: SharedPairPlugin(self.shares, member, injector) for member in PairMember}
         self.read()

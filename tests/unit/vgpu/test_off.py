@@ -6,7 +6,7 @@ import sys
 
 def test_the_agent_imports_no_limits_before_they_are_wanted() -> None:
     script = (
-        "import sys, agent.app.run, agent.app.build_vgpu, agent.app.build_mps; "
+        "import sys, agent.app.run, agent.app.build_vgpu, agent.mps.wing; "
         "print([each for each in sys.modules if each.startswith('agent.vgpu.') and each[11:] != 'plugin'])"
     )
     done = subprocess.run(

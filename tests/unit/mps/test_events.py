@@ -6,15 +6,17 @@ from typing import Any, cast
 
 import msgspec
 
-from agent.app.build_mps import MpsEvents, pod_facts
 from agent.cluster.cgroup_uids import CgroupUids
 from agent.kit.cell import Cell
 from agent.model.holding import Holding, Record
 from agent.model.metadata import Metadata
 from agent.model.pod import Pod
-from agent.mps.clients import PodFacts
 from agent.mps.daemon_status import EventReason
+from agent.mps.events import MpsEvents
+from agent.mps.pods import PodFacts, pod_facts
+from agent.settings import load
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 
 def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEvents, str]:
@@ -25,17 +27,21 @@ def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEven
         Holding("default", name, "main", "nvidia.com/mps-core", (f"{uuid}::sc{number}",))
         for number, name in enumerate(holders)
     )
-    events = SimpleNamespace(
-        node=lambda reason, text, warning: told.append((reason, text, warning)),
-    )
+    recorder = SimpleNamespace(node=lambda reason, text, warning: told.append((reason, text, warning)))
     pods = (PodFacts("3fa85f64-5717-4562-b3fc-2c963f66afa6", "default", "silent"),)
-    return MpsEvents(Cell(snapshot), Cell(Record(held, ())), cast("Any", events), lambda: pods), uuid
+    node = wing_node(
+        load(None, {}),
+        snapshot=Cell(snapshot),
+        holdings=SimpleNamespace(cell=Cell(Record(held, ()))),
+        cluster=SimpleNamespace(events=recorder),
+    )
+    return MpsEvents(node, lambda: pods), uuid
 
 
 def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the_log() -> None:
     told: list[tuple[str, str, bool]] = []
-    report, uuid = events_of(told, "one", "two")
-    report(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
+    events, uuid = events_of(told, "one", "two")
+    events.report(EventReason.FAULT, uuid, "a client's fatal error: sticky", frozenset({4711}))
     ((reason, text, warning),) = told
     assert (reason, warning) == ("MPSFault", True)
     assert text.startswith(f"GPU 1 ({uuid}): a client's fatal error: sticky")
@@ -45,8 +51,10 @@ def test_a_fault_names_the_pods_that_must_be_started_anew_and_the_process_of_the
 
 def test_who_said_nothing_is_named_by_its_pod() -> None:
     told: list[tuple[str, str, bool]] = []
-    report, uuid = events_of(told, "one")
-    report(EventReason.SILENT, uuid, "process 7 of user 1 in pod 3fa85f64-5717-4562-b3fc-2c963f66afa6 said")
+    events, uuid = events_of(told, "one")
+    events.report(
+        EventReason.SILENT, uuid, "process 7 of user 1 in pod 3fa85f64-5717-4562-b3fc-2c963f66afa6 said"
+    )
     assert told == [
         ("MPSSilentClient", f"GPU 1 ({uuid}): process 7 of user 1 in pod default/silent said", True)
     ]
@@ -54,8 +62,8 @@ def test_who_said_nothing_is_named_by_its_pod() -> None:
 
 def test_recovery_is_no_warning_and_concerns_no_pod() -> None:
     told: list[tuple[str, str, bool]] = []
-    report, uuid = events_of(told, "one")
-    report(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
+    events, uuid = events_of(told, "one")
+    events.report(EventReason.RECOVERED, uuid, "the MPS control daemon serves again")
     assert told == [("MPSRecovered", f"GPU 1 ({uuid}): the MPS control daemon serves again", False)]
 
 

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from agent.app.mps_root_check import RootCheck
 from agent.kubelet.plugin_types import Refused
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
 from agent.model.metadata import Metadata
 from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements, SecurityContext
+from agent.mps.pods import RootCheck
 from tests.unit.mps.test_plugin import Node
 
 NOBODY = SecurityContext(run_as_user=65534)

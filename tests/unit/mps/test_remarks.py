@@ -1,19 +1,34 @@
 """Remarks in status and at /readyz about MPS that works less well than it should, and the event for caps."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
-from agent.app.mps_degradations import AdvisoryCaps, remarks
 from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus
+from agent.mps.events import MpsEvents
+from agent.mps.pods import pod_facts
+from agent.mps.wing import MpsWing
 from agent.settings import load
+from tests.unit.mps.test_plugin import FakeDaemons, Lister
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 OLD, NEW = (NodeSoftware("v1.36.3", f"containerd://{version}") for version in ("1.7.27", "2.4.2"))
+
+
+class Daemons(FakeDaemons):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leftovers: dict[str, str] = {}
+
+    async def run(self, assignment: Cell[Assignment]) -> None:
+        raise AssertionError("no daemon is looked after here")
 
 
 class Scene:
@@ -27,9 +42,18 @@ class Scene:
         self.injector = Injector(self.settings)
         self.assignment = Cell(Assignment({self.uuid: GpuMode(Mode.MPS)}))
         self.status = DaemonStatus(DaemonState.SERVING, multi_user=True)
-        self.manager: Any = SimpleNamespace(statuses=Cell({}), leftovers={})
-        events: Any = SimpleNamespace(node=self._event)
-        self.caps = AdvisoryCaps(self.settings, self.injector, self.assignment, events)
+        self.daemons = Daemons()
+        recorder: Any = SimpleNamespace(node=self._event)
+        record = Lister()
+        node = wing_node(
+            self.settings,
+            snapshot=self.inventory,
+            assignment=self.assignment,
+            injector=self.injector,
+            holdings=record,
+            cluster=SimpleNamespace(events=recorder, pods=None),
+        )
+        self.wing = MpsWing(node, cast("DaemonManager", self.daemons), MpsEvents(node, pod_facts(None)))
 
     def _event(self, reason: str, text: str, warning: bool) -> None:
         assert warning
@@ -39,15 +63,19 @@ class Scene:
         self.injector.software = software
         self.injector.looked.publish(software)
 
-    def remarks(self) -> list[str]:
-        self.manager.statuses.publish({self.uuid: self.status})
-        return remarks(self.settings, self.inventory, self.manager, self.caps)
+    async def task(self, name: str) -> None:
+        (task,) = (each for each in self.wing.tasks() if each.name == name)
+        await task.run()
+
+    def remarks(self) -> Sequence[str]:
+        self.daemons.statuses.publish({self.uuid: self.status})
+        return self.wing.remarks()
 
 
 async def test_advisory_caps_are_told_once_and_no_more_once_they_hold() -> None:
     scene = Scene()
     async with anyio.create_task_group() as group:
-        group.start_soon(scene.caps.run)
+        group.start_soon(scene.task, "mps caps")
         await anyio.wait_all_tasks_blocked()
         assert not scene.remarks()  # the versions are not known yet
         assert not scene.events
@@ -88,7 +116,7 @@ def test_refused_root_where_one_user_is_served_at_a_time_is_told_of() -> None:
 def test_what_stands_in_the_way_of_a_gpu_names_it_by_its_index() -> None:
     scene = Scene()
     scene.seen(NEW)
-    scene.manager.leftovers |= {scene.uuid: "compute mode DEFAULT cannot be set", "GPU-gone": "it is away"}
+    scene.daemons.leftovers |= {scene.uuid: "compute mode DEFAULT cannot be set", "GPU-gone": "it is away"}
     assert sorted(scene.remarks()) == [
         "GPU 0: compute mode DEFAULT cannot be set",
         "GPU GPU-gone: it is away",
