@@ -11,7 +11,8 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import FaultKind, HealthState
 from agent.modes.cordons import LONGEST_REASON
-from agent.status.report import Document, StatusSources, report
+from agent.modes.wing import Document
+from agent.status.report import StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
 log = structlog.get_logger()

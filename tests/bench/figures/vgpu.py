@@ -25,6 +25,7 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.vgpu.node_limits import NodeLimits
 from agent.vgpu.plugin import VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
@@ -198,7 +199,8 @@ async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
     inventory = Cell(_snapshot(gpus))
     modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
     settings = Settings()
-    _, plugins = build(wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords()))
+    node = wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords())
+    _, plugins = build(node, NodeLimits(node))
     plugin = next(each for each in plugins if each.resource == VGPU.memory)
     stalls: list[float] = []
     async with _served(plugin) as socket:

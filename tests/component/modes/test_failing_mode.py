@@ -131,7 +131,7 @@ async def failing() -> AsyncIterator[FailingNode]:
         Kubelet(),
         FollowedLists(world),
         announcer=world.withdrawals,
-        backends={Mode.MPS: daemon},
+        wings={Mode.MPS: daemon},
     )
     reported = ReportedNode(api, world.node)
     async with world.running(), anyio.create_task_group() as group:
