@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import anyio
 from grpclib.client import Channel, UnaryUnaryMethod
@@ -13,7 +13,6 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
 from agent.kit.backoff import Backoff
-from agent.kit.cell import Cell
 from agent.kubelet import wire
 from agent.model.holding import Holding, Record
 
@@ -36,15 +35,6 @@ class PodResourcesUnavailable(Exception):
         """`unsupported`: it did answer, and does not offer the call."""
         self.unsupported = unsupported
         super().__init__(message)
-
-
-class RecordReader(Protocol):
-    """Who holds what (`agent.holdings.holdings`)."""
-
-    cell: Cell[Record | None]
-
-    async def look(self, deadline: float = PATIENCE_SECONDS) -> Record:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
 
 
 # What one pod's part of a list says: holdings, and all containers.

@@ -18,6 +18,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
@@ -42,7 +43,7 @@ from agent.modes.desired import Desired
 from agent.modes.gpu_work import GpuWork, Outcome
 from agent.modes.lingering import Lingering
 from agent.modes.planner import NO_WINGS, Plan, Wings, decide
-from agent.modes.ports import Announcer, Holdings
+from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
@@ -70,7 +71,7 @@ class ModeSwitcher:
         inventory: Cell[Snapshot],
         desired: Cell[Desired],
         assignment: Cell[Assignment],
-        holdings: Holdings,
+        holdings: HoldingsWatch,
         resources: ResourceSet,
         *,
         state: Cell[SwitchState] | None = None,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.kit.backoff import Backoff
-from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.model.demand import STATIC_PODS
 from agent.model.holding import Holder, Record
 from agent.model.ledger import PairHoldings, PairMember, Reservation
@@ -55,7 +56,7 @@ class Doubt:
 
 
 class RequesterResolver:
-    def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
+    def __init__(self, pair: ResourcePair, record: HoldingsWatch, source: PodSource) -> None:
         self._pair = pair
         self._record = record
         self._source = source

@@ -8,12 +8,13 @@ from time import monotonic
 
 import structlog
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused
-from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable, RecordReader
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.lists import encode
 from agent.model.holding import Holding, Record
 from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, parse
@@ -36,7 +37,7 @@ class PgpuPlugin:
         self,
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
-        record: RecordReader,
+        record: HoldingsWatch,
         injector: Injector,
         *,
         resource: str = RESOURCE,

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import anyio
 
@@ -200,7 +200,7 @@ async def switching(
         inventory,
         requests,
         assignment,
-        kubelet,
+        cast("Any", kubelet),
         lists,
         announcer=Announcements(lists) if announce else None,
         wings=wings or {},

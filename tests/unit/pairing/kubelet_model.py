@@ -7,7 +7,7 @@ in random order, units of plain init containers handed on unasked, short prefere
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from agent.holdings.record import Evidence, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
@@ -177,7 +177,7 @@ class KubeletModel(PodSource):
     def start_agent(self) -> None:
         """A new process that remembers nothing."""
         self._record = Evidence()
-        resolver = RequesterResolver(self.pair, self, self)
+        resolver = RequesterResolver(self.pair, cast("Any", self), self)
         self.pairing = Pairing(PairRules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
         self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)

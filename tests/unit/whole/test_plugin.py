@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -44,7 +44,7 @@ class Parts:
         self.truth: Record | None = Record((), ())  # None: the kubelet does not answer
         self.looks = 0
         injector = Injector(Settings(injection=Injection(strategy="envvar")))
-        self.plugin = PgpuPlugin(self.inventory, self.modes, self, injector, **options)
+        self.plugin = PgpuPlugin(self.inventory, self.modes, cast("Any", self), injector, **options)
 
     async def look(self, deadline: float = 1.0) -> Record:
         self.looks += 1
