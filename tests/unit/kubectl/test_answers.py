@@ -25,6 +25,7 @@ from agent.model.demand import Impossible
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
 from agent.model.pod import Container, Stage
+from agent.model.quantity import units
 from tests.pods import a_pod
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 from tests.unit.kubectl.test_plugin import asked, fake
@@ -47,7 +48,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(a_pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         demand = pod_demand(a_pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork()), reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork()), reason
 
 
 _WHOLE = {CORES: 100, MEMORY: 78}
@@ -197,13 +198,17 @@ def test_a_sentence_that_was_cut_within_a_namespace() -> None:
         assert "sec" not in view["message"]
 
 
-def test_quantities_are_read_as_the_api_server_writes_them() -> None:
+@pytest.mark.parametrize(
+    ("text", "count"), [("1k", 1000), ("1e3", 1000), ("2Ki", 2048), ("1T", 10**12), ("400", 400)]
+)
+def test_quantities_are_read_as_the_api_server_writes_them(text: str, count: int) -> None:
     waits = pod("t/p")
-    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: "1k"}
+    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: text}
     assert asks(waits)
+    assert units(text) == count
     view = node_view(node("a", gpu(0)), VisiblePods([]))
     assert view is not None
-    assert "1000 blocks" in lacks(view, waits)
+    assert f" {count} blocks" in lacks(view, waits)
 
 
 @pytest.mark.parametrize(
