@@ -95,6 +95,13 @@ class HoldingsWatch:
             for uid, pod in {**self._doubted, **self._record.pods}.items()
         }
 
+    def known_pods(self) -> frozenset[str] | None:
+        """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now."""
+        view, shown = self.view(), {pod.key for pod in self.view().pods.values()}
+        if self.problem or not view.complete or self._record.joined.pods - shown:
+            return None  # of a pod that the kubelet alone knows it says no UID
+        return frozenset(view.pods.keys() | view.contested | self.gpus_by_pod().keys())
+
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
         named = {id(each) for pod in self._record.pods.values() for each in pod.holdings.values()}
