@@ -16,8 +16,8 @@ from agent.telemetry.reading import Series
 def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_seconds: float) -> Pairing:
     """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones.
 
-    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is promised to a
-    container that has one member of it.
+    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is reserved for
+    a container that has one member of it.
     """
 
     def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
@@ -36,7 +36,7 @@ def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_secon
 def pairs_collector(
     mode: str, stats: PairingStats, reserved: int, fences: Mapping[str, bool]
 ) -> Iterator[Series]:
-    """The metrics of a mode. `reserved`: pairs that are promised and not complete; `fences`: which hold."""
+    """The metrics of a mode. `reserved`: pairs that are reserved and not complete; `fences`: which hold."""
     yield d.PAIRS, stats.granted, (mode, "granted")
     yield d.PAIRS, stats.refused, (mode, "refused")
     yield d.PAIRS, stats.expired, (mode, "expired")
