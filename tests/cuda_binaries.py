@@ -1,4 +1,4 @@
-"""NVIDIA's real libcuda for tests: Debian's non-free packages, unpacked into the user's cache."""
+"""NVIDIA's real libcuda and libcudart for tests: packages of Debian and PyPI, in the user's cache."""
 
 import fcntl
 import os
@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from agent.isolation.clib.headers import PACKAGES
+from agent.isolation.clib.wheels import unpacked
 from tests.mps_binaries import SUITES, MpsBinaryMissing, unpack
 
 PACKAGE = "libcuda1"
@@ -38,3 +40,15 @@ def driver_library(major: str) -> Path:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return final
+
+
+def cudart(release: str) -> Path:
+    """Path of NVIDIA's runtime of a release of CUDA (a key of PACKAGES), from its headers' wheel.
+
+    Raises BuildError.
+    """
+    root = unpacked(
+        PACKAGES[release], "manylinux2014_x86_64", lambda name: "/lib/libcudart.so" in name, "runtime"
+    )
+    (library,) = root.rglob("libcudart.so.*")
+    return library
