@@ -1,6 +1,7 @@
 """NVIDIA's real libcuda and libcudart for tests: packages of Debian and PyPI, in the user's cache."""
 
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -12,6 +13,11 @@ from tests.mps_binaries import SUITES, MpsBinaryMissing, unpack
 
 PACKAGE = "libcuda1"
 NAME = "libcuda.so.1"
+PINNED = {
+    "535": ("535.261.03", "6ed312ee383dc77b0c583813c632d1cc625ee4fb7881ed3e37dcaf3cf7393b25"),
+    "550": ("550.163.01", "98b825dd17a2430866fde4ce6211b35b0be5531d29b2ef8f9063cfe067d681ff"),
+}
+"""Major version -> the driver's version, and the SHA-256 of its library."""
 
 
 def driver_library(major: str) -> Path:
@@ -34,12 +40,23 @@ def driver_library(major: str) -> Path:
                     raise MpsBinaryMissing(
                         f"{PACKAGE} of driver {major} holds {len(found)} libraries, not one"
                     )
+                _check(major, found[0])
                 (scratch / "made").mkdir()
                 shutil.copy2(found[0], scratch / "made" / NAME)
                 (scratch / "made").rename(final.parent)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return final
+
+
+def _check(major: str, library: Path) -> None:
+    version, wanted = PINNED[major]
+    found = hashlib.sha256(library.read_bytes()).hexdigest()
+    if found != wanted:
+        raise MpsBinaryMissing(
+            f"{library.name} has SHA-256 {found}, not that of {version}: if Debian has a newer driver, look at it "
+            "and pin it in tests/cuda_binaries.py"
+        )
 
 
 def cudart(release: str) -> Path:
