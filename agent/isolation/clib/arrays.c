@@ -1,4 +1,4 @@
-/* CUDA arrays: an estimate, since the driver tells what one needs only where its memory is mapped later
+/* CUDA arrays: an estimate, since the driver says what one needs only where its memory is mapped later
  * (cuArrayGetMemoryRequirements: "not allocated with flag CUDA_ARRAY3D_DEFERRED_MAPPING": invalid value). */
 #include "caps.h"
 
