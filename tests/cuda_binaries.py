@@ -54,8 +54,8 @@ def _check(major: str, library: Path) -> None:
     found = hashlib.sha256(library.read_bytes()).hexdigest()
     if found != wanted:
         raise MpsBinaryMissing(
-            f"{library.name} has SHA-256 {found}, not that of {version}: if Debian has a newer driver, look at "
-            "it and pin it in tests/cuda_binaries.py"
+            f"{library.name} has SHA-256 {found}, not that of {version}: "
+            "if Debian has a newer driver, look at it and pin it in tests/cuda_binaries.py"
         )
 
 
