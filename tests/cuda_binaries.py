@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from agent.isolation.clib.headers import PACKAGES
-from agent.isolation.clib.wheels import unpacked
+from clib.headers import PACKAGES
+from clib.wheels import unpacked
 from tests.mps_binaries import SUITES, MpsBinaryMissing, unpack
 
 PACKAGE = "libcuda1"

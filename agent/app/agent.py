@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from agent.app.build_node import NodeParts
 from agent.app.mode_parts import ModeParts
-from agent.app.parts import ClusterAccess, Core
+from agent.app.parts import Core
+from agent.cluster.reach import ClusterAccess
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.model.modes import Mode

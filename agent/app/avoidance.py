@@ -1,12 +1,12 @@
 """Which vGPU pods could get around their limits, by their specifications: reported, or refused by option."""
 
 from agent.cluster.api import ApiError
-from agent.cluster.avoiding import ways_around
 from agent.cluster.pods import PodCache
-from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
 from agent.kubelet.plugin_types import Reason, Refused
 from agent.model.demand import VGPU, Pod
 from agent.settings import Settings
+from agent.vgpu.avoiding import ways_around
+from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
 
 FILES = (PRELOAD_IN_CONTAINER, IN_CONTAINER)
 # Beside the agent's own: from each of these a container can be made, or found, that no limit reaches.

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 import structlog
 
-from agent.isolation.compute import Compute, ComputeRequest, Work, release
-from agent.isolation.compute_request import compute_request_of
-from agent.isolation.folders import About
-from agent.isolation.room import Isolation
-from agent.isolation.watch import Place
 from agent.model.modes import Mode
 from agent.settings import Vgpu
 from agent.telemetry.attribution import Grade
 from agent.telemetry.container_use import Uses
+from agent.vgpu.compute import Compute, ComputeRequest, Work, release
+from agent.vgpu.compute_request import compute_request_of
+from agent.vgpu.folders import About
+from agent.vgpu.room import Isolation
+from agent.vgpu.watch import Place
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache

@@ -11,35 +11,36 @@ from agent.app.avoidance import Avoidance
 from agent.app.build_compute import build_compute, work_of
 from agent.app.driver_fence import DriverFence
 from agent.app.mode_parts import ModeContext
-from agent.app.parts import ClusterAccess, Tasks
-from agent.cdi import memory_limits
+from agent.app.parts import Tasks
+from agent.cluster.reach import ClusterAccess
 from agent.inventory.snapshot import Snapshot
-from agent.isolation.compute import Compute
-from agent.isolation.context_table import context_bytes
-from agent.isolation.driver import DriverLimits
-from agent.isolation.folders import About, LimitFolders
-from agent.isolation.isolation_errors import IsolationError
-from agent.isolation.library import IMAGE_FILE
-from agent.isolation.limits import Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import ANNOTATION as RESIZE
-from agent.isolation.resize import NoUnits, Resizer
-from agent.isolation.room import Isolation
-from agent.isolation.watch import LimitWatch, Measured, Place
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import PodList
+from agent.kubelet.podresources import Holding, PodList
+from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pod_access import PairRefused
-from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
 from agent.telemetry.attribution import Grade
 from agent.telemetry.container_use import Uses
-from agent.telemetry.limit_metrics import limits_collector
+from agent.vgpu import memory_limits
+from agent.vgpu.compute import Compute
+from agent.vgpu.context_table import context_bytes
+from agent.vgpu.driver import DriverLimits
+from agent.vgpu.folders import About, LimitFolders
+from agent.vgpu.isolation_errors import IsolationError
+from agent.vgpu.library import IMAGE_FILE
+from agent.vgpu.limit_metrics import limits_collector
+from agent.vgpu.limits import Policy
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import ANNOTATION as RESIZE
+from agent.vgpu.resize import NoUnits, Resizer
+from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch, Measured, Place
 
 if TYPE_CHECKING:
     from agent.cluster.namespaces import NamespaceLabels
@@ -60,7 +61,7 @@ class KeptLimits:
 
     def follow_resizes(self, context: ModeContext, shares: SharedPair) -> None:
         """Keep units that containers have grown by out of the pools until these are gone."""
-        context.tasks.start("grown units", _follow_growth, self.isolation, shares, context.grown)
+        context.tasks.start("grown units", _follow_growth, self.isolation, shares, context.node.grown)
 
 
 class LimitParts(KeptLimits):
@@ -101,15 +102,15 @@ class LimitParts(KeptLimits):
         super().follow_resizes(context, shares)
         if not context.core.settings.vgpu.resize:
             return
-        if context.cluster is None:
+        if context.node.cluster is None:
             log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
             return
-        pods = context.cluster.pods
+        pods = context.node.cluster.pods
         resizer = Resizer(self.isolation, GpuUnits(shares), self._publisher)
         context.tasks.start("resizes", resizer.run, pods.reflector.items, partial(_resize_annotations, pods))
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        return self._publisher.document((namespace, pod, container, gpu))
+    def document(self, holding: Holding, gpu: str) -> Mapping[str, Any] | None:
+        return self._publisher.document((holding.namespace, holding.pod, holding.container, gpu))
 
 
 async def build_isolation(context: ModeContext) -> LimitParts:
@@ -117,7 +118,7 @@ async def build_isolation(context: ModeContext) -> LimitParts:
 
     Tasks start last, when nothing can fail any more: a failure leaves none behind for the next try.
     """
-    core, tasks, cluster = context.core, context.tasks, context.cluster
+    core, tasks, cluster = context.core, context.tasks, context.node.cluster
     settings, snapshot = core.settings, core.inventory.snapshot
     pods = cluster.pods if cluster else None
     policy = Policy(settings.vgpu.enforcement)
@@ -134,25 +135,25 @@ async def build_isolation(context: ModeContext) -> LimitParts:
     )
     await isolation.start()
     compute = await build_compute(settings.vgpu, isolation, pods)
-    publisher = Publisher(isolation, context.plugins.recorder, compute.shares if compute else None)
+    publisher = Publisher(isolation, context.node.recorder, compute.shares if compute else None)
     ids = partial(_container_ids, pods)
     ends = settings.vgpu.above_cap == "end"
     watch = LimitWatch(isolation, publisher, Path(settings.host.proc), ends, ids)
-    indices = partial(_vgpu_indices, snapshot, context.plugins.modes)
-    driver = DriverFence(settings.host, snapshot, context.plugins.injector)
+    indices = partial(_vgpu_indices, snapshot, context.node.assignment)
+    driver = DriverFence(settings.host, snapshot, context.node.injector)
     await driver.start()
     avoidance = Avoidance(settings, pods)
     parts = LimitParts(isolation, publisher, policy, driver, avoidance, labels, computes=compute is not None)
 
-    core.collectors.append(partial(limits_collector, publisher, context.grown, indices))
+    core.collectors.append(partial(limits_collector, publisher, context.node.grown, indices))
     if labels:
         tasks.start("namespace watch", labels.reflector.run)
     if compute:
         tasks.start("compute shares", compute.run)
     tasks.start("limits", isolation.run)
-    tasks.start("limit sweep", _sweep, context.uses, watch, compute)
+    tasks.start("limit sweep", _sweep, context.node.uses, watch, compute)
     tasks.start("limits published", publisher.follow, watch)
-    tasks.start("driver fence", driver.run, context.plugins.injector.looked)
+    tasks.start("driver fence", driver.run, context.node.injector.looked)
     if pods:
         calls, cgroups = (core.nvml, core.calls), Path(settings.host.cgroups)
         limits = DriverLimits(isolation, calls, cgroups, ids, publisher)
@@ -191,7 +192,7 @@ class VgpuFence:
         self._avoidance = avoidance
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
+        """See agent.lists.shared_pair.Sharing. Whole GPUs need no fence: nobody else is on them."""
         if member is not PairMember.MEMORY or grant.demand.whole:
             return Allocation()
         if self._labels:
@@ -232,7 +233,7 @@ def _vgpu_indices(inventory: Cell[Snapshot], assignment: Cell[Assignment]) -> Ma
 
 
 class GpuUnits:
-    """Free units, as resizing needs them (`agent.isolation.resize.Units`)."""
+    """Free units, as resizing needs them (`agent.vgpu.resize.Units`)."""
 
     def __init__(self, shares: SharedPair) -> None:
         self._shares = shares
@@ -240,7 +241,7 @@ class GpuUnits:
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:
-        """See agent.isolation.resize.Units. They leave the pool before another call is served."""
+        """See agent.vgpu.resize.Units. They leave the pool before another call is served."""
 
         async def kept(ids: tuple[str, ...]) -> None:
             try:

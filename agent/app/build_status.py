@@ -6,11 +6,11 @@ from typing import Any
 
 from agent.app.mode_parts import ModeParts
 from agent.app.parts import Core, Tasks
+from agent.injection.inject import Injector
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.unexplained import Unexplained
-from agent.plugins.inject import Injector
 from agent.status import top
 from agent.status.commands import Commands
 from agent.status.last_holders import LastHolders

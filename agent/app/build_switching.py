@@ -12,13 +12,14 @@ import anyio
 from agent.app import degradations
 from agent.app.build_node import NodeParts, build_node, start_node
 from agent.app.mode_parts import ModeParts
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.owners import Owners, pods_of_processes
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.owners import Owners, pods_of_processes
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
 from agent.model.modes import OFFERED_MODES, Assignment, Mode

@@ -6,11 +6,10 @@ from functools import partial
 from agent.app.mode_parts import ModeContext, ModeParts
 from agent.app.vgpu_limits import NO_FENCES, VgpuLimits, build_limits
 from agent.kit.cell import Cell
+from agent.lists.pairs import pairs_collector
 from agent.model.modes import Assignment, Mode
-from agent.plugins import vgpu
-from agent.plugins.shared_pair import no_fence, none_grown
-from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.reading import Series
+from agent.vgpu import plugin as vgpu
 
 
 async def build(context: ModeContext) -> ModeParts:
@@ -18,13 +17,11 @@ async def build(context: ModeContext) -> ModeParts:
     core = context.core
     grown = await build_limits(context)
     limits = grown if isinstance(grown, VgpuLimits) else None
-    shares, plugins = vgpu.build(
-        context.plugins, limits or no_fence, grown.units_grown if grown else none_grown
-    )
+    shares, plugins = vgpu.build(context.node, limits, grown.units_grown if grown else None)
     if grown:
         grown.follow_resizes(context, shares)
     if limits:
-        core.readiness.degradations.append(partial(_remarks, limits, context.plugins.modes))
+        core.readiness.degradations.append(partial(_remarks, limits, context.node.assignment))
 
     def pairs() -> Iterator[Series]:
         pairing = shares.pairing

@@ -11,15 +11,15 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi import memory_limits
+from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
-from agent.isolation.driver import is_unified
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
-from agent.plugins.inject import Injector
 from agent.settings import Host
+from agent.vgpu import memory_limits
+from agent.vgpu.driver import is_unified
 
 log = structlog.get_logger()
 

@@ -4,15 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.inventory.snapshot import GpuState
-from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.model.growth import Growth
+from agent.kubelet.podresources import Holding
 from agent.modes.ports import Backend
-from agent.modes.sources import DesiredSource
-from agent.plugins.context import PluginContext
-from agent.telemetry.container_use import Uses
+from agent.modes.wing import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +18,7 @@ class ModeContext:
 
     core: Core
     tasks: Tasks
-    cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
-    plugins: PluginContext
-    desired: DesiredSource
-    uses: Cell[Uses]
-    # Bytes by GPU that containers have beyond what their pods asked for.
-    grown: Cell[Mapping[str, Growth]]
+    node: Node
 
 
 class Limits(Protocol):
@@ -35,7 +27,7 @@ class Limits(Protocol):
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
+    def document(self, holding: Holding, gpu: str) -> Mapping[str, Any] | None:
         """The limits of a container, for `status`; None: it has none, and is not measured."""
 
 

@@ -16,10 +16,11 @@ import anyio.to_thread
 from agent.app.mode_parts import ModeContext
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
+from agent.kubelet.podresources import Holding
+from agent.lists.shared_pair import SharedPair
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, Mode
 from agent.pairing.pair_rules import Grant
-from agent.plugins.shared_pair import SharedPair
 
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
@@ -40,7 +41,7 @@ class Grown(Protocol):
 
 
 class VgpuLimits:
-    """As agent.app.mode_parts.Limits, and as the fence of agent.plugins.shared_pair."""
+    """As agent.app.mode_parts.Limits, and as the fence of agent.lists.shared_pair."""
 
     def __init__(self, modes: Cell[Assignment], build: Callable[[], Awaitable["LimitParts"]]) -> None:
         """`build` makes the rooms, and starts their tasks."""
@@ -66,7 +67,7 @@ class VgpuLimits:
             return self.parts
 
     async def __call__(self, member: PairMember, grant: Grant) -> Allocation:
-        """See agent.plugins.shared_pair.Sharing. Raises Refused, and what building raises."""
+        """See agent.lists.shared_pair.Sharing. Raises Refused, and what building raises."""
         try:
             parts = self.parts or await self.begin()
         except TimeoutError as error:
@@ -106,8 +107,8 @@ class VgpuLimits:
     def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
         return self.parts.allotted() if self.parts else {}
 
-    def document(self, namespace: str, pod: str, container: str, gpu: str) -> Mapping[str, Any] | None:
-        return self.parts.document(namespace, pod, container, gpu) if self.parts else None
+    def document(self, holding: Holding, gpu: str) -> Mapping[str, Any] | None:
+        return self.parts.document(holding, gpu) if self.parts else None
 
 
 def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
@@ -131,7 +132,7 @@ async def build_limits(context: ModeContext) -> Grown | None:
         return parts
 
     if settings.vgpu.enforcement != "off":  # even where vGPU is not allowed: a reload may allow it
-        limits = VgpuLimits(context.plugins.modes, build)
+        limits = VgpuLimits(context.node.assignment, build)
         if before:
             await limits.begin()
         return limits
@@ -142,5 +143,5 @@ async def build_limits(context: ModeContext) -> Grown | None:
 
 
 def _limited_before(state: Path, run: Path) -> bool:
-    """Whether containers were given limits that may still run (`agent.isolation`'s copies and folders)."""
+    """Whether containers were given limits that may still run (`agent.vgpu`'s copies and folders)."""
     return any((state / "limits").glob("*.json")) or any((run / "limits").glob("*"))

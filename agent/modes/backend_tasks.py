@@ -10,8 +10,9 @@ from anyio.abc import TaskGroup
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.modes import transition
-from agent.modes.ports import Backend, SetUpFailed
+from agent.modes.ports import Backend
 from agent.modes.transition import WORKING, ModeState, Stage
+from agent.modes.wing import SetUpFailed
 
 log = structlog.get_logger()
 
@@ -85,11 +86,11 @@ class BackendTasks:
         backend = self._backends.get(job.running)
         if job.stage is Stage.TEARING_DOWN:
             if backend:
-                await backend.tear_down(gpu)
+                await backend.give_back(gpu)
             return transition.torn_down
         try:
             if backend:
-                await backend.set_up(gpu)
+                await backend.prepare(gpu)
         except SetUpFailed as error:
             problem = str(error)
             mode = job.running.value

@@ -9,18 +9,14 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 
 
-class SetUpFailed(Exception):
-    """A mode could not be set up on a GPU; the text names cause and remedy."""
-
-
 class Backend(Protocol):
     """Services that must run before a mode's units are offered, MPS daemons for one."""
 
-    async def set_up(self, gpu: Gpu) -> None:
+    async def prepare(self, gpu: Gpu) -> None:
         """Make the GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""
 
-    async def tear_down(self, gpu: Gpu) -> None:
-        """Leave the GPU as `set_up` found it; never fails, never hangs."""
+    async def give_back(self, gpu: Gpu) -> None:
+        """Leave the GPU as `prepare` found it; never fails, never hangs."""
 
     def depends_on(self) -> object:
         """The inputs of a set-up, by value: once they differ, one that failed is tried again."""

@@ -18,11 +18,11 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from agent.holdings.holdings import GpuHolder, holders_by_gpu
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
-from agent.kubelet.holdings import GpuHolder, holders_by_gpu
 from agent.model.gpu import Gpu
 from agent.model.ids import SEPARATOR
 from agent.model.modes import OFF, Assignment, GpuMode, Mode

@@ -161,6 +161,11 @@ class Directories:
         return self.pipe.is_dir()
 
 
+def existing_below(run: Path) -> list[Directories]:
+    """The folders of all daemons of which there is anything below the agent's run folder. Blocks."""
+    return [found for root in sorted((run / "mps").glob("*")) if (found := Directories(root)).existing()]
+
+
 @contextmanager
 def _problem_of(folder: Path) -> Iterator[None]:
     try:

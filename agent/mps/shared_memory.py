@@ -117,12 +117,8 @@ def unmount(folder: Path) -> None:
 
 def private(pid: int, folders: Directories) -> bool:
     """Whether a running daemon has the shm folder as its /dev/shm."""
-    return _same(f"/proc/{pid}/root/dev/shm", folders.shm)
-
-
-def _same(one: str, other: Path) -> bool:
     try:
-        return os.path.samefile(one, other)  # noqa: PTH121
+        return os.path.samefile(f"/proc/{pid}/root/dev/shm", folders.shm)  # noqa: PTH121
     except OSError:
         return False
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent import __version__
+from agent.holdings.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
-from agent.kubelet.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
+from agent.kubelet.podresources import Holding
 from agent.model.health import HealthState, Rules
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
@@ -20,8 +21,8 @@ from agent.status.last_holders import LastHolders
 Document = dict[str, Any]
 
 
-# The limits of one container by namespace, pod, name and GPU; None: it has none, and is not measured.
-ContainerLimits = Callable[[str, str, str, str], Mapping[str, Any] | None]
+# The limits of a container on one GPU (UUID); None: it has none, and is not measured.
+ContainerLimits = Callable[[Holding, str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +165,5 @@ def _holders(
         entry["units"] |= units
         pair, known = holder.mode.row.pair, limits.get(holder.mode)
         if known and pair and holding.resource == pair.memory:
-            entry["limits"] = known(holding.namespace, holding.pod, holding.container, uuid)
+            entry["limits"] = known(holding, uuid)
     return list(found.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.isolation import layout
+from agent.vgpu import layout
 
 VARIABLE = "GPU_TEST_LIMITS"  # the folder of a library that is built already: there is no compiler offline
 NAME = "libgna-limits.so"
@@ -62,6 +62,6 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
 def _library() -> Path:
     if given := os.environ.get(VARIABLE):
         return Path(given) / NAME
-    from agent.isolation.clib.build_library import cached
+    from clib.build_library import cached
 
     return cached()

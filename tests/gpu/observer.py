@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from agent.isolation.correction import Observed, corrected, rivals
 from agent.nvml.binding import Binding
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
+from agent.vgpu.correction import Observed, corrected, rivals
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0

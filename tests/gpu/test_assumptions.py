@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.isolation.context_table import context_bytes
+from agent.vgpu.context_table import context_bytes
 from tests.cuda_double.program import Program, program
 from tests.gpu.filling import HELPERS
 from tests.gpu.limits import MIB

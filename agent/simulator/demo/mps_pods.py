@@ -126,7 +126,7 @@ async def tear_down(agent: Agent) -> None:
     async with anyio.create_task_group() as group:
         for state in agent.core.inventory.snapshot.value.gpus:
             for backend in backends:
-                group.start_soon(backend.tear_down, state.gpu)
+                group.start_soon(backend.give_back, state.gpu)
 
 
 def _pod(name: str, cores: int, memory: int) -> PodSpec:

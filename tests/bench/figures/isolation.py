@@ -8,18 +8,18 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.isolation import layout
-from agent.isolation.folders import LIMITS, About, LimitFolders, key_of
-from agent.isolation.library import ELF
-from agent.isolation.limits import Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import Resizer
-from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
+from agent.vgpu import layout
+from agent.vgpu.folders import LIMITS, About, LimitFolders, key_of
+from agent.vgpu.library import ELF
+from agent.vgpu.limits import Policy
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import Resizer
+from agent.vgpu.room import Isolation
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
 

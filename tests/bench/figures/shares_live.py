@@ -12,17 +12,17 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.isolation.clib.build_library import NAME, cached
-from agent.isolation.compute import Compute, ComputeRequest
-from agent.isolation.folders import About, LimitFolders
-from agent.isolation.limits import ContainerLimits, Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import Resizer
-from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
+from agent.vgpu.compute import Compute, ComputeRequest
+from agent.vgpu.folders import About, LimitFolders
+from agent.vgpu.limits import ContainerLimits, Policy
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import Resizer
+from agent.vgpu.room import Isolation
+from clib.build_library import NAME, cached
 from tests.bench.conditions import BUILD, Conditions
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.shares.row import program

@@ -7,23 +7,23 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.isolation.context_table import context_bytes
-from agent.isolation.folders import About, LimitFolders, key_of
-from agent.isolation.limits import Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import replace_about
-from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
 from agent.model.mount import Mount
+from agent.vgpu.context_table import context_bytes
+from agent.vgpu.folders import About, LimitFolders, key_of
+from agent.vgpu.limits import Policy
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import replace_about
+from agent.vgpu.room import Isolation
 from tests.component.caps.conftest import Programs
 from tests.component.caps.container import Container
 from tests.component.caps.native import shared
 from tests.component.caps.test_resolver import NEWER
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program
-from tests.unit.isolation.test_watch import Owners
+from tests.unit.vgpu.test_watch import Owners
 
 GPU = CudaGpu().uuid
 UNITS = tuple(f"{GPU}::m{number}" for number in range(4))

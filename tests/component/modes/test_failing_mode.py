@@ -86,9 +86,9 @@ class ReportedNode(ClusterNode):
 class SlowDaemon(Daemon):
     """Takes a while before it fails, as a control program does."""
 
-    async def set_up(self, gpu: Gpu) -> None:
+    async def prepare(self, gpu: Gpu) -> None:
         await anyio.sleep(2)
-        await super().set_up(gpu)
+        await super().prepare(gpu)
 
 
 def offered(assignment: Assignment) -> Amounts:

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from agent.isolation import layout
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.build_library import cached
-from agent.isolation.correction import Observed, corrected, rivals
+from agent.vgpu import layout
+from agent.vgpu.correction import Observed, corrected, rivals
+from clib import toolchain
+from clib.build_library import cached
 from tests.component.caps.container import make
 from tests.cuda_double.build import build
 from tests.cuda_double.layout_time import WINDOW_NS, ClockMode

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from agent.isolation import layout
+from agent.vgpu import layout
 from tests.component.caps.container import Container
 from tests.component.shares.conftest import Site, hold
 from tests.cuda_double.timed import kernels

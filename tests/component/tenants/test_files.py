@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from agent.isolation import layout
-from agent.isolation.clib.build_library import cached
-from agent.isolation.folders import LIMITS, USAGE, About, LimitFolders, key_of
-from agent.isolation.isolation_errors import FolderUnusable
-from agent.isolation.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Library
-from agent.isolation.limits import Policy
-from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.vgpu import layout
+from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
+from agent.vgpu.isolation_errors import FolderUnusable
+from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Library
+from agent.vgpu.limits import Policy
+from agent.vgpu.room import Isolation
+from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
-from tests.unit.isolation.made_up import BLOCK, GPU, units
+from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
 pytestmark = pytest.mark.timeout(300)
 

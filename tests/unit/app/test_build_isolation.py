@@ -10,13 +10,10 @@ import pytest
 from agent.app.build_isolation import build_isolation
 from agent.app.driver_fence import DriverFence
 from agent.app.run import core_of
-from agent.kit.cell import Cell
-from agent.model.modes import Assignment
-from agent.plugins.inject import Injector
 from agent.settings import Host, Settings, Vgpu
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.telemetry.container_use import Uses
+from tests.wing_node import wing_node
 
 
 class Started(Counter[str]):
@@ -32,10 +29,7 @@ async def test_a_failure_half_way_starts_no_task_twice(
     host = Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi"))
     settings = Settings(host=host, vgpu=Vgpu(enforcement="library", compute="hard"))
     core, tasks = core_of(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200"))), Started()
-    plugins = SimpleNamespace(modes=Cell(Assignment()), injector=Injector(settings), recorder=None)
-    context: Any = SimpleNamespace(
-        core=core, tasks=tasks, cluster=None, plugins=plugins, uses=Cell(Uses()), grown=Cell({})
-    )
+    context: Any = SimpleNamespace(core=core, tasks=tasks, node=wing_node(settings, calls=core.calls))
 
     async def failing(_: DriverFence) -> None:
         raise OSError("the cgroups are not there")

@@ -4,23 +4,20 @@ from pathlib import Path
 
 import anyio
 
-from agent.app import build_mps, build_vgpu
+from agent.app import build_vgpu
 from agent.app.build_modes import build_modes
-from agent.app.build_switching import build_request
 from agent.app.mode_parts import ModeContext, ModeModule
 from agent.app.parts import Tasks
 from agent.app.run import core_of
-from agent.kit.cell import Cell
-from agent.model.modes import OFFERED_MODES, Assignment, Mode
-from agent.plugins.context import PluginContext
-from agent.plugins.inject import Injector, NodeSoftware
+from agent.injection.inject import NodeSoftware
+from agent.model.modes import OFFERED_MODES, Mode
 from agent.settings import Cluster, Host, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.telemetry.container_use import Uses
+from tests.wing_node import wing_node
 
-# They are loaded by the names of their modes: here the type checker sees what they are.
-MODULES: tuple[ModeModule, ...] = (build_mps, build_vgpu)
+# Loaded by the name of its mode: here the type checker sees what it is.
+MODULES: tuple[ModeModule, ...] = (build_vgpu,)
 
 
 async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_so(tmp_path: Path) -> None:
@@ -32,20 +29,8 @@ async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_s
     core = core_of(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200")))
     async with anyio.create_task_group() as group:
         tasks = Tasks(core.supervisor, group)
-        plugins = PluginContext(
-            settings, core.inventory.snapshot, Cell(Assignment()), core.holdings, Injector(settings)
-        )
-        modes = await build_modes(
-            ModeContext(
-                core=core,
-                tasks=tasks,
-                cluster=None,
-                plugins=plugins,
-                desired=(await build_request(settings)).source,
-                uses=Cell(Uses()),
-                grown=Cell({}),
-            )
-        )
+        node = wing_node(settings, calls=core.calls)
+        modes = await build_modes(ModeContext(core, tasks, node))
         group.cancel_scope.cancel()
     core.calls.close()
     assert tuple(modes) == OFFERED_MODES
@@ -59,5 +44,5 @@ async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_s
         # Only modes of amounts say whether they are enforced.
         assert (parts.enforced() is not None) is (mode.row.pair is not None)
     assert modes[Mode.MPS].enforced() == "no"  # nobody knows the runtime
-    plugins.injector.software = NodeSoftware("v1.34.0", "containerd://2.1.0")
+    node.injector.software = NodeSoftware("v1.34.0", "containerd://2.1.0")
     assert modes[Mode.MPS].enforced() == "yes"

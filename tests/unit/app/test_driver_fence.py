@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agent.app.driver_fence import DriverFence
-from agent.cdi.memory_limits import FILE
-from agent.cdi.specification import Devices
+from agent.injection.inject import InjectionChoice, Injector
+from agent.injection.specification import Devices
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver
-from agent.plugins.inject import InjectionChoice, Injector
 from agent.settings import Host, Injection, Settings
+from agent.vgpu.memory_limits import FILE
 from tests.unit.pairing.kubelet_model import machine
 
 

@@ -155,6 +155,6 @@ async def test_limits_are_there_for_a_mode_that_a_reload_may_allow(tmp_path: Pat
     )
     modes = Cell(Assignment())
     context: Any = SimpleNamespace(
-        core=SimpleNamespace(settings=settings), plugins=SimpleNamespace(modes=modes)
+        core=SimpleNamespace(settings=settings), node=SimpleNamespace(assignment=modes)
     )
     assert isinstance(await build_limits(context), VgpuLimits)

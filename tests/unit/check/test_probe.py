@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.check.probe import SCRIPT, seen
-from agent.isolation.layout import Limits, limit_file
+from agent.vgpu.layout import Limits, limit_file
 
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 

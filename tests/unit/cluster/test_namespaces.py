@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from agent.app.build_isolation import VgpuFence
 from agent.cluster.namespaces import LABEL, NamespaceLabels
 from agent.cluster.reflector import Metadata, PartialObject
-from agent.isolation.folders import About
-from agent.isolation.limits import Admission, Policy
 from agent.model.ledger import PairMember
+from agent.vgpu.folders import About
+from agent.vgpu.limits import Admission, Policy
 
 
 def _labels() -> NamespaceLabels:

@@ -33,7 +33,7 @@ def test_neither_root_certificates_nor_a_c_list_come_in(named: bool, module: str
 
 
 def test_the_agent_loads_neither_aiohttp_nor_prometheus_before_it_is_asked() -> None:
-    rooms = "agent.app.run, agent.app.build_vgpu, agent.app.build_mps"
+    rooms = "agent.app.run, agent.app.build_vgpu, agent.mps.wing"
     script = f"import sys, {rooms}; print({{'aiohttp', 'prometheus_client'}} & set(sys.modules))"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False

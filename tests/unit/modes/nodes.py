@@ -15,9 +15,9 @@ from agent.model.modes import Assignment, Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import Gate, no_gate
-from agent.modes.ports import SetUpFailed
 from agent.modes.switch_state import SwitchState
 from agent.modes.switcher import ModeSwitcher
+from agent.modes.wing import SetUpFailed
 
 
 def gpu(index: int, product: str = "NVIDIA H200", mig: bool = False) -> Gpu:
@@ -93,7 +93,7 @@ class Daemon:
         self.gate: anyio.Event | None = None
         self.version = 1  # of the program
 
-    async def set_up(self, gpu: Gpu) -> None:
+    async def prepare(self, gpu: Gpu) -> None:
         self.log.append(f"up {gpu.index}")
         if self.gate:
             await self.gate.wait()
@@ -101,7 +101,7 @@ class Daemon:
             raise SetUpFailed(self.fail)
         self.up.add(gpu.uuid)
 
-    async def tear_down(self, gpu: Gpu) -> None:
+    async def give_back(self, gpu: Gpu) -> None:
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
 

@@ -100,12 +100,12 @@ class SlowDaemon(Daemon):
         self._left = together
         self._all = anyio.Event()
 
-    async def tear_down(self, gpu: Gpu) -> None:
+    async def give_back(self, gpu: Gpu) -> None:
         self._left -= 1
         if not self._left:
             self._all.set()
         await self._all.wait()
-        await super().tear_down(gpu)
+        await super().give_back(gpu)
 
 
 async def test_gpus_are_torn_down_side_by_side() -> None:
