@@ -13,9 +13,11 @@ from agent.kubelet.owners import Owners, ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
+from agent.telemetry import definitions as d
 from agent.telemetry.attribution import Grade, KnownPod, Use
-from agent.telemetry.container_page import compatible_page, container_page
+from agent.telemetry.container_metrics import COMPATIBLE, compatible_series, container_series
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
+from agent.telemetry.rendering import written
 from agent.telemetry.shares import Share
 from agent.telemetry.window import Span
 from tests.unit.telemetry.agents import Parts
@@ -148,7 +150,7 @@ def use(container: str, gpu: int, cores: float | None, utilization: float, memor
 
 def test_gpu_managers_names_and_scales() -> None:
     uses = [use("a", 0, 0.5, 0.25, 64), use("a", 1, 0.5, 0.5, 32), use("b", 1, None, 0, 0)]
-    text = "".join(compatible_page(uses, "n1"))
+    text = b"".join(written(COMPATIBLE, compatible_series(uses, "n1"))).decode()
     who = 'pod_name="po\\"d",namespace="team",node="n1",container_name="a"'
     lines = text.splitlines()
     for line in (
@@ -163,8 +165,12 @@ def test_gpu_managers_names_and_scales() -> None:
     assert not any('req_of_gpu="gpu' in line for line in lines)
 
 
+def container_page(uses: Sequence[ContainerUse]) -> str:
+    return b"".join(written(d.ALL, container_series(uses))).decode()
+
+
 def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
-    text = "".join(container_page([use("b", 1, None, 0, 0)], units=False))
+    text = container_page([use("b", 1, None, 0, 0)])
     assert "gpu_agent_container_core_limit_ratio{" not in text
     assert 'gpu_agent_container_memory_limit_bytes{namespace="team",pod="po\\"d",container="b"' in text
     assert "# UNIT" not in text
@@ -192,7 +198,7 @@ async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
     assert halfway.utilization.mean == pytest.approx(0.9)
     assert halfway.utilization.most == 0.9
     assert halfway.memory == Span(90 * MIB, 90 * MIB)
-    text = "".join(container_page([halfway], units=False))
+    text = container_page([halfway])
     assert re.search(r'gpu_agent_container_utilization_mean_ratio{.*attribution="measured"} 0\.[89]', text)
     assert re.search(r'gpu_agent_container_utilization_max_ratio{.*attribution="measured"} 0\.9', text)
     assert f'attribution="measured"}} {90 * MIB}' in text
@@ -203,7 +209,7 @@ async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
 
     long_gone = await windowed(tmp_path, [READ] * 30 + [UNREAD] * 80)
     assert (long_gone.utilization, long_gone.memory) == (None, None)
-    text = "".join(container_page([long_gone], units=False))
+    text = container_page([long_gone])
     assert "_ratio{" not in text.replace("core_limit_ratio{", "")
     assert "gpu_agent_container_memory_used" not in re.sub(r"#.*", "", text)
     assert "gpu_agent_container_memory_limit_bytes{" in text
@@ -244,7 +250,7 @@ def test_gpu_managers_total_is_missing_while_a_gpu_cannot_be_read() -> None:
     share = Share("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
     uses = [use("a", 0, 0.5, 0.25, 64), ContainerUse(Use(share), None, None)]
     uses[0] = replace(uses[0], use=replace(uses[0].use, share=replace(share, gpu="GPU-0", index=0)))
-    text = "".join(compatible_page(uses, "n1"))
+    text = b"".join(written(COMPATIBLE, compatible_series(uses, "n1"))).decode()
     assert 'gpu="gpu0"} 25.0' in text
     assert 'gpu="gpu1"' not in text
     assert ',gpu="total"' not in text
