@@ -14,7 +14,7 @@ from agent.isolation.room import Isolation
 from agent.isolation.watch import Place
 from agent.model.modes import Mode
 from agent.settings import Vgpu
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
 
 if TYPE_CHECKING:
@@ -56,5 +56,5 @@ def work_of(uses: Uses) -> Mapping[Place, Work]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.utilization_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
     }

@@ -37,7 +37,7 @@ from agent.pairing.pair_rules import Grant
 from agent.pairing.pod_access import PairRefused
 from agent.plugins.shared_pair import SharedPair
 from agent.settings import Settings
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
 from agent.telemetry.limit_metrics import limits_collector
 
@@ -310,7 +310,7 @@ def round_of(uses: Uses) -> list[Measured]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.memory_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.memory_grade is Attribution.MEASURED
     ]
 
 

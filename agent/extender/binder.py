@@ -19,7 +19,7 @@ from agent.extender.objects import as_model, decode_pod, demand_for
 from agent.extender.pod_demand import PodDemand, annotations_of
 from agent.extender.scheduler_protocol import Binding
 from agent.model.demand import Impossible, Pod
-from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
+from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ BIND_SECONDS = (
 @dataclass(frozen=True, slots=True)
 class PodRequest:
     demand: PodDemand
-    policy: Policy
+    policy: PlacementPolicy
 
 
 class NotBound(Exception):
@@ -46,7 +46,7 @@ class Binder:
         self,
         api: KubeApi,
         fleet: Fleet,
-        policy: Policy,
+        policy: PlacementPolicy,
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,

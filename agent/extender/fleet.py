@@ -15,7 +15,7 @@ from agent.extender.pod_demand import PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import Policy, usual_mix
+from agent.model.placement import PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 
@@ -200,7 +200,9 @@ class Fleet:
         topology = node.inventory.topology
         return judge(free, demand, topology, work or Work(), {} if alike is None else alike)
 
-    def pick(self, name: str, demand: PodDemand, policy: Policy, work: Work | None = None) -> Picked | None:
+    def pick(
+        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: Work | None = None
+    ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         node = self._nodes.get(name)
         if node is None or not node.known:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from agent.web.server import Reply, Request
+from agent.web.server import HttpRequest, Reply
 
 PREFIX = "gpu_agent_extender_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -61,7 +61,7 @@ class Metrics:
         self.ledger = LedgerCollector()
         registry.register(self.ledger)
 
-    async def reply(self, _: Request, ledger: LedgerFigures | None) -> Reply:
+    async def reply(self, _: HttpRequest, ledger: LedgerFigures | None) -> Reply:
         """The page; `ledger`: None while this replica does not lead."""
         self.ledger.figures = ledger
         text = await anyio.to_thread.run_sync(generate_latest, self.registry)

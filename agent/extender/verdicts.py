@@ -16,7 +16,7 @@ from agent.extender.fleet import UNKNOWN_NODE, Fleet
 from agent.extender.free_capacity import Summary
 from agent.extender.packing import Work
 from agent.extender.pod_demand import PodDemand
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 
 SHAPES = 32
 BEST = 10  # kube-scheduler's MaxExtenderPriority
@@ -44,7 +44,7 @@ class Verdicts:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._verdicts: OrderedDict[PodDemand, _Shape] = OrderedDict()
-        self._worths: OrderedDict[tuple[PodDemand, Policy], dict[str, Worth]] = OrderedDict()
+        self._worths: OrderedDict[tuple[PodDemand, PlacementPolicy], dict[str, Worth]] = OrderedDict()
         fleet.on_change = self._changed
 
     async def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
@@ -72,7 +72,7 @@ class Verdicts:
                 fitting.append(name)
         return fitting, refused
 
-    async def rank(self, demand: PodDemand, policy: Policy, names: Sequence[str]) -> list[int]:
+    async def rank(self, demand: PodDemand, policy: PlacementPolicy, names: Sequence[str]) -> list[int]:
         """0 to 10 for each node: 10 for the best, 9 for the next in worth, and so on.
 
         A score in proportion would let the ten best of a thousand nodes look alike.

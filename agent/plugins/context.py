@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.podresources import RecordReader
 from agent.model.modes import Assignment, Mode
-from agent.model.placement import Policy, lowest
+from agent.model.placement import PlacementPolicy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import PairRules
@@ -50,7 +50,7 @@ def pairing_of(
 
     rules = PairRules(
         pair,
-        Policy(placement),
+        PlacementPolicy(placement),
         reservation_seconds,
         connected if pair.whole_gpus else lowest,
         context.node,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from agent.telemetry import definitions as d
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.reading import Series
 
@@ -11,15 +11,15 @@ Value = Callable[[ContainerUse], float | None]
 
 
 def _memory_known(each: ContainerUse) -> bool:
-    return each.use.memory_grade is not Grade.ALLOCATED
+    return each.use.memory_grade is not Attribution.ALLOCATED
 
 
 def _utilization_known(each: ContainerUse) -> bool:
-    return each.use.utilization_grade is not Grade.ALLOCATED
+    return each.use.utilization_grade is not Attribution.ALLOCATED
 
 
 # The figure, None where it is not known, and its grade, which is a label of measured figures.
-_VALUES: Sequence[tuple[d.Definition, Value, Callable[[ContainerUse], Grade] | None]] = (
+_VALUES: Sequence[tuple[d.Definition, Value, Callable[[ContainerUse], Attribution] | None]] = (
     (
         d.CONTAINER_MEMORY_USED,
         lambda each: each.use.memory if _memory_known(each) else None,

@@ -13,7 +13,7 @@ from agent.app.run import core_of
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
 from agent.plugins.inject import Injector
-from agent.settings import Host, Settings, Vgpu
+from agent.settings import HostSettings, Settings, Vgpu
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry.container_use import Uses
@@ -29,7 +29,7 @@ class Started(Counter[str]):
 async def test_a_failure_half_way_starts_no_task_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi"))
+    host = HostSettings(state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi"))
     settings = Settings(host=host, vgpu=Vgpu(enforcement="library", compute="hard"))
     core, tasks = core_of(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200"))), Started()
     plugins = SimpleNamespace(modes=Cell(Assignment()), injector=Injector(settings), recorder=None)

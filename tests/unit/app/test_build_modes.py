@@ -14,7 +14,7 @@ from agent.kit.cell import Cell
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
 from agent.plugins.context import PluginContext
 from agent.plugins.inject import Injector, NodeSoftware
-from agent.settings import Cluster, Host, Kubelet, Settings
+from agent.settings import ClusterSettings, HostSettings, Kubelet, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry.container_use import Uses
@@ -25,9 +25,11 @@ MODULES: tuple[ModeModule, ...] = (build_mps, build_vgpu)
 
 async def test_each_mode_brings_its_resources_and_its_daemon_if_the_table_says_so(tmp_path: Path) -> None:
     settings = Settings(
-        cluster=Cluster(access="off"),
+        cluster=ClusterSettings(access="off"),
         kubelet=Kubelet(root=str(tmp_path / "kubelet")),
-        host=Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi")),
+        host=HostSettings(
+            state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi")
+        ),
     )
     core = core_of(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200")))
     async with anyio.create_task_group() as group:

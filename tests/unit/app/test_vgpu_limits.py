@@ -18,7 +18,7 @@ from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.pairing.pair_rules import Grant
-from agent.settings import Host, Modes, Settings, Vgpu
+from agent.settings import HostSettings, Modes, Settings, Vgpu
 
 if TYPE_CHECKING:
     from agent.app.build_isolation import LimitParts
@@ -149,7 +149,7 @@ async def test_building_that_hangs_is_given_up_and_done_again(monkeypatch: pytes
 
 @pytest.mark.parametrize("allowed", [True, False])
 async def test_limits_are_there_for_a_mode_that_a_reload_may_allow(tmp_path: Path, allowed: bool) -> None:
-    host = Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"))
+    host = HostSettings(state=str(tmp_path / "state"), run=str(tmp_path / "run"))
     settings = msgspec.structs.replace(
         Settings(), host=host, modes=Modes(vgpu=allowed), vgpu=Vgpu(enforcement="strict")
     )

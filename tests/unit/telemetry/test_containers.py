@@ -14,11 +14,11 @@ from agent.kubelet.podresources import Holding, PodList
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry import definitions as d
-from agent.telemetry.attribution import Grade, KnownPod, Use
+from agent.telemetry.attribution import Attribution, KnownPod, Use
 from agent.telemetry.container_metrics import COMPATIBLE, compatible_series, container_series
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
 from agent.telemetry.rendering import written
-from agent.telemetry.shares import Share
+from agent.telemetry.shares import ContainerShare
 from agent.telemetry.window import Span
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, value
@@ -126,16 +126,16 @@ def test_processes_are_looked_up_once_and_forgotten_with_the_last_question(tmp_p
 
 
 def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() -> None:
-    def one(pod: str, mebibytes: int, grade: Grade, mode: Mode = Mode.MPS) -> ContainerUse:
-        share = Share("team", pod, "main", "GPU-0", 0, mode, 0.5, 512 * MIB)
+    def one(pod: str, mebibytes: int, grade: Attribution, mode: Mode = Mode.MPS) -> ContainerUse:
+        share = ContainerShare("team", pod, "main", "GPU-0", 0, mode, 0.5, 512 * MIB)
         return ContainerUse(Use(share, mebibytes * MIB, grade), Span(0, 0), Span(0, 0))
 
     uses = Uses(
         (
-            one("full", 512, Grade.MEASURED),
-            one("greedy", 513, Grade.MEASURED),
-            one("guessed", 600, Grade.ESTIMATED),
-            one("fraction", 600, Grade.MEASURED, Mode.VGPU),
+            one("full", 512, Attribution.MEASURED),
+            one("greedy", 513, Attribution.MEASURED),
+            one("guessed", 600, Attribution.ESTIMATED),
+            one("fraction", 600, Attribution.MEASURED, Mode.VGPU),
         )
     )
     assert above_limit(uses, Mode.MPS) == {"GPU-0": {"team/greedy"}}
@@ -143,8 +143,8 @@ def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() ->
 
 
 def use(container: str, gpu: int, cores: float | None, utilization: float, memory: int) -> ContainerUse:
-    share = Share("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
-    own = Use(share, memory * MIB, Grade.MEASURED, utilization, Grade.ESTIMATED, (1,))
+    share = ContainerShare("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
+    own = Use(share, memory * MIB, Attribution.MEASURED, utilization, Attribution.ESTIMATED, (1,))
     return ContainerUse(own, Span(0, memory * MIB), Span(0.5, 0.75))
 
 
@@ -176,14 +176,14 @@ def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
     assert "# UNIT" not in text
 
 
-READ, UNREAD = (0.9, Grade.MEASURED), (0.0, Grade.ALLOCATED)
-GUESSED = (0.3, Grade.ESTIMATED)
+READ, UNREAD = (0.9, Attribution.MEASURED), (0.0, Attribution.ALLOCATED)
+GUESSED = (0.3, Attribution.ESTIMATED)
 
 
-async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Grade]]) -> ContainerUse:
+async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Attribution]]) -> ContainerUse:
     """The last use of a container after one reading a second, utilization and memory alike."""
     watch = Node(tmp_path).watch
-    share = Share("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
+    share = ContainerShare("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
     found = None
     for second, (ratio, grade) in enumerate(readings):
         use = Use(share, round(ratio * 100) * MIB, grade, ratio, grade, (1,))
@@ -232,22 +232,22 @@ async def test_memory_of_others_is_missing_while_a_gpu_cannot_be_read(tmp_path: 
 @pytest.mark.parametrize(
     ("readings", "grade"),
     [
-        ([READ], Grade.MEASURED),
-        ([READ] * 5 + [GUESSED] + [READ] * 5, Grade.ESTIMATED),
-        ([GUESSED] + [READ] * 80, Grade.MEASURED),
-        ([GUESSED] * 5 + [UNREAD] * 5, Grade.ESTIMATED),
-        ([UNREAD] * 5, Grade.ALLOCATED),
+        ([READ], Attribution.MEASURED),
+        ([READ] * 5 + [GUESSED] + [READ] * 5, Attribution.ESTIMATED),
+        ([GUESSED] + [READ] * 80, Attribution.MEASURED),
+        ([GUESSED] * 5 + [UNREAD] * 5, Attribution.ESTIMATED),
+        ([UNREAD] * 5, Attribution.ALLOCATED),
     ],
 )
 async def test_means_and_maxima_carry_the_weakest_grade(
-    tmp_path: Path, readings: Sequence[tuple[float, Grade]], grade: Grade
+    tmp_path: Path, readings: Sequence[tuple[float, Attribution]], grade: Attribution
 ) -> None:
     found = await windowed(tmp_path, readings)
     assert (found.utilization_grade, found.memory_grade) == (grade, grade)
 
 
 def test_gpu_managers_total_is_missing_while_a_gpu_cannot_be_read() -> None:
-    share = Share("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
+    share = ContainerShare("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
     uses = [use("a", 0, 0.5, 0.25, 64), ContainerUse(Use(share), None, None)]
     uses[0] = replace(uses[0], use=replace(uses[0].use, share=replace(share, gpu="GPU-0", index=0)))
     text = b"".join(written(COMPATIBLE, compatible_series(uses, "n1"))).decode()
