@@ -19,7 +19,7 @@ import anyio
 
 from agent.app.run import running
 from agent.model.modes import Mode
-from agent.settings import Cluster, Host, Http, Kubelet, Settings
+from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
@@ -28,10 +28,10 @@ folder, first, then = Path(sys.argv[1]), *sys.argv[2:]
 mode = folder / "mode"
 settings = Settings(
     mode_file=str(mode),
-    http=Http(address="127.0.0.1", port=0),
+    http=HttpSettings(address="127.0.0.1", port=0),
     kubelet=Kubelet(root=str(folder / "k")),
-    cluster=Cluster(access="off"),
-    host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
+    cluster=ClusterSettings(access="off"),
+    host=HostSettings(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
 )
 
 def rooms():
